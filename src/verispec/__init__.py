@@ -1,0 +1,1 @@
+"""verispec: an LLM inference engine that is fast and bit-for-bit reproducible."""
