@@ -1,0 +1,1 @@
+"""Backends: the only place that knows tensors. A backend loads weights, owns K/V stores and runs passes."""

@@ -1,0 +1,5 @@
+"""The engine: sequences, the scheduler, the planner and the loop. Pure Python and numpy, no I/O."""
+
+from verispec.engine.engine import Engine, Request
+
+__all__ = ["Engine", "Request"]

@@ -1,0 +1,17 @@
+"""K/V bookkeeping: slots, leases and the prefix cache. Pure Python, no tensors."""
+
+from verispec.kv.pool import DUMP_SLOT, NUM_RESERVED, ZERO_SLOT, Lease, SlotPool
+from verispec.kv.prefix_cache import TARGET_STORE, NoPrefixCache, PrefixCache, PrefixHit, RadixPrefixCache
+
+__all__ = [
+    "DUMP_SLOT",
+    "NUM_RESERVED",
+    "TARGET_STORE",
+    "ZERO_SLOT",
+    "Lease",
+    "NoPrefixCache",
+    "PrefixCache",
+    "PrefixHit",
+    "RadixPrefixCache",
+    "SlotPool",
+]

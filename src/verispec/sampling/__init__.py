@@ -1,0 +1,1 @@
+"""Sampling: noise, logit processing, the draw and the acceptance rule. Pure functions over arrays."""

@@ -1,0 +1,1 @@
+"""Speculation: drafters, plans and the verifier."""

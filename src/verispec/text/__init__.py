@@ -1,0 +1,1 @@
+"""Text: from committed tokens to characters and back to prompts."""

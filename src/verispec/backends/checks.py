@@ -1,0 +1,47 @@
+"""Checks of a pass at a backend's door, shared by all backends: bad arrays raise, they never corrupt memory."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from verispec.backends.protocol import BackendLimits, Pass
+from verispec.errors import InputError
+from verispec.kv import NUM_RESERVED, ZERO_SLOT
+
+
+def check_pass(pass_: Pass, limits: BackendLimits) -> None:
+    """Raise InputError unless every index of the pass lies inside the backend's arrays."""
+    rows = pass_.rows
+    num_rows, total_slots = len(rows), limits.num_slots + NUM_RESERVED
+    if num_rows == 0:
+        raise InputError("a pass needs at least one row")
+    if not 0 <= pass_.store < limits.num_stores:
+        raise InputError(f"store {pass_.store} does not exist; there are {limits.num_stores}")
+    for name, width in (
+        ("positions", 1), ("slots", 1), ("seq_rows", 1), ("prefix_lens", 1), ("tail_lens", 1), ("tails", 2),
+    ):  # fmt: skip
+        array = getattr(rows, name)
+        if array.ndim != width or len(array) != num_rows:
+            raise InputError(f"{name} has shape {array.shape} in a pass of {num_rows} rows")
+    if rows.tails.shape[1] > limits.max_tail:
+        raise InputError(f"tails of {rows.tails.shape[1]} slots exceed the maximum depth {limits.max_tail}")
+    _check_range("token_ids", rows.token_ids, 0, limits.vocab_size)
+    _check_range("positions", rows.positions, 0, limits.context_len)
+    _check_range("slots", rows.slots, ZERO_SLOT + 1, total_slots)
+    _check_range("seq_rows", rows.seq_rows, 0, limits.num_seq_rows + 1)
+    _check_range("prefix_lens", rows.prefix_lens, 0, limits.context_len + 1)
+    _check_range("tails", rows.tails, 0, total_slots)
+    _check_range("tail_lens", rows.tail_lens, 0, rows.tails.shape[1] + 1)
+    if (rows.prefix_lens + rows.tail_lens != rows.positions + 1).any():
+        raise InputError("a row's context must hold every position up to its own")
+    update = pass_.table_update
+    _check_range("table_update.seq_rows", update.seq_rows, 1, limits.num_seq_rows + 1)
+    _check_range("table_update.positions", update.positions, 0, limits.context_len)
+    _check_range("table_update.slots", update.slots, NUM_RESERVED, total_slots)
+    head_rows = pass_.wanted.head_rows()
+    _check_range("wanted rows", head_rows, 0, num_rows)
+
+
+def _check_range(name: str, values: np.ndarray, low: int, high: int) -> None:
+    if values.size and not (low <= int(values.min()) and int(values.max()) < high):
+        raise InputError(f"{name} must lie in [{low}, {high}), found {int(values.min())} to {int(values.max())}")

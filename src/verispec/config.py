@@ -1,0 +1,33 @@
+"""The one place for the engine's defaults. Frozen and validated at construction; an unknown option is an error."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from verispec.errors import InputError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Sizes of one engine. None of them changes the tokens of a request, except that `max_len` ends it.
+
+    `num_slots` is the K/V capacity in tokens. `max_len` bounds prompt plus output of one request (None: the model's
+    context or the capacity, whichever is less). `row_budget` bounds the rows of one canonical pass, `max_running` the
+    sequences that run at once, `max_waiting` the queue behind them, `max_draft` the nodes of one draft.
+    """
+
+    num_slots: int = 8192
+    max_len: int | None = None
+    row_budget: int = 128
+    max_running: int = 32
+    max_waiting: int = 4096
+    max_draft: int = 16
+    prefix_cache: bool = True
+
+    def __post_init__(self) -> None:
+        for name, low in (("num_slots", 2), ("row_budget", 1), ("max_running", 1), ("max_waiting", 1), ("max_draft", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < low:
+                raise InputError(f"{name} must be a whole number of at least {low}, not {value!r}")
+        if self.max_len is not None and not 2 <= self.max_len <= self.num_slots:
+            raise InputError(f"max_len must be from 2 to num_slots ({self.num_slots}), not {self.max_len}")

@@ -1,0 +1,229 @@
+"""The engine: a synchronous, single-threaded, sans-IO state machine. `add`, `step`, `abort`, and nothing else.
+
+The clock, the source of random seeds and the backend come in from outside, so a whole run can be simulated from a seed.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence as SequenceOf
+from dataclasses import dataclass
+
+from verispec.backends.calibration import FLAT_COST, CostTable
+from verispec.backends.protocol import Backend
+from verispec.config import EngineConfig
+from verispec.engine.planner import Planner
+from verispec.engine.scheduler import Scheduler
+from verispec.engine.sequence import Sequence
+from verispec.errors import InputError, QueueFullError
+from verispec.kv import NoPrefixCache, PrefixCache, RadixPrefixCache, SlotPool
+from verispec.sampling.judge import judge
+from verispec.sampling.rows import SampleKey
+from verispec.spec.drafter import Drafter, DrafterSet
+from verispec.spec.plan import Plan
+from verispec.spec.verifier import Score, Verifier
+from verispec.types import Draft, FinishReason, NoText, SamplingParams, SequenceStats, TextSink, TokenEvent, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a caller asks for. `text` makes one sink per sample; without it the request is about token ids alone."""
+
+    prompt_ids: SequenceOf[int]
+    params: SamplingParams = SamplingParams()
+    drafter: str | None = None
+    eos_ids: Iterable[int] = ()
+    text: Callable[[], TextSink] = NoText
+
+
+class Engine:
+    """Requests in, committed tokens out.
+
+    `family` are the backend's canonical shapes (the audit's choice), `cost` its T(M, context). `drafters` are by name;
+    the first one is the default of requests that name none.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        family: SequenceOf[int],
+        drafters: Mapping[str, Drafter],
+        config: EngineConfig | None = None,
+        cost: CostTable = FLAT_COST,
+        clock: Callable[[], float] = time.monotonic,
+        random_seed: Callable[[], int] = lambda: secrets.randbits(64),
+    ) -> None:
+        config = config or EngineConfig(num_slots=backend.limits.num_slots)
+        shapes = tuple(m for m in sorted(family) if m <= config.row_budget) or (min(family),)
+        self.max_len = _max_len(backend, config)
+        self._backend = backend
+        self._config = config
+        self._clock = clock
+        self._random_seed = random_seed
+        self._pool = SlotPool(config.num_slots)
+        num_stores = backend.limits.num_stores
+        self._cache: PrefixCache = (
+            RadixPrefixCache(self._pool, num_stores) if config.prefix_cache else NoPrefixCache(num_stores)
+        )
+        self._drafters = DrafterSet(drafters, vocab_size=backend.limits.vocab_size)
+        self._scheduler = Scheduler(
+            pool=self._pool,
+            cache=self._cache,
+            planner=Planner(shapes, cost),
+            drafters=self._drafters,
+            row_budget=max(shapes),
+            max_running=min(config.max_running, max(shapes), backend.limits.num_seq_rows),
+            max_draft=min(config.max_draft, backend.limits.max_tail),
+        )
+        self._verifier = Verifier(backend, family=shapes, cost=cost)
+        self._live: dict[int, list[Sequence]] = {}
+        self._ended: list[TokenEvent] = []
+        self._next_request_id = 0
+        self._next_sequence_id = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self._live or self._ended)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences in the queue."""
+        return len(self._scheduler.waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold slots."""
+        return len(self._scheduler.running)
+
+    def has_room(self, params: SamplingParams) -> bool:
+        """Whether the queue can take a request with these parameters now."""
+        return self.num_waiting + params.n <= self._config.max_waiting
+
+    def add(self, request: Request) -> int:
+        """Queue a request; returns its id. Raises InputError for a bad request, QueueFullError when there is no room."""
+        self._check(request)
+        if not self.has_room(request.params):
+            raise QueueFullError(f"the queue is full: {self.num_waiting} of {self._config.max_waiting} places taken")
+        params = request.params
+        request_id, self._next_request_id = self._next_request_id, self._next_request_id + 1
+        seed = self._random_seed() if params.seed is None else params.seed
+        limit = self.max_len if params.max_tokens is None else len(request.prompt_ids) + params.max_tokens
+        samples: list[Sequence] = []
+        for sample_index in range(params.n):
+            sequence = Sequence(
+                sequence_id=self._next_sequence_id,
+                request_id=request_id,
+                sample_key=SampleKey(seed, sample_index),
+                params=params,
+                prompt_ids=tuple(request.prompt_ids),
+                eos_ids=frozenset(request.eos_ids),
+                max_len=min(self.max_len, limit),
+                drafter=request.drafter or self._drafters.names[0],
+                text_sink=request.text(),
+                stats=SequenceStats(arrival_time=self._clock()),
+                leader=samples[0] if samples else None,
+            )
+            self._next_sequence_id += 1
+            samples.append(sequence)
+            self._scheduler.add(sequence)
+        self._live[request_id] = samples
+        return request_id
+
+    def step(self) -> list[TokenEvent]:
+        """Draft, verify, accept, commit: one round for everything that runs. Returns what became visible."""
+        plan = self._scheduler.plan()
+        drafts = self._drafters.advance(plan)
+        scores = self._verifier.run(plan, drafts)
+        verdicts = _judge(plan, drafts, scores)
+        changed = self._scheduler.commit(plan, drafts, scores, verdicts)
+        self._drafters.observe(plan, drafts, verdicts)
+        return self._events(changed)
+
+    def abort(self, request_id: int) -> bool:
+        """End a request now and free its slots. Its last events come with the next step. False if it has ended."""
+        samples = self._live.get(request_id, [])
+        for sequence in list(samples):
+            sequence.finish(FinishReason.ABORT)
+            self._scheduler.remove(sequence)
+            self._ended.append(self._event(sequence))
+        return bool(samples)
+
+    def check(self) -> None:
+        """Raise if the books do not balance: every slot held is reachable from a sequence, a lease or the cache."""
+        self._pool.check()
+        self._cache.check()
+        expected = [0] * (self._pool.num_slots + 2)
+        for holder in (*(s.slots for s in self._scheduler.running), *(lease.slots for lease in self._pool.leases)):
+            for slot in holder:
+                expected[slot] += 1
+        for slot in self._cache.slots():
+            expected[slot] += 1
+        wrong = [s for s, count in enumerate(expected) if count != self._pool.refs(s)]
+        if wrong:
+            raise AssertionError(f"slots {wrong[:5]} are referenced {[self._pool.refs(s) for s in wrong[:5]]} times")
+        if any(s.slots or s.lease for s in self._scheduler.waiting):
+            raise AssertionError("a waiting sequence holds slots")
+
+    def _events(self, changed: Iterable[Sequence]) -> list[TokenEvent]:
+        events, self._ended = self._ended, []
+        return events + [self._event(sequence) for sequence in changed]
+
+    def _event(self, sequence: Sequence) -> TokenEvent:
+        now = self._clock()
+        if sequence.finish_reason is not None:
+            sequence.stats.finish_time = now
+            self._drafters.forget(sequence)
+            samples = self._live[sequence.request_id]
+            samples.remove(sequence)
+            if not samples:
+                del self._live[sequence.request_id]
+        event = sequence.take_event()
+        sequence.stats.record_commit(now, len(event.logprobs))
+        return event
+
+    def _check(self, request: Request) -> None:
+        vocab_size, num_prompt = self._backend.limits.vocab_size, len(request.prompt_ids)
+        if not num_prompt:
+            raise InputError("the prompt is empty; it needs at least one token")
+        for token_id in request.prompt_ids:
+            if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
+                raise InputError(f"token id {token_id!r} is not in the vocabulary of {vocab_size}")
+        room = self.max_len if request.params.max_tokens == 0 else self.max_len - 1
+        if num_prompt > room:
+            raise InputError(f"the prompt has {num_prompt} tokens; at most {room} fit into a length of {self.max_len}")
+        if request.params.max_tokens == 0 and num_prompt < 2:
+            raise InputError("scoring needs at least two tokens: the first has no log-probability")
+        for token_id, _ in request.params.logit_bias:
+            if token_id >= vocab_size:
+                raise InputError(f"logit_bias names token {token_id}; the vocabulary has {vocab_size}")
+        for token_id in request.params.stop_ids:
+            if token_id >= vocab_size:
+                raise InputError(f"stop_ids names token {token_id}; the vocabulary has {vocab_size}")
+        if request.drafter is not None and request.drafter not in self._drafters.names:
+            raise InputError(f"unknown drafter {request.drafter!r}; known: {', '.join(self._drafters.names)}")
+        if request.params.n > self._config.max_waiting:
+            raise InputError(f"n = {request.params.n} exceeds the queue's {self._config.max_waiting} places")
+
+
+def _max_len(backend: Backend, config: EngineConfig) -> int:
+    limits = backend.limits
+    if config.num_slots > limits.num_slots:
+        raise InputError(f"num_slots is {config.num_slots}, but the backend has {limits.num_slots}")
+    wanted = config.max_len or min(limits.context_len, config.num_slots)
+    if wanted > limits.context_len:
+        raise InputError(f"max_len is {wanted}, but the model's context is {limits.context_len}")
+    return wanted
+
+
+def _judge(plan: Plan, drafts: SequenceOf[Draft], scores: SequenceOf[Score]) -> list[Verdict | None]:
+    """Verdicts of the sequences whose rows are complete, None for the others."""
+    complete = [i for i, p in enumerate(plan.sequences) if p.completes]
+    verdicts: list[Verdict | None] = [None] * len(drafts)
+    for i, verdict in zip(
+        complete, judge([drafts[i] for i in complete], [scores[i].draws for i in complete]), strict=True
+    ):
+        verdicts[i] = verdict
+    return verdicts

@@ -1,0 +1,150 @@
+"""One request's state (one per sample). Its committed tokens only ever grow, by `append`, which only commit calls.
+
+Everything else derives from committed tokens: counts for penalties, text, the finish. Slots are listed by position; those
+below `canonical_len` hold K/V from canonical passes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from verispec.kv import Lease
+from verispec.sampling.rows import History, SampleKey
+from verispec.types import (
+    FinishReason,
+    SampleOutput,
+    SamplingParams,
+    SequenceStats,
+    TextSink,
+    TokenEvent,
+    TokenLogprob,
+)
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A sample of a request, from the queue to its last token."""
+
+    sequence_id: int  # from a counter: arrival order
+    request_id: int
+    sample_key: SampleKey
+    params: SamplingParams
+    prompt_ids: tuple[int, ...]
+    eos_ids: frozenset[int]
+    max_len: int
+    drafter: str
+    text_sink: TextSink
+    stats: SequenceStats = field(default_factory=SequenceStats)
+    leader: Sequence | None = None  # sample 0 of the same request, whose prompt K/V this one waits to share
+
+    token_ids: list[int] = field(default_factory=list)
+    output: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+    slots: list[int] = field(default_factory=list)
+    canonical_len: int = 0
+    synced_len: int = 0  # positions whose slots the backend's table has
+    seq_row: int = 0
+    epoch: int = 0
+    lease: Lease | None = None
+
+    _output_counts: Counter[int] = field(default_factory=Counter)
+    _prompt_set: frozenset[int] = frozenset()
+    _unreported: int = 0  # output entries and text that no event carries yet
+    _unreported_text: str = ""
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.prompt_ids)
+        self._prompt_set = frozenset(self.prompt_ids)
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt_ids)
+
+    @property
+    def committed_len(self) -> int:
+        """Committed tokens, prompt included."""
+        return len(self.token_ids)
+
+    @property
+    def computed_len(self) -> int:
+        """Tokens whose K/V is computed."""
+        return len(self.slots)
+
+    @property
+    def scores_only(self) -> bool:
+        """Whether the request wants the prompt's log-probabilities and no generation."""
+        return self.params.max_tokens == 0
+
+    @property
+    def needs_prompt_rows(self) -> bool:
+        """Whether prompt tokens still have to be scored, which a cached prefix cannot do."""
+        return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_len - 1
+
+    @property
+    def num_pending(self) -> int:
+        """Committed tokens that still need a row. Scoring needs none for the prompt's last token."""
+        return self.committed_len - self.scores_only - self.computed_len
+
+    @property
+    def stopping_ids(self) -> frozenset[int]:
+        """Tokens that end the request."""
+        return frozenset(self.params.stop_ids) | (frozenset() if self.params.ignore_eos else self.eos_ids)
+
+    def history(self) -> History:
+        """Committed tokens as penalties see them."""
+        return History(self._prompt_set, self._output_counts, len(self.output))
+
+    def append(self, entry: TokenLogprob) -> None:
+        """Commit one token, and decide whether it is the last. Blocks of tokens come through here one by one."""
+        self.token_ids.append(entry.token_id)
+        self.output.append(entry)
+        self._output_counts[entry.token_id] += 1
+        self._unreported += 1
+        may_stop = len(self.output) >= self.params.min_tokens
+        if may_stop and entry.token_id in self.stopping_ids:
+            self.finish(FinishReason.STOP)
+            return
+        piece = self.text_sink.push(entry.token_id, may_stop=may_stop)
+        self._unreported_text += piece.text
+        if piece.stopped:
+            self.finish(FinishReason.STOP)
+        elif self.committed_len >= self.max_len:
+            self.finish(FinishReason.LENGTH)
+
+    def finish(self, reason: FinishReason) -> None:
+        """End the sequence and release the text that was held back."""
+        self.finish_reason = reason
+        self._unreported_text += self.text_sink.finish()
+
+    def fail(self, error: str) -> None:
+        """End the sequence with an error; the tokens committed before it stand."""
+        self.finish_reason = FinishReason.ERROR
+        self.error = error
+
+    def take_event(self) -> TokenEvent:
+        """Everything committed since the last event, and the whole output if the sequence has ended."""
+        entries = tuple(self.output[len(self.output) - self._unreported :])
+        text, self._unreported, self._unreported_text = self._unreported_text, 0, ""
+        self.text += text
+        return TokenEvent(self.request_id, self.sample_key.sample_index, entries, text, self._sample_output())
+
+    def _sample_output(self) -> SampleOutput | None:
+        if self.finish_reason is None:
+            return None
+        return SampleOutput(
+            sample_index=self.sample_key.sample_index,
+            prompt_len=self.prompt_len,
+            logprobs=tuple(self.output),
+            text=self.text,
+            finish_reason=self.finish_reason,
+            seed=self.sample_key.seed,
+            stats=self.stats,
+            prompt_logprobs=None if self.params.prompt_logprobs is None else tuple(self.prompt_logprobs),
+            error=self.error,
+        )

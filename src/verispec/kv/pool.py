@@ -1,0 +1,151 @@
+"""Slots: the addresses of K and V, one per token, counted by reference.
+
+The pool knows nothing of tensors, sequences or tokens. A slot is free, leased (scratch of one plan, one owner), or held
+with one or more references by sequences and by the prefix cache. A slot with more than one reference is never written;
+only a lease may be written at all. `check()` verifies the books.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+ZERO_SLOT = 0  # constant zero K/V: what masked context entries point to
+DUMP_SLOT = 1  # where padding rows write; no real row ever reads it
+NUM_RESERVED = 2
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """Scratch slots lent to one sequence; ends with `commit` or `rollback`. Row i of the owner uses `slots[i]`."""
+
+    slots: list[int] = field(default_factory=list)
+
+
+class SlotPool:
+    """`num_slots` usable slots behind the reserved ones, with reference counts, leases and a self-check."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        total = num_slots + NUM_RESERVED
+        self._free = list(range(total - 1, NUM_RESERVED - 1, -1))  # taken from the end: low ids first
+        self._refs = [0] * total
+        self._cached = [False] * total
+        self._num_cached_only = 0  # slots whose single reference is the prefix cache's
+        self._leases: dict[int, Lease] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Slots that nobody holds."""
+        return len(self._free)
+
+    @property
+    def num_evictable(self) -> int:
+        """Slots that only the prefix cache holds."""
+        return self._num_cached_only
+
+    @property
+    def leases(self) -> tuple[Lease, ...]:
+        """The outstanding leases, oldest first."""
+        return tuple(self._leases.values())
+
+    def lease(self) -> Lease:
+        """An empty lease; `extend` fills it."""
+        lease = Lease()
+        self._leases[id(lease)] = lease
+        return lease
+
+    def extend(self, lease: Lease, count: int) -> bool:
+        """Add `count` free slots to the lease, all or none. Returns whether it did."""
+        if count > len(self._free):
+            return False
+        for _ in range(count):
+            slot = self._free.pop()
+            self._refs[slot] = 1
+            lease.slots.append(slot)
+        return True
+
+    def commit(self, lease: Lease, indices: Sequence[int]) -> list[int]:
+        """End the lease: the slots at `indices` pass to the caller with one reference each, the others become free."""
+        kept = [lease.slots[i] for i in indices]
+        keep = set(kept)
+        if len(keep) != len(kept):
+            raise ValueError("a lease's slot can be committed once")
+        self._close(lease)
+        self.release(s for s in lease.slots if s not in keep)
+        return kept
+
+    def rollback(self, lease: Lease) -> None:
+        """End the lease and free all of its slots."""
+        self._close(lease)
+        self.release(lease.slots)
+
+    def _close(self, lease: Lease) -> None:
+        if self._leases.pop(id(lease), None) is not lease:
+            raise ValueError("this lease has ended")
+
+    def retain(self, slots: Iterable[int]) -> None:
+        """Add one reference to each slot, which must be held."""
+        for slot in slots:
+            if self._refs[slot] < 1:
+                raise ValueError(f"slot {slot} is free and cannot be shared")
+            self._move(slot, self._refs[slot] + 1)
+
+    def release(self, slots: Iterable[int]) -> None:
+        """Drop one reference from each slot; a slot without references becomes free."""
+        for slot in slots:
+            if self._refs[slot] < 1:
+                raise ValueError(f"slot {slot} is free already")
+            self._move(slot, self._refs[slot] - 1)
+            if self._refs[slot] == 0:
+                if self._cached[slot]:
+                    raise ValueError(f"slot {slot} is in the prefix cache, which still counts on it")
+                self._free.append(slot)
+
+    def mark_cached(self, slots: Iterable[int]) -> None:
+        """Take one reference for the prefix cache."""
+        for slot in slots:
+            if self._cached[slot]:
+                raise ValueError(f"slot {slot} is cached already")
+            self.retain((slot,))
+            self._cached[slot] = True
+
+    def unmark_cached(self, slots: Iterable[int]) -> None:
+        """Drop the prefix cache's reference."""
+        for slot in slots:
+            if not self._cached[slot]:
+                raise ValueError(f"slot {slot} is not cached")
+            if self._refs[slot] == 1:
+                self._num_cached_only -= 1
+            self._cached[slot] = False
+            self._refs[slot] -= 1
+            if self._refs[slot] == 0:
+                self._free.append(slot)
+
+    def refs(self, slot: int) -> int:
+        """The slot's reference count."""
+        return self._refs[slot]
+
+    def _move(self, slot: int, refs: int) -> None:
+        if self._cached[slot]:
+            self._num_cached_only += (refs == 1) - (self._refs[slot] == 1)
+        self._refs[slot] = refs
+
+    def check(self) -> None:
+        """Raise if the books do not balance: every slot free or held, leases exclusive, counters right."""
+        free = set(self._free)
+        leased = [s for lease in self._leases.values() for s in lease.slots]
+        problems = {
+            "a slot is free twice": len(free) != len(self._free),
+            "a free slot has references": any(self._refs[s] for s in free),
+            "a held slot has none": any(
+                self._refs[s] < 1 for s in range(NUM_RESERVED, len(self._refs)) if s not in free
+            ),
+            "a reserved slot was handed out": any(self._refs[s] or s in free for s in range(NUM_RESERVED)),
+            "a leased slot has two owners": len(set(leased)) != len(leased) or any(self._refs[s] != 1 for s in leased),
+            "the evictable count is off": self._num_cached_only
+            != sum(1 for s, r in enumerate(self._refs) if r == 1 and self._cached[s]),
+        }
+        found = [text for text, wrong in problems.items() if wrong]
+        if found:
+            raise AssertionError("; ".join(found))

@@ -1,0 +1,198 @@
+"""Turns a plan and its drafts into passes, and the passes' results into scores per sequence.
+
+Canonical rows are padded to a shape of the family, the cheapest that holds them. Fast rows run in whatever shape they
+make. The verifier holds no state of sequences; it reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from verispec.backends.calibration import CostTable
+from verispec.backends.protocol import (
+    Backend,
+    DrawWanted,
+    LogprobsWanted,
+    Pass,
+    PassKind,
+    PassResult,
+    RowsBuilder,
+    TableUpdate,
+    TopKWanted,
+    Wanted,
+)
+from verispec.sampling.rows import SamplingRowsBuilder
+from verispec.spec.plan import Plan, SequencePlan
+from verispec.types import Draft, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What the target says of one sequence's rows: entry 0 follows the committed tokens, entry 1 + i node i.
+
+    `draws` is empty while the prompt is not complete. `prompt_logprobs` are those of the prompt tokens after each row.
+    """
+
+    draws: NDArray[np.int64]
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(slots=True)
+class _PassBuilder:
+    """Rows and wishes of one pass, collected sequence by sequence."""
+
+    vocab_size: int
+    rows: RowsBuilder = field(default_factory=RowsBuilder)
+    sampling: SamplingRowsBuilder = field(default_factory=SamplingRowsBuilder)
+    draw_rows: list[int] = field(default_factory=list)
+    given_rows: list[int] = field(default_factory=list)
+    given_ids: list[int] = field(default_factory=list)
+    top_rows: list[int] = field(default_factory=list)
+    top_k: int = 0
+    updates: list[tuple[int, int, int]] = field(default_factory=list)
+    context_tokens: int = 0
+
+    def add(self, plan: SequencePlan, draft: Draft) -> None:
+        """Add a sequence's pending rows and, if they complete, its draft's nodes."""
+        sequence, params = plan.sequence, plan.sequence.params
+        self.updates += [(plan.seq_row, plan.table_start + i, slot) for i, slot in enumerate(plan.table_slots)]
+        for i in range(plan.num_pending):
+            position = plan.start + i
+            row = self.rows.add(
+                token_id=sequence.token_ids[position],
+                position=position,
+                slot=plan.lease.slots[i],
+                seq_row=plan.seq_row,
+                prefix_len=position + 1,
+            )
+            self.context_tokens += position + 1
+            if params.prompt_logprobs is not None and position + 1 < sequence.prompt_len:
+                self._want_given(row, sequence.token_ids[position + 1], params.prompt_logprobs)
+        if plan.completes:
+            self._want_draw(plan, row, path_ids=())
+            self._add_nodes(plan, draft)
+
+    def _add_nodes(self, plan: SequencePlan, draft: Draft) -> None:
+        prefix_len = len(plan.sequence.token_ids)
+        for node, token_id in enumerate(draft.token_ids):
+            path = draft.path_to(node)
+            row = self.rows.add(
+                token_id=token_id,
+                position=prefix_len + len(path) - 1,
+                slot=plan.lease.slots[plan.num_pending + node],
+                seq_row=plan.seq_row,
+                prefix_len=prefix_len,
+                tail=tuple(plan.lease.slots[plan.num_pending + i] for i in path),
+            )
+            self.context_tokens += prefix_len + len(path)
+            self._want_draw(plan, row, path_ids=tuple(draft.token_ids[i] for i in path))
+
+    def _want_draw(self, plan: SequencePlan, row: int, *, path_ids: tuple[int, ...]) -> None:
+        sequence = plan.sequence
+        self.draw_rows.append(row)
+        self.sampling.add(
+            sequence.params,
+            sequence.sample_key,
+            t=len(sequence.token_ids) + len(path_ids),
+            history=sequence.history(),
+            path_ids=path_ids,
+            stopping_ids=sequence.stopping_ids,
+            vocab_size=self.vocab_size,
+        )
+        if sequence.params.logprobs:
+            self._want_top(row, sequence.params.logprobs)
+
+    def _want_given(self, row: int, token_id: int, alternatives: int) -> None:
+        self.given_rows.append(row)
+        self.given_ids.append(token_id)
+        if alternatives:
+            self._want_top(row, alternatives)
+
+    def _want_top(self, row: int, k: int) -> None:
+        self.top_rows.append(row)
+        self.top_k = max(self.top_k, min(k, self.vocab_size))
+
+    def build(self, kind: PassKind, shape: int) -> Pass:
+        """Freeze into a pass of `shape` rows."""
+        ints = np.int32
+        update = np.array(self.updates, ints).reshape(-1, 3)
+        wanted = Wanted(
+            draw=DrawWanted(np.array(self.draw_rows, ints), self.sampling.build()) if self.draw_rows else None,
+            logprobs=LogprobsWanted(np.array(self.given_rows, ints), np.array(self.given_ids, ints))
+            if self.given_rows
+            else None,
+            top_k=TopKWanted(np.unique(np.array(self.top_rows, ints)), self.top_k) if self.top_rows else None,
+        )
+        return Pass(kind, self.rows.build(shape), wanted, TableUpdate(update[:, 0], update[:, 1], update[:, 2]))
+
+
+class Verifier:
+    """Runs plans on a backend. `family` are the canonical shapes, `cost` chooses among them."""
+
+    def __init__(self, backend: Backend, *, family: Sequence[int], cost: CostTable) -> None:
+        self._backend = backend
+        self._family = tuple(family)
+        self._cost = cost
+
+    def run(self, plan: Plan, drafts: Sequence[Draft]) -> list[Score]:
+        """One score per sequence plan, in the plan's order."""
+        split = len(plan.canonical)
+        canonical = self._run_pass(PassKind.CANONICAL, plan.canonical, drafts[:split])
+        return canonical + self._run_pass(PassKind.FAST, plan.fast, drafts[split:])
+
+    def _run_pass(self, kind: PassKind, plans: Sequence[SequencePlan], drafts: Sequence[Draft]) -> list[Score]:
+        if not plans:
+            return []
+        builder = _PassBuilder(self._backend.limits.vocab_size)
+        for plan, draft in zip(plans, drafts, strict=True):
+            builder.add(plan, draft)
+        num_rows = len(builder.rows)
+        shape = self._shape(num_rows, builder.context_tokens) if kind is PassKind.CANONICAL else num_rows
+        result = self._backend.submit(builder.build(kind, shape)).result()
+        return _scores(plans, drafts, builder, result)
+
+    def _shape(self, num_rows: int, context_tokens: int) -> int:
+        return self._cost.cheapest((m for m in self._family if m >= num_rows), context_tokens)
+
+
+def _scores(
+    plans: Sequence[SequencePlan], drafts: Sequence[Draft], builder: _PassBuilder, result: PassResult
+) -> list[Score]:
+    """Cut the pass's flat results into one score per sequence."""
+    alternatives: dict[int, list[tuple[int, float]]] = {}
+    if result.top_k is not None:
+        for row, ids, values in zip(sorted(set(builder.top_rows)), *result.top_k, strict=True):
+            alternatives[row] = list(zip(ids.tolist(), values.tolist(), strict=True))
+    next_draw, next_given = 0, 0
+    scores = []
+    for plan, draft in zip(plans, drafts, strict=True):
+        params = plan.sequence.params
+        num_given = _num_given(plan)
+        prompt = []
+        for i in range(next_given, next_given + num_given):
+            assert result.logprobs is not None
+            top = tuple(alternatives.get(builder.given_rows[i], ())[: params.prompt_logprobs])
+            prompt.append(TokenLogprob(builder.given_ids[i], float(result.logprobs[i]), top))
+        next_given += num_given
+        num_draws = 1 + len(draft) if plan.completes else 0
+        drawn = []
+        for i in range(next_draw, next_draw + num_draws):
+            assert result.draw is not None
+            top = tuple(alternatives.get(builder.draw_rows[i], ())[: params.logprobs or 0])
+            drawn.append(TokenLogprob(int(result.draw.token_ids[i]), float(result.draw.logprobs[i]), top))
+        next_draw += num_draws
+        draws = np.array([entry.token_id for entry in drawn], np.int64)
+        scores.append(Score(draws, tuple(drawn), tuple(prompt)))
+    return scores
+
+
+def _num_given(plan: SequencePlan) -> int:
+    """How many of the plan's pending rows score a prompt token."""
+    if plan.sequence.params.prompt_logprobs is None:
+        return 0
+    return max(0, min(plan.start + plan.num_pending, plan.sequence.prompt_len - 1) - plan.start)

@@ -1,0 +1,308 @@
+"""The words every layer shares: sampling parameters, drafts, verdicts, results.
+
+All of them are values. Nothing here knows slots, passes or tensors; a `Draft` is never written into a sequence, and a
+`Verdict` is turned into state by one function, the scheduler's `commit`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from typing import Any, NamedTuple, Protocol, Self
+
+from verispec.errors import InputError
+
+MAX_SEED = 2**64 - 1
+MAX_ALTERNATIVES = 64
+NO_PARENT = -1
+
+
+class FinishReason(StrEnum):
+    """Why a request ended. The first event in token order decides."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+def _check_number(name: str, value: Any, low: float, high: float, *, low_open: bool = False) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InputError(f"{name} must be a number, not {type(value).__name__}")
+    below = value <= low if low_open else value < low
+    if not math.isfinite(value) or below or value > high:
+        opening = "(" if low_open else "["
+        raise InputError(f"{name} must be in {opening}{low:g}, {high:g}], not {value!r}")
+    return float(value)
+
+
+def _check_int(name: str, value: Any, low: int, high: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InputError(f"{name} must be a whole number, not {type(value).__name__}")
+    if not low <= value <= high:
+        raise InputError(f"{name} must be from {low} to {high}, not {value}")
+    return value
+
+
+def _check_bias(value: Any) -> tuple[tuple[int, float], ...]:
+    pairs = value.items() if isinstance(value, Mapping) else value
+    checked = {}
+    for token_id, bias in pairs:
+        checked[_check_int("logit_bias token id", token_id, 0, 2**31 - 1)] = _check_number("logit_bias", bias, -1e4, 1e4)
+    return tuple(sorted(checked.items()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one request samples and when it ends. Frozen and validated; every error names its field.
+
+    `temperature=0` is greedy. `top_k=0`, `top_p=1`, `min_p=0` and penalties of 1, 0, 0 are off. `max_tokens=None` means
+    up to the engine's length limit; `max_tokens=0` is allowed only with `prompt_logprobs`, and scores the prompt without
+    generating. `seed=None` draws a random seed, which the result reports. `logprobs` and `prompt_logprobs` are the number
+    of alternatives to report beside the token's own log-probability; 0 is not "off", None is.
+    """
+
+    max_tokens: int | None = 256
+    min_tokens: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    n: int = 1
+    seed: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    deterministic: bool = True
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None:
+            lowest = 1 if self.prompt_logprobs is None else 0
+            _check_int("max_tokens", self.max_tokens, lowest, 2**31 - 1)
+            _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _check_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        _check_number("temperature", self.temperature, 0.0, 100.0)
+        _check_int("top_k", self.top_k, 0, 2**31 - 1)
+        _check_number("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        _check_number("min_p", self.min_p, 0.0, 1.0)
+        _check_number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
+        _check_number("presence_penalty", self.presence_penalty, -100.0, 100.0)
+        _check_number("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
+        _check_int("n", self.n, 1, 1024)
+        if self.seed is not None:
+            _check_int("seed", self.seed, 0, MAX_SEED)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), 0, MAX_ALTERNATIVES)
+        for name in ("ignore_eos", "deterministic"):
+            if not isinstance(getattr(self, name), bool):
+                raise InputError(f"{name} must be true or false")
+        object.__setattr__(self, "logit_bias", _check_bias(self.logit_bias))
+        object.__setattr__(self, "stop", _check_stop(self.stop))
+        object.__setattr__(self, "stop_ids", tuple(_check_int("stop_ids", i, 0, 2**31 - 1) for i in self.stop_ids))
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether any of the three penalties changes logits."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @classmethod
+    def from_mapping(cls, options: Mapping[str, Any]) -> Self:
+        """Build from plain data (a JSON line, say); an unknown name is an error."""
+        known = {f.name for f in fields(cls)}
+        unknown = sorted(set(options) - known)
+        if unknown:
+            raise InputError(f"unknown sampling parameter {unknown[0]!r}; known: {', '.join(sorted(known))}")
+        return cls(**options)
+
+
+def _check_stop(value: Any) -> tuple[str, ...]:
+    stops = (value,) if isinstance(value, str) else tuple(value)
+    if not all(isinstance(s, str) and s for s in stops):
+        raise InputError("stop must hold non-empty strings")
+    if len(stops) > 64:
+        raise InputError(f"stop may hold at most 64 strings, not {len(stops)}")
+    return stops
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A guess at what comes next: a token tree. `parents[i]` is a node index below i, or NO_PARENT for a root's child.
+
+    A chain is a tree. The empty draft is a draft too.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+
+    @classmethod
+    def chain(cls, token_ids: Iterable[int]) -> Draft:
+        """The linear tree over `token_ids`."""
+        ids = tuple(token_ids)
+        return cls(ids, tuple(range(-1, len(ids) - 1)))
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def path_to(self, node: int) -> tuple[int, ...]:
+        """Node indices from the root's child down to `node`, inclusive; () for NO_PARENT."""
+        path: list[int] = []
+        while node != NO_PARENT:
+            path.append(node)
+            node = self.parents[node]
+        return tuple(reversed(path))
+
+    def is_valid(self, *, vocab_size: int, max_nodes: int) -> bool:
+        """Whether the tree is well formed and every token exists: a drafter's output is untrusted input."""
+        return (
+            len(self.parents) == len(self.token_ids) <= max_nodes
+            and all(isinstance(t, int) and 0 <= t < vocab_size for t in self.token_ids)
+            and all(NO_PARENT <= p < i for i, p in enumerate(self.parents))
+        )
+
+
+NO_DRAFT = Draft()
+
+
+class Verdict(NamedTuple):
+    """What the target made of a draft: accepted nodes from the root down, and the one token it adds itself."""
+
+    path: tuple[int, ...]
+    bonus_id: int
+
+
+class SequenceView(Protocol):
+    """What a drafter may see of a sequence: committed tokens and identity, read only."""
+
+    @property
+    def sequence_id(self) -> int: ...
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+    @property
+    def prompt_len(self) -> int: ...
+    @property
+    def drafter(self) -> str: ...
+
+
+class TextPiece(NamedTuple):
+    """Text that became final with one token, and whether a stop string completed at that token."""
+
+    text: str
+    stopped: bool
+
+
+class TextSink(Protocol):
+    """Turns committed tokens into text; only `commit` pushes into it, so it has nothing to undo."""
+
+    def push(self, token_id: int, *, may_stop: bool = True) -> TextPiece: ...
+    def finish(self) -> str: ...
+
+
+class NoText:
+    """The text of a request that has none: for engines run on token ids alone."""
+
+    def push(self, token_id: int, *, may_stop: bool = True) -> TextPiece:
+        """Release nothing."""
+        return TextPiece("", stopped=False)
+
+    def finish(self) -> str:
+        """Release nothing."""
+        return ""
+
+
+class TokenLogprob(NamedTuple):
+    """The log-probability of one token under the raw logits, with the most likely alternatives if asked for."""
+
+    token_id: int
+    logprob: float
+    alternatives: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(slots=True)
+class SequenceStats:
+    """Counters of one sequence. Reported, never read by a decision."""
+
+    passes: int = 0
+    fast_passes: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    preemptions: int = 0
+    cached_tokens: int = 0
+    arrival_time: float = 0.0
+    first_token_time: float | None = None
+    finish_time: float | None = None
+    last_token_time: float | None = None
+    gaps: list[float] = field(default_factory=list)
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """Seconds from arrival to the first committed token."""
+        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+    def record_commit(self, now: float, num_tokens: int) -> None:
+        """Note that tokens became visible at `now`."""
+        if not num_tokens:
+            return
+        if self.first_token_time is None:
+            self.first_token_time = now
+        elif self.last_token_time is not None:
+            self.gaps.append(now - self.last_token_time)
+        self.last_token_time = now
+
+
+@dataclass(frozen=True, slots=True)
+class SampleOutput:
+    """One finished sample. Token ids include the stopping token; text excludes EOS and the stop string."""
+
+    sample_index: int
+    prompt_len: int
+    logprobs: tuple[TokenLogprob, ...]
+    text: str
+    finish_reason: FinishReason
+    seed: int
+    stats: SequenceStats
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    error: str | None = None
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The output tokens."""
+        return tuple(entry.token_id for entry in self.logprobs)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 over the output ids as int32-LE, then the log-probabilities as float32-LE."""
+        ids = struct.pack(f"<{len(self.logprobs)}i", *self.token_ids)
+        values = struct.pack(f"<{len(self.logprobs)}f", *(entry.logprob for entry in self.logprobs))
+        return hashlib.sha256(ids + values).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """What one step committed for one sample of one request. A stream is the concatenation of these."""
+
+    request_id: int
+    sample_index: int
+    logprobs: tuple[TokenLogprob, ...] = ()
+    text: str = ""
+    output: SampleOutput | None = None  # everything about the sample, with its last event
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the sample ended, with its last event."""
+        return None if self.output is None else self.output.finish_reason
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The tokens committed."""
+        return tuple(entry.token_id for entry in self.logprobs)
