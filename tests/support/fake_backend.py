@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from verispec.backends.calibration import KernelProbe
+from verispec.backends.audit import KernelProbe
 from verispec.backends.checks import check_pass
 from verispec.backends.outputs import Outputs
 from verispec.backends.protocol import BackendLimits, Pass, PassKind, ReadyTicket

@@ -1,169 +1,24 @@
-"""Row purity by measurement: probes of a backend's kernels, families of shapes that agree, and the cost of a pass.
+"""Audit and cost of a backend, measured once per fingerprint and kept on disk; and the profile they make.
 
-The audit assumes nothing. It runs each kind of row kernel at every candidate shape, several times, with the probe row
-moved and its neighbours replaced (random, huge, zero, NaN, Inf), and compares bits. Shapes that agree on every kernel
-form a family. One family is chosen by a fixed rule, never by timing; timing chooses only within it.
+A cached file that is unreadable, from another version or for another fingerprint is measured again, never trusted.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
+from verispec.backends.audit import CANDIDATE_SHAPES, Audit, ProbeOutcome, Progress, audit, no_progress
+from verispec.backends.cost import CostTable, measure_cost
+from verispec.backends.protocol import Backend
 
-from verispec.errors import DeterminismError, InputError
-
-CANDIDATE_SHAPES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-NEIGHBOURS = ("random", "huge", "zero", "nan", "inf", "random")
-_MAX_INDICES = 6
-
-Progress = Callable[[str, float], None]
-
-
-def no_progress(stage: str, share: float) -> None:
-    """The progress callback that shows nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class KernelProbe:
-    """One kind of row kernel: `run` maps inputs [M, width] to outputs [M, ...], each row on its own if it is pure."""
-
-    name: str
-    width: int
-    run: Callable[[NDArray[np.float32]], NDArray[np.generic]]
-
-
-class ProbeOutcome(NamedTuple):
-    """What the audit saw of one kernel: shapes whose bits agree, class by class, and shapes that are not pure."""
-
-    name: str
-    classes: tuple[tuple[int, ...], ...]
-    impure: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Audit:
-    """The audit's findings: per kernel, and the families that hold for all kernels together."""
-
-    outcomes: tuple[ProbeOutcome, ...]
-    families: tuple[tuple[int, ...], ...]
-
-    def choose(self, named: Sequence[int] | None = None) -> tuple[int, ...]:
-        """The canonical family: the one with the largest pure shape, or the shapes an operator named.
-
-        Raises DeterminismError, with the table, if no shape is pure.
-        """
-        if not self.families:
-            raise DeterminismError(f"no canonical shape: no shape is pure for every kernel\n{self.table()}")
-        if named is None:
-            return max(self.families, key=max)
-        if not named or not any(set(named) <= set(f) for f in self.families):
-            raise InputError(f"the shapes {list(named)} are not one pure family here\n{self.table()}")
-        return tuple(sorted(named))
-
-    def table(self) -> str:
-        """The findings as lines of text."""
-        lines = []
-        for outcome in self.outcomes:
-            classes = " ".join("{" + ",".join(map(str, c)) + "}" for c in outcome.classes) or "none"
-            impure = f"  impure: {','.join(map(str, outcome.impure))}" if outcome.impure else ""
-            lines.append(f"{outcome.name:>12}  pure: {classes}{impure}")
-        families = " ".join("{" + ",".join(map(str, f)) + "}" for f in self.families) or "none"
-        return "\n".join([*lines, f"{'families':>12}  {families}"])
-
-
-def audit(
-    probes: Sequence[KernelProbe], *, shapes: Sequence[int] = CANDIDATE_SHAPES, progress: Progress = no_progress
-) -> Audit:
-    """Measure every probe at every shape."""
-    outcomes = []
-    for i, probe in enumerate(probes):
-        progress(f"auditing {probe.name}", i / len(probes))
-        outcomes.append(_audit_kernel(probe, shapes))
-    progress("audited", 1.0)
-    return Audit(tuple(outcomes), _intersect(outcomes, shapes))
-
-
-def _audit_kernel(probe: KernelProbe, shapes: Sequence[int]) -> ProbeOutcome:
-    rng = np.random.default_rng(0)
-    row = rng.standard_normal(probe.width).astype(np.float32)
-    classes: dict[bytes, list[int]] = {}
-    impure = []
-    for shape in shapes:
-        seen = {_probe_bits(probe, row, shape, index, kind, rng) for index, kind in _placements(shape)}
-        if len(seen) > 1:
-            impure.append(shape)
-        else:
-            classes.setdefault(seen.pop(), []).append(shape)
-    return ProbeOutcome(probe.name, tuple(tuple(c) for c in classes.values()), tuple(impure))
-
-
-def _placements(shape: int) -> Iterable[tuple[int, str]]:
-    """Where the probe row stands and what surrounds it: first, last and spread indices, every kind of neighbour."""
-    indices = sorted({round(i * (shape - 1) / (_MAX_INDICES - 1)) for i in range(_MAX_INDICES)})
-    for i in range(max(len(indices), len(NEIGHBOURS))):
-        yield indices[i % len(indices)], NEIGHBOURS[i % len(NEIGHBOURS)]
-
-
-def _probe_bits(
-    probe: KernelProbe, row: NDArray[np.float32], shape: int, index: int, kind: str, rng: np.random.Generator
-) -> bytes:
-    constants = {"zero": 0.0, "nan": np.nan, "inf": np.inf}
-    if kind in constants:
-        x = np.full((shape, probe.width), constants[kind], np.float32)
-    else:
-        x = rng.standard_normal((shape, probe.width)).astype(np.float32) * (1e30 if kind == "huge" else 1.0)
-        x = x.astype(np.float32)
-    x[index] = row
-    with np.errstate(all="ignore"):
-        return np.ascontiguousarray(probe.run(x)[index]).tobytes()
-
-
-def _intersect(outcomes: Sequence[ProbeOutcome], shapes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Shapes that are in the same class of every kernel, as families in order of their smallest shape."""
-    families: dict[tuple[int, ...], list[int]] = {}
-    for shape in shapes:
-        signature = []
-        for outcome in outcomes:
-            found = [i for i, c in enumerate(outcome.classes) if shape in c]
-            if not found:
-                break
-            signature += found
-        else:
-            families.setdefault(tuple(signature), []).append(shape)
-    return tuple(tuple(f) for f in families.values())
-
-
-@dataclass(frozen=True, slots=True)
-class CostTable:
-    """T(M, context): seconds of a pass of M rows whose contexts add up to so many tokens.
-
-    For each measured shape: a fixed part and a part per context token. T is not monotone in M, so a shape between two
-    measured ones is interpolated and nothing is assumed beyond that.
-    """
-
-    shapes: tuple[int, ...]
-    base: tuple[float, ...]
-    per_context_token: tuple[float, ...]
-
-    def seconds(self, num_rows: int, context_tokens: int) -> float:
-        """The predicted time of a pass."""
-        base = np.interp(num_rows, self.shapes, self.base)
-        slope = np.interp(num_rows, self.shapes, self.per_context_token)
-        beyond = max(1.0, num_rows / self.shapes[-1])
-        return float(base * beyond + slope * context_tokens)
-
-    def cheapest(self, candidates: Iterable[int], context_tokens: int = 0) -> int:
-        """The cheapest of the shapes given, the smallest on a tie."""
-        return min(sorted(candidates), key=lambda m: self.seconds(m, context_tokens))
-
-
-FLAT_COST = CostTable((1,), (1.0,), (0.0,))
+TIMED_SHAPES = tuple(m for m in CANDIDATE_SHAPES if m <= 128)  # larger ones are extrapolated
+FORMAT = 1  # raised when the audit or the file changes meaning
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,3 +33,73 @@ class Profile:
         """Sixteen hex digits that name the profile."""
         text = json.dumps([self.fingerprint, self.family], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What is known of a backend on this device."""
+
+    audit: Audit
+    cost: CostTable
+    profile: Profile
+
+    @property
+    def family(self) -> tuple[int, ...]:
+        """The canonical shapes."""
+        return self.profile.family
+
+
+def calibrate(
+    backend: Backend,
+    *,
+    cache_dir: Path | None = None,
+    family: Sequence[int] | None = None,
+    progress: Progress = no_progress,
+) -> Calibration:
+    """Audit and time the backend, or read what was measured before under the same fingerprint.
+
+    `family` names canonical shapes instead of the fixed rule's. Raises DeterminismError if no shape is pure.
+    """
+    fingerprint = tuple(sorted(backend.fingerprint().items()))
+    path = None if cache_dir is None else cache_dir / f"audit-{_key(fingerprint)}.json"
+    measured = _read(path)
+    if measured is None:
+        found = audit(backend.probes(), progress=progress)
+        measured = found, measure_cost(backend, TIMED_SHAPES, progress=progress)
+        _write(path, *measured)
+    found, cost = measured
+    return Calibration(found, cost, Profile(fingerprint, found.choose(family)))
+
+
+def _key(fingerprint: tuple[tuple[str, str], ...]) -> str:
+    return hashlib.sha256(json.dumps([FORMAT, fingerprint]).encode()).hexdigest()[:32]
+
+
+def _read(path: Path | None) -> tuple[Audit, CostTable] | None:
+    if path is None:
+        return None
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        outcomes = tuple(
+            ProbeOutcome(o["name"], tuple(map(tuple, o["classes"])), tuple(o["impure"])) for o in data["outcomes"]
+        )
+        cost = CostTable(**{name: tuple(values) for name, values in data["cost"].items()})
+        return Audit(outcomes, tuple(map(tuple, data["families"]))), cost
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _write(path: Path | None, found: Audit, cost: CostTable) -> None:
+    """Best effort: without a writable cache the next start measures again."""
+    if path is None:
+        return
+    data = {
+        "outcomes": [o._asdict() for o in found.outcomes],
+        "families": found.families,
+        "cost": asdict(cost),
+    }
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(data), encoding="utf-8")
+        partial.replace(path)

@@ -40,6 +40,8 @@ def check_pass(pass_: Pass, limits: BackendLimits) -> None:
     _check_range("table_update.slots", update.slots, NUM_RESERVED, total_slots)
     head_rows = pass_.wanted.head_rows()
     _check_range("wanted rows", head_rows, 0, num_rows)
+    if pass_.head_shape < len(head_rows):
+        raise InputError(f"{len(head_rows)} rows want logits, but the head's shape is {pass_.head_shape}")
 
 
 def _check_range(name: str, values: np.ndarray, low: int, high: int) -> None:

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from verispec.backends.audit import KernelProbe
 from verispec.kv import DUMP_SLOT, TARGET_STORE, ZERO_SLOT
 from verispec.sampling.rows import SamplingRows
 
-if TYPE_CHECKING:
-    from verispec.backends.calibration import KernelProbe
 
 Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]
@@ -123,12 +122,13 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One forward over flat rows."""
+    """One forward over flat rows. The head runs on the rows that want logits, padded to `head_shape` rows."""
 
     kind: PassKind
     rows: Rows
     wanted: Wanted
     table_update: TableUpdate
+    head_shape: int
     store: int = TARGET_STORE
     view: View = FULL_VIEW
 

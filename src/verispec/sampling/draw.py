@@ -77,7 +77,7 @@ def scaled_logits(xp: Any, edited: Array, rows: SamplingRows) -> Array:
 def _filter(xp: Any, z: Array, top_k: int, top_p: float, log_min_p: float) -> None:
     """Set all but the kept prefix of the order (-z, id) to -inf, in place."""
     ordered = -xp.sort(-z)  # most likely first
-    keep = int(xp.sum(ordered >= log_min_p))
+    keep = max(1, int(xp.sum(ordered >= log_min_p)))  # NaN compares false; such a row gives NO_TOKEN later
     if top_k:
         keep = min(keep, top_k)
     if top_p < 1:

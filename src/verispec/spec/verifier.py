@@ -6,13 +6,13 @@ make. The verifier holds no state of sequences; it reads them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from verispec.backends.calibration import CostTable
+from verispec.backends.cost import CostTable
 from verispec.backends.protocol import (
     Backend,
     DrawWanted,
@@ -55,7 +55,6 @@ class _PassBuilder:
     top_rows: list[int] = field(default_factory=list)
     top_k: int = 0
     updates: list[tuple[int, int, int]] = field(default_factory=list)
-    context_tokens: int = 0
 
     def add(self, plan: SequencePlan, draft: Draft) -> None:
         """Add a sequence's pending rows and, if they complete, its draft's nodes."""
@@ -70,7 +69,6 @@ class _PassBuilder:
                 seq_row=plan.seq_row,
                 prefix_len=position + 1,
             )
-            self.context_tokens += position + 1
             if params.prompt_logprobs is not None and position + 1 < sequence.prompt_len:
                 self._want_given(row, sequence.token_ids[position + 1], params.prompt_logprobs)
         if plan.completes:
@@ -89,7 +87,6 @@ class _PassBuilder:
                 prefix_len=prefix_len,
                 tail=tuple(plan.lease.slots[plan.num_pending + i] for i in path),
             )
-            self.context_tokens += prefix_len + len(path)
             self._want_draw(plan, row, path_ids=tuple(draft.token_ids[i] for i in path))
 
     def _want_draw(self, plan: SequencePlan, row: int, *, path_ids: tuple[int, ...]) -> None:
@@ -117,8 +114,8 @@ class _PassBuilder:
         self.top_rows.append(row)
         self.top_k = max(self.top_k, min(k, self.vocab_size))
 
-    def build(self, kind: PassKind, shape: int) -> Pass:
-        """Freeze into a pass of `shape` rows."""
+    def build(self, kind: PassKind, fit: Callable[[int], int]) -> Pass:
+        """Freeze into a pass; `fit` gives the shape for a number of rows, for the layers and for the head."""
         ints = np.int32
         update = np.array(self.updates, ints).reshape(-1, 3)
         wanted = Wanted(
@@ -128,7 +125,10 @@ class _PassBuilder:
             else None,
             top_k=TopKWanted(np.unique(np.array(self.top_rows, ints)), self.top_k) if self.top_rows else None,
         )
-        return Pass(kind, self.rows.build(shape), wanted, TableUpdate(update[:, 0], update[:, 1], update[:, 2]))
+        table_update = TableUpdate(update[:, 0], update[:, 1], update[:, 2])
+        num_head = len(wanted.head_rows())
+        rows = self.rows.build(fit(len(self.rows)))
+        return Pass(kind, rows, wanted, table_update, head_shape=fit(num_head) if num_head else 0)
 
 
 class Verifier:
@@ -151,13 +151,16 @@ class Verifier:
         builder = _PassBuilder(self._backend.limits.vocab_size)
         for plan, draft in zip(plans, drafts, strict=True):
             builder.add(plan, draft)
-        num_rows = len(builder.rows)
-        shape = self._shape(num_rows, builder.context_tokens) if kind is PassKind.CANONICAL else num_rows
-        result = self._backend.submit(builder.build(kind, shape)).result()
+        fit = self._canonical_shape if kind is PassKind.CANONICAL else _exact_shape
+        result = self._backend.submit(builder.build(kind, fit)).result()
         return _scores(plans, drafts, builder, result)
 
-    def _shape(self, num_rows: int, context_tokens: int) -> int:
-        return self._cost.cheapest((m for m in self._family if m >= num_rows), context_tokens)
+    def _canonical_shape(self, num_rows: int) -> int:
+        return self._cost.cheapest(m for m in self._family if m >= num_rows)
+
+
+def _exact_shape(num_rows: int) -> int:
+    return num_rows
 
 
 def _scores(

@@ -1,0 +1,114 @@
+"""Row-pure attention over per-token slots, in numpy.
+
+Every row reduces over tiles of TILE absolute positions: one matrix product of fixed shape per row, tile and K/V head,
+tiles summed in order from +0. So the bits of a row depend on its own query and context alone: not on which rows stand
+beside it, and not on how many tiles are masked behind its end (they add exact zeros). Rows whose contexts are prefixes
+of one another share the gathered K/V; a tree row that branches off gathers its own. Sharing saves copies, never changes
+an operation.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from verispec.backends.protocol import Rows
+from verispec.kv import ZERO_SLOT
+
+TILE = 128
+Float32 = NDArray[np.float32]
+Int = NDArray[np.int64]
+
+
+class Bucket(NamedTuple):
+    """Groups of equal size: group j has rows `rows[j]` that read prefixes of the context `slots[j]`."""
+
+    rows: Int  # [G, R]
+    slots: Int  # [G, T * TILE], ZERO_SLOT behind the end
+    hidden: NDArray[np.bool_]  # [G, R, T, 1, 1, TILE] positions a row must not see
+
+
+def group_contexts(rows: Rows, table: NDArray[np.int32]) -> list[Bucket]:
+    """Find the rows that can share one gathered context, and stack groups of like size. Once per pass, for all layers."""
+    by_sequence: dict[int, list[int]] = {}
+    for row in np.argsort(-rows.positions, kind="stable").tolist():  # longest context first
+        by_sequence.setdefault(int(rows.seq_rows[row]), []).append(row)
+    stacks: dict[tuple[int, int], list[tuple[list[int], Int]]] = {}
+    for members in by_sequence.values():
+        for group, context in _split_by_context(members, rows, table):
+            num_tiles = -(-len(context) // TILE)
+            stacks.setdefault((len(group), _round_up(num_tiles)), []).append((group, context))
+    return [_stack(groups, num_tiles, rows) for (_, num_tiles), groups in stacks.items()]
+
+
+def _split_by_context(
+    members: list[int], rows: Rows, table: NDArray[np.int32]
+) -> list[tuple[list[int], NDArray[np.int64]]]:
+    """Groups of rows of one sequence whose contexts are prefixes of the first, longest one."""
+    groups: list[tuple[list[int], Int]] = []
+    for row in members:
+        context = _context(row, rows, table)
+        for group, longest in groups:
+            if np.array_equal(longest[: len(context)], context):
+                group.append(row)
+                break
+        else:
+            groups.append(([row], context))
+    return groups
+
+
+def _context(row: int, rows: Rows, table: NDArray[np.int32]) -> Int:
+    prefix = table[rows.seq_rows[row], : rows.prefix_lens[row]]
+    return np.concatenate([prefix, rows.tails[row, : rows.tail_lens[row]]]).astype(np.int64)
+
+
+def _round_up(num_tiles: int) -> int:
+    """Tiles a group is stacked with: 1, 2, 3, 4, then steps of a quarter, so that few stacks waste little."""
+    step = max(1, 1 << max(0, num_tiles.bit_length() - 3))
+    return -(-num_tiles // step) * step
+
+
+def _stack(groups: list[tuple[list[int], Int]], num_tiles: int, rows: Rows) -> Bucket:
+    row_ids = np.array([group for group, _ in groups], np.int64)  # [G, R]
+    slots = np.full((len(groups), num_tiles * TILE), ZERO_SLOT, np.int64)
+    for i, (_, context) in enumerate(groups):
+        slots[i, : len(context)] = context
+    positions = np.arange(num_tiles * TILE).reshape(num_tiles, 1, 1, TILE)
+    hidden = positions > rows.positions[row_ids][:, :, None, None, None, None]  # [G, R, T, 1, 1, TILE]
+    return Bucket(row_ids, slots, hidden)
+
+
+def attend(q: Float32, k_store: Float32, v_store: Float32, buckets: list[Bucket]) -> Float32:
+    """Attention of q [M, heads, head_dim] over one layer's stores [slots, kv_heads, head_dim]; returns [M, heads * head_dim]."""
+    num_rows, num_heads, head_dim = q.shape
+    kv_heads = k_store.shape[1]
+    out = np.empty((num_rows, num_heads * head_dim), np.float32)
+    scaled = (q * np.float32(head_dim**-0.5)).reshape(num_rows, kv_heads, num_heads // kv_heads, head_dim)
+    for bucket in buckets:
+        attended = _attend_bucket(scaled[bucket.rows], k_store, v_store, bucket)
+        out[bucket.rows] = attended.reshape(*bucket.rows.shape, -1)
+    return out
+
+
+def _attend_bucket(q: Float32, k_store: Float32, v_store: Float32, bucket: Bucket) -> Float32:
+    """q [G, R, kv_heads, group, head_dim] -> the same shape."""
+    num_groups, width = bucket.slots.shape
+    kv_heads, head_dim = k_store.shape[1:]
+    tiled = (num_groups, 1, width // TILE, TILE, kv_heads, head_dim)
+    k = k_store.take(bucket.slots, axis=0).reshape(tiled).transpose(0, 1, 2, 4, 5, 3)  # [G, 1, T, kv, d, TILE]
+    v = v_store.take(bucket.slots, axis=0).reshape(tiled).transpose(0, 1, 2, 4, 3, 5)  # [G, 1, T, kv, TILE, d]
+    scores = np.matmul(q[:, :, None], k)  # [G, R, T, kv, group, TILE]
+    np.copyto(scores, np.float32(-np.inf), where=bucket.hidden)
+    scores -= scores.max(axis=(2, 5), keepdims=True)
+    weights = np.exp(scores, out=scores)
+    tile_sums = weights.sum(axis=-1, keepdims=True)  # [G, R, T, kv, group, 1]
+    tile_values = np.matmul(weights, v)  # [G, R, T, kv, group, d]
+    total = np.zeros_like(tile_sums[:, :, 0])
+    value = np.zeros_like(tile_values[:, :, 0])
+    for tile in range(width // TILE):
+        total += tile_sums[:, :, tile]
+        value += tile_values[:, :, tile]
+    value /= total
+    return value

@@ -1,0 +1,171 @@
+"""The plain backend: numpy and its BLAS, float32. Obviously right, usable, and the oracle for the others.
+
+Canonical and fast passes run the same code; what makes a pass canonical is its shapes, which the caller chooses: that of
+the layers and that of the head.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from verispec.backends.audit import KernelProbe
+from verispec.backends.blas import blas_name, cpu_name
+from verispec.backends.checks import check_pass
+from verispec.backends.numpy_attention import attend, group_contexts
+from verispec.backends.numpy_model import Float32, NumpyModel, Reader
+from verispec.backends.outputs import Outputs
+from verispec.backends.protocol import BackendLimits, Pass, ReadyTicket, RowsBuilder
+from verispec.errors import InputError
+from verispec.kv import NUM_RESERVED
+from verispec.model.architecture import Architecture
+from verispec.sampling import draw
+from verispec.sampling.rows import History, SampleKey, SamplingRowsBuilder
+from verispec.types import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """What the backend needs of a checkpoint: its architecture and a reader of float32 tensors."""
+
+    architecture: Architecture
+    read: Reader
+
+
+class NumpyBackend:
+    """One slot table, and per model the weights and a K/V store under the same slot ids."""
+
+    def __init__(
+        self, models: Sequence[LoadedModel], *, num_slots: int, num_seq_rows: int, context_len: int | None = None,
+        max_tail: int = 64,
+    ) -> None:  # fmt: skip
+        arch = models[0].architecture
+        context_len = min(context_len or arch.context_len, *(m.architecture.context_len for m in models))
+        if any(m.architecture.vocab_size != arch.vocab_size for m in models):
+            raise InputError("models that share a backend must share their vocabulary")
+        self.limits = BackendLimits(arch.vocab_size, context_len, num_slots, num_seq_rows, max_tail, len(models))
+        self._models = [NumpyModel(m.architecture, m.read, context_len=context_len) for m in models]
+        self._stores = [_KVStore(m.architecture, num_slots) for m in models]
+        self._table = np.zeros((num_seq_rows + 1, context_len), np.int32)
+        self._outputs = Outputs(np)
+
+    def submit(self, pass_: Pass) -> ReadyTicket:
+        """Run the pass now."""
+        check_pass(pass_, self.limits)
+        update = pass_.table_update
+        self._table[update.seq_rows, update.positions] = update.slots
+        with np.errstate(all="ignore"):  # NaN is a value here: the engine ends the request that produced it
+            x = self._forward(pass_)
+            head_rows = pass_.wanted.head_rows()
+            logits = self._logits(pass_, x[head_rows])
+            return ReadyTicket(self._outputs.collect(pass_.wanted, head_rows, logits))
+
+    def _forward(self, pass_: Pass) -> Float32:
+        model, store, view = self._models[pass_.store], self._stores[pass_.store], pass_.view
+        rows = pass_.rows
+        buckets = group_contexts(rows, self._table)
+        x = model.embed(rows.token_ids)
+        for i, layer in enumerate(model.layers):
+            if i not in view.skipped_attention:
+                q, k, v = model.qkv(layer, x, rows.positions)
+                store.write(i, rows.slots, k, v)
+                x = x + attend(q, store.k[i], store.v[i], buckets) @ layer.o
+            if i not in view.skipped_mlp:
+                x = x + model.mlp(layer, x)
+        return x
+
+    def _logits(self, pass_: Pass, x: Float32) -> Float32:
+        padding = np.zeros((pass_.head_shape - len(x), x.shape[1]), np.float32)
+        return self._models[pass_.store].logits(np.concatenate([x, padding]))[: len(x)]
+
+    def kv(self, store: int, slots: NDArray[np.int64]) -> tuple[Float32, Float32]:
+        """Copies of K and V at these slots, [layers, slots, kv_heads, head_dim]; for tests and debugging."""
+        return self._stores[store].k[:, slots], self._stores[store].v[:, slots]
+
+    def fingerprint(self) -> dict[str, str]:
+        """Device, libraries, threads, dtype and models."""
+        shapes = [str(m.architecture) for m in self._models]
+        return {
+            "backend": "numpy",
+            "numpy": np.__version__,
+            "python": platform.python_implementation(),
+            "machine": platform.machine(),
+            "cpu": cpu_name(),
+            "blas": blas_name(),
+            "dtype": "float32",
+            "kv_dtype": "float32",
+            "shapes": hashlib.sha256("\n".join(shapes).encode()).hexdigest()[:16],
+        }
+
+    def probes(self) -> list[KernelProbe]:
+        """Every row kernel of every model, attention and sampling included."""
+        probes = [probe for model in self._models for probe in model.probes()]
+        arch = self._models[0].architecture
+        vocab_size = arch.vocab_size
+        return [
+            *probes,
+            KernelProbe("attention", arch.num_heads * arch.head_dim, self._probe_attention),
+            KernelProbe("logprob", vocab_size, lambda x: draw.normalisers(np, x)[:, None]),
+            KernelProbe("draw", vocab_size, _probe_draw),
+        ]
+
+    def _probe_attention(self, x: Float32) -> Float32:
+        """Rows of four sequences, some sharing a context, over scratch K/V; a row's context depends on its content."""
+        arch = self._models[0].architecture
+        rng = np.random.default_rng(1)
+        num_slots = min(self.limits.num_slots, 300)
+        store = rng.standard_normal((2, num_slots + NUM_RESERVED, arch.num_kv_heads, arch.head_dim)).astype(np.float32)
+        store[:, :NUM_RESERVED] = 0
+        table = rng.integers(NUM_RESERVED, num_slots + NUM_RESERVED, (5, num_slots)).astype(np.int32)
+        builder = RowsBuilder()
+        for row in x:
+            seed = int(np.frombuffer(row[:4].tobytes(), np.uint32).sum())
+            length = 1 + seed % min(num_slots, self.limits.context_len)
+            builder.add(
+                token_id=0, position=length - 1, slot=int(table[seed % 5, length - 1]), seq_row=seed % 5, prefix_len=length
+            )
+        buckets = group_contexts(builder.build(len(x)), table)
+        return attend(x.reshape(len(x), arch.num_heads, arch.head_dim), store[0], store[1], buckets)
+
+    def close(self) -> None:
+        """Drop weights and stores."""
+        self._models, self._stores = [], []
+
+
+class _KVStore:
+    """K and V of one model, [layers, slots, kv_heads, head_dim]. The zero slot stays zero: nothing writes it."""
+
+    def __init__(self, arch: Architecture, num_slots: int) -> None:
+        shape = (arch.num_layers, num_slots + NUM_RESERVED, arch.num_kv_heads, arch.head_dim)
+        self.k = np.zeros(shape, np.float32)
+        self.v = np.zeros(shape, np.float32)
+
+    def write(self, layer: int, slots: NDArray[np.int32], k: Float32, v: Float32) -> None:
+        """Store the rows' K and V.
+
+        A row may share its tile with positions it must not see, whose weight is 0; but 0 * NaN is NaN. So V that is not
+        finite is stored as 0 with K as NaN: whoever really attends to it still gets NaN, and nobody else does.
+        """
+        broken = ~np.isfinite(v).all(axis=(1, 2))
+        if broken.any():
+            k, v = k.copy(), v.copy()
+            k[broken], v[broken] = np.nan, 0
+        self.k[layer, slots] = k
+        self.v[layer, slots] = v
+
+
+def _probe_draw(logits: Float32) -> NDArray[np.generic]:
+    builder = SamplingRowsBuilder()
+    params = SamplingParams(temperature=0.8, top_p=0.95, top_k=40, seed=1)
+    history = History(frozenset(), {}, 0)
+    for _ in logits:
+        builder.add(
+            params, SampleKey(7, 0), t=5, history=history, path_ids=(), stopping_ids=(), vocab_size=logits.shape[1]
+        )
+    draws = draw.draw(np, logits, builder.build())
+    return np.stack([draws.token_ids.astype(np.float64), draws.logprobs.astype(np.float64)], axis=1)

@@ -1,0 +1,151 @@
+"""The Llama-shaped transformer in numpy: weights laid out once, and a forward over flat rows.
+
+Weights are stored [in, out]: with OpenBLAS the product x @ W then reduces every row in the same order at every shape
+from 4 rows up, and is faster than x @ W.T. Each function here maps rows to rows; the audit probes them one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from verispec.backends.audit import KernelProbe
+from verispec.model.architecture import Architecture, inverse_frequencies
+
+Float32 = NDArray[np.float32]
+Reader = Callable[[str], Float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Weights of one layer; products are fused where they share their input."""
+
+    attn_norm: Float32  # [D]
+    qkv: Float32  # [D, (H + 2 * KV) * d]
+    qkv_bias: Float32 | None
+    q_norm: Float32 | None  # [d]
+    k_norm: Float32 | None
+    o: Float32  # [H * d, D]
+    mlp_norm: Float32  # [D]
+    gate_up: Float32  # [D, 2 * F]
+    down: Float32  # [F, D]
+
+
+def rms_norm(x: Float32, weight: Float32, eps: float) -> Float32:
+    """Root-mean-square norm over the last axis."""
+    mean = np.sum(x * x, axis=-1, keepdims=True) / np.float32(x.shape[-1])
+    return np.asarray(x * (np.float32(1) / np.sqrt(mean + np.float32(eps))) * weight, np.float32)
+
+
+def silu_mul(gate_up: Float32) -> Float32:
+    """silu(gate) * up of a fused [M, 2F]."""
+    half = gate_up.shape[-1] // 2
+    gate = gate_up[:, :half]
+    gated = np.exp(-gate)
+    gated += np.float32(1)
+    np.divide(gate, gated, out=gated)
+    gated *= gate_up[:, half:]
+    return gated
+
+
+def rotate(x: Float32, cos: Float32, sin: Float32) -> Float32:
+    """RoPE on [M, heads, d] in the half-split convention; cos and sin are [M, 1, d / 2]."""
+    half = x.shape[-1] // 2
+    a, b = x[..., :half], x[..., half:]
+    out = np.empty_like(x)
+    out[..., :half] = a * cos - b * sin
+    out[..., half:] = b * cos + a * sin
+    return out
+
+
+class NumpyModel:
+    """One model's weights and the pieces of its forward."""
+
+    def __init__(self, architecture: Architecture, read: Reader, *, context_len: int) -> None:
+        self.architecture = architecture
+        self.layers = [_read_layer(read, i, architecture) for i in range(architecture.num_layers)]
+        self.final_norm = read("final_norm")
+        # A tied head is kept once, as the head needs it; embedding rows are its columns.
+        self.head = _transposed(read("embed" if architecture.tied_head else "head"))  # [D, V]
+        self._embed = None if architecture.tied_head else read("embed")  # [V, D]
+        angles = np.arange(context_len, dtype=np.float64)[:, None] * inverse_frequencies(architecture).astype(np.float64)
+        self._cos = np.cos(angles).astype(np.float32)  # [context, d / 2]
+        self._sin = np.sin(angles).astype(np.float32)
+
+    def embed(self, token_ids: NDArray[np.int32]) -> Float32:
+        """[M, D]"""
+        if self._embed is None:
+            return np.ascontiguousarray(self.head[:, token_ids].T)
+        return self._embed[token_ids]
+
+    def qkv(self, layer: Layer, x: Float32, positions: NDArray[np.int32]) -> tuple[Float32, Float32, Float32]:
+        """Norm, projections, q/k norm and RoPE: q [M, H, d], k and v [M, KV, d]."""
+        arch = self.architecture
+        fused = rms_norm(x, layer.attn_norm, arch.norm_eps) @ layer.qkv
+        if layer.qkv_bias is not None:
+            fused += layer.qkv_bias
+        heads = fused.reshape(len(x), -1, arch.head_dim)
+        q, k, v = np.split(heads, (arch.num_heads, arch.num_heads + arch.num_kv_heads), axis=1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q = rms_norm(q, layer.q_norm, arch.norm_eps)
+            k = rms_norm(k, layer.k_norm, arch.norm_eps)
+        cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]
+        return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+    def mlp(self, layer: Layer, x: Float32) -> Float32:
+        """Norm, gate and up, silu, down: what the sub-layer adds to x."""
+        hidden = rms_norm(x, layer.mlp_norm, self.architecture.norm_eps) @ layer.gate_up
+        return np.asarray(silu_mul(hidden) @ layer.down)
+
+    def logits(self, x: Float32) -> Float32:
+        """Final norm and head: [R, V]"""
+        return np.asarray(rms_norm(x, self.final_norm, self.architecture.norm_eps) @ self.head)
+
+    def probes(self) -> list[KernelProbe]:
+        """The dense kernels and norms of the first layer: all layers have its shapes."""
+        arch, layer = self.architecture, self.layers[0]
+        width = arch.hidden_size
+        return [
+            KernelProbe("norm", width, lambda x: rms_norm(x, layer.attn_norm, arch.norm_eps)),
+            KernelProbe("qkv", width, lambda x: x @ layer.qkv),
+            KernelProbe("rope", width, lambda x: self._probe_rope(layer, x)),
+            KernelProbe("o", arch.num_heads * arch.head_dim, lambda x: x @ layer.o),
+            KernelProbe("gate_up", width, lambda x: x @ layer.gate_up),
+            KernelProbe("silu", 2 * arch.mlp_size, silu_mul),
+            KernelProbe("down", arch.mlp_size, lambda x: x @ layer.down),
+            KernelProbe("head", width, self.logits),
+        ]
+
+    def _probe_rope(self, layer: Layer, x: Float32) -> Float32:
+        positions = np.full(len(x), min(77, len(self._cos) - 1), np.int32)
+        return np.concatenate([part.reshape(len(x), -1) for part in self.qkv(layer, x, positions)], axis=1)
+
+
+def _read_layer(read: Reader, index: int, arch: Architecture) -> Layer:
+    def tensor(name: str) -> Float32:
+        return read(f"layers.{index}.{name}")
+
+    return Layer(
+        attn_norm=tensor("attn_norm"),
+        qkv=_fused([tensor("q"), tensor("k"), tensor("v")]),
+        qkv_bias=np.concatenate([tensor(f"{n}_bias") for n in "qkv"]) if arch.qkv_bias else None,
+        q_norm=tensor("q_norm") if arch.qk_norm else None,
+        k_norm=tensor("k_norm") if arch.qk_norm else None,
+        o=_transposed(tensor("o")),
+        mlp_norm=tensor("mlp_norm"),
+        gate_up=_fused([tensor("gate"), tensor("up")]),
+        down=_transposed(tensor("down")),
+    )
+
+
+def _transposed(weight: Float32) -> Float32:
+    """[out, in] as stored in files -> a contiguous [in, out]."""
+    return np.ascontiguousarray(weight.T)
+
+
+def _fused(weights: list[Float32]) -> Float32:
+    """Several [out, in] side by side as one [in, sum of out]."""
+    return np.ascontiguousarray(np.concatenate(weights).T)

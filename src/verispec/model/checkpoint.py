@@ -1,0 +1,149 @@
+"""Opens a model of either format and serves its weights under verispec's names.
+
+All tensors are matched against the architecture when the checkpoint is opened, from the headers alone: a missing,
+misshapen or unknown tensor is reported before anything large is read. Knows nothing of backends or tokenizers.
+"""
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from verispec.errors import InputError, ModelFileError, UnsupportedModelError
+from verispec.model.architecture import Architecture, expected_tensors, format_shape
+from verispec.model.folder_model import FolderWeights
+from verispec.model.gguf_file import MAGIC, GGUFFile
+from verispec.model.gguf_model import GGUFWeights
+from verispec.model.safetensors_folder import SafetensorsFolder
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFTokenizerSource:
+    """The tokenizer is in this GGUF metadata, under the keys tokenizer.*"""
+
+    metadata: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class FolderTokenizerSource:
+    """The tokenizer is in files of this folder: tokenizer.json, tokenizer_config.json."""
+
+    folder: Path
+
+
+TokenizerSource: TypeAlias = GGUFTokenizerSource | FolderTokenizerSource
+
+
+class Weights(Protocol):
+    """One file format's side of a checkpoint.
+
+    `shapes` has every tensor in the files by the files' own names; those of them in `ignored` need not be used.
+    """
+
+    location: str
+    architecture: Architecture
+    shapes: dict[str, tuple[int, ...]]
+    ignored: frozenset[str]
+
+    def stored_name(self, name: str) -> str:
+        """The files' name for a tensor of verispec's."""
+        ...
+
+    def read(self, name: str) -> npt.NDArray[np.float32]:
+        """The values of a tensor, by verispec's name, in verispec's layout."""
+        ...
+
+    def contents(self) -> Sequence[memoryview]:
+        """The bytes of every file that decides what the model computes."""
+        ...
+
+    def close(self) -> None:
+        """Release the files."""
+        ...
+
+
+class Checkpoint:
+    """An open model. Arrays from `tensor` stay valid after `close`."""
+
+    def __init__(self, path: Path, weights: Weights, tokenizer_source: TokenizerSource) -> None:
+        self.path = path
+        self.architecture = weights.architecture
+        self.tokenizer_source = tokenizer_source
+        self._weights = weights
+        self._shapes = expected_tensors(weights.architecture)
+        _check_tensors(weights, self._shapes)
+
+    def tensor(self, name: str) -> npt.NDArray[np.float32]:
+        """The tensor's values, C-contiguous; read-only where the file holds them in this very form."""
+        if name not in self._shapes:
+            raise InputError(f"{name!r} is not a tensor of this model; see expected_tensors")
+        return self._weights.read(name)
+
+    def fingerprint(self) -> str:
+        """SHA-256 of the GGUF file, or of the sizes and bytes of a folder's config.json and weight files in order."""
+        contents = self._weights.contents()
+        digest = hashlib.sha256()
+        for data in contents:
+            if len(contents) > 1:
+                digest.update(len(data).to_bytes(8, "little"))
+            digest.update(data)
+        return digest.hexdigest()
+
+    def close(self) -> None:
+        """Release the files."""
+        self._weights.close()
+
+    def __enter__(self) -> "Checkpoint":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Open a GGUF file, a Hugging Face model folder, or one .safetensors file of such a folder."""
+    path = Path(path)
+    if not os.path.exists(path):
+        raise ModelFileError(f"{path}: no such file or folder")
+    try:
+        if path.is_dir() or path.suffix == ".safetensors":
+            folder = SafetensorsFolder.open(path)
+            return Checkpoint(path, FolderWeights(folder), FolderTokenizerSource(folder.folder))
+        if _starts_with_magic(path):
+            file = GGUFFile.open(path)
+            return Checkpoint(path, GGUFWeights(file), GGUFTokenizerSource(file.metadata))
+    except InputError as error:
+        # The sizes a file claims were refused by `Architecture`.
+        raise ModelFileError(f"{path}: {error}") from error
+    raise UnsupportedModelError(f"{path}: not a model file verispec reads; supported: GGUF, safetensors folders")
+
+
+def _starts_with_magic(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except (OSError, ValueError) as error:
+        raise ModelFileError(f"{path}: cannot be read: {error}") from error
+
+
+def _check_tensors(weights: Weights, expected: Mapping[str, tuple[int, ...]]) -> None:
+    stored_names = {weights.stored_name(name): shape for name, shape in expected.items()}
+    for stored_name, shape in stored_names.items():
+        found = weights.shapes.get(stored_name)
+        if found is None:
+            raise ModelFileError(f"{weights.location}: tensor {stored_name!r} {format_shape(shape)} is missing")
+        if found != shape:
+            raise ModelFileError(
+                f"{weights.location}: tensor {stored_name!r} has shape {format_shape(found)}, "
+                f"expected {format_shape(shape)}"
+            )
+    if unknown := sorted(weights.shapes.keys() - stored_names.keys() - weights.ignored):
+        raise UnsupportedModelError(
+            f"{weights.location}: {len(unknown)} unknown tensors, first {unknown[0]!r}; supported: those of "
+            f"{weights.architecture.family} models"
+        )

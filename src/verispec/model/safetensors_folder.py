@@ -1,0 +1,208 @@
+"""Reads a Hugging Face model folder: config.json, and the tensors of one or several safetensors files.
+
+The files are not trusted: lengths, offsets and JSON nesting are checked before they are used, and the shard index may
+name only files of the same folder. Knows the container format; what config.json says about a model is
+`folder_model`'s business. Values come out as float32, whatever they are stored as.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeGuard
+
+import numpy as np
+import numpy.typing as npt
+
+from verispec.errors import ModelFileError, UnsupportedModelError
+from verispec.model.blocks import to_float32
+from verispec.model.mapped_file import MappedFile, Span, check_no_overlap
+
+CONFIG_NAME = "config.json"
+WEIGHTS_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+
+# safetensors' name of a type is ggml's as well, for these.
+_ITEM_NBYTES = {"F32": 4, "F16": 2, "BF16": 2}
+
+_MAX_JSON_NBYTES = 1 << 25
+_MAX_JSON_DEPTH = 16
+_MAX_DIMS = 8
+_MAX_SHARDS = 512
+# Possessive, and content with an unterminated string: linear in time and constant in memory on any input.
+_JSON_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+_JSON_BRACKET = re.compile(rb"[][{}]")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where a tensor lies: which of the folder's files, and which of its bytes."""
+
+    file: MappedFile
+    type_name: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+class SafetensorsFolder:
+    """An open model folder. Arrays from `read` stay valid after `close`."""
+
+    def __init__(self, folder: Path, config: bytes, files: list[MappedFile]) -> None:
+        self.folder = folder
+        self._config_bytes = config
+        self._files = files
+        self.config: Mapping[str, Any] = MappingProxyType(parse_json(config, folder / CONFIG_NAME))
+        self.tensors: Mapping[str, StoredTensor] = MappingProxyType(_merge([_read_header(file) for file in files]))
+
+    @classmethod
+    def open(cls, path: str | Path) -> "SafetensorsFolder":
+        """Open a model folder, or one .safetensors file that has its config.json beside it."""
+        path = Path(path)
+        if path.is_file():
+            return cls(path.parent, _read_small(path.parent / CONFIG_NAME), [MappedFile(path)])
+        config = _read_small(path / CONFIG_NAME)
+        if (path / INDEX_NAME).is_file():
+            return cls._open_sharded(path, config)
+        if (path / WEIGHTS_NAME).is_file():
+            return cls(path, config, [MappedFile(path / WEIGHTS_NAME)])
+        raise ModelFileError(f"{path}: has neither {WEIGHTS_NAME} nor {INDEX_NAME}")
+
+    @classmethod
+    def _open_sharded(cls, path: Path, config: bytes) -> "SafetensorsFolder":
+        index_path = path / INDEX_NAME
+        placed = _parse_weight_map(_read_small(index_path), index_path)
+        folder = cls(path, config, [MappedFile(path / name) for name in sorted(set(placed.values()))])
+        for name in placed.keys() | folder.tensors.keys():
+            said = placed.get(name)
+            found = folder.tensors[name].file.path.name if name in folder.tensors else None
+            if said != found:
+                raise ModelFileError(f"{index_path}: tensor {name!r} is listed in {said} but found in {found}")
+        return folder
+
+    def read(self, name: str) -> npt.NDArray[np.float32]:
+        """The tensor's values; a read-only view of the file where it holds float32 already."""
+        if name not in self.tensors:
+            raise ModelFileError(f"{self.folder}: has no tensor {name!r}")
+        stored = self.tensors[name]
+        flat = stored.file.bytes_at(stored.offset, stored.nbytes)
+        return to_float32(flat, stored.type_name).reshape(stored.shape)
+
+    def contents(self) -> list[memoryview]:
+        """The bytes of config.json and of every weight file, these in the order of their names."""
+        return [memoryview(self._config_bytes), *(file.bytes_at(0, file.size).data for file in self._files)]
+
+    def close(self) -> None:
+        """Release the files; each is unmapped when the last array from `read` that needs it is gone."""
+        for file in self._files:
+            file.close()
+
+    def __enter__(self) -> "SafetensorsFolder":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def parse_json(data: bytes, where: Path) -> dict[str, Any]:
+    """A JSON object from an untrusted file, with its size and nesting bounded and no key twice."""
+    if len(data) > _MAX_JSON_NBYTES:
+        raise ModelFileError(f"{where}: {len(data)} bytes of JSON; the limit is {_MAX_JSON_NBYTES}")
+    depth = 0
+    for bracket in _JSON_BRACKET.finditer(_JSON_STRING.sub(b"", data)):
+        depth += 1 if bracket.group() in b"[{" else -1
+        if depth > _MAX_JSON_DEPTH:
+            raise ModelFileError(f"{where}: JSON nested deeper than {_MAX_JSON_DEPTH}")
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        table = dict(pairs)
+        if len(table) != len(pairs):
+            raise ValueError("a key appears twice in one object")
+        return table
+
+    try:
+        # json raises ValueError for bad syntax, bad UTF-8 and integers of thousands of digits alike.
+        value = json.loads(data, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise ModelFileError(f"{where}: not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelFileError(f"{where}: must be a JSON object, not {type(value).__name__}")
+    return value
+
+
+def _read_small(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(_MAX_JSON_NBYTES + 1)
+    except (OSError, ValueError) as error:
+        raise ModelFileError(f"{path}: cannot be read: {error}") from error
+
+
+def _parse_weight_map(data: bytes, where: Path) -> dict[str, str]:
+    placed = parse_json(data, where).get("weight_map")
+    if not isinstance(placed, dict) or not placed:
+        raise ModelFileError(f"{where}: weight_map must be a non-empty object")
+    for name, file_name in placed.items():
+        if not isinstance(file_name, str) or not _is_plain_name(file_name):
+            raise ModelFileError(
+                f"{where}: tensor {name!r} is placed in {file_name!r}; allowed: .safetensors files of this folder"
+            )
+    if len(set(placed.values())) > _MAX_SHARDS:
+        raise ModelFileError(f"{where}: more than {_MAX_SHARDS} shards")
+    return placed
+
+
+def _is_plain_name(name: str) -> bool:
+    # A colon would name a drive or a stream on Windows.
+    return name.endswith(".safetensors") and not name.startswith(".") and not set(name) & set("/\\:\0")
+
+
+def _read_header(file: MappedFile) -> dict[str, StoredTensor]:
+    if file.size < 8:
+        raise ModelFileError(f"{file.path}: {file.size} bytes are too few for a safetensors file")
+    header_nbytes = int.from_bytes(file.buffer[:8], "little")
+    if header_nbytes > min(file.size - 8, _MAX_JSON_NBYTES):
+        raise ModelFileError(f"{file.path}: the header claims {header_nbytes} bytes of a file of {file.size}")
+    base = 8 + header_nbytes
+    header = parse_json(file.buffer[8:base], file.path)
+    header.pop("__metadata__", None)
+    tensors = {name: _parse_entry(file, base, name, entry) for name, entry in header.items()}
+    check_no_overlap([Span(t.offset, t.offset + t.nbytes, name) for name, t in tensors.items()], file.path)
+    return tensors
+
+
+def _parse_entry(file: MappedFile, base: int, name: str, entry: object) -> StoredTensor:
+    where = f"{file.path}: tensor {name!r}"
+    if not isinstance(entry, dict) or not isinstance(type_name := entry.get("dtype"), str):
+        raise ModelFileError(f"{where} has no dtype")
+    if type_name not in _ITEM_NBYTES:
+        raise UnsupportedModelError(f"{where} is stored as {type_name[:40]}; supported: {', '.join(_ITEM_NBYTES)}")
+    shape, offsets = entry.get("shape"), entry.get("data_offsets")
+    if not _is_size_list(shape) or len(shape) > _MAX_DIMS or not all(shape):
+        raise ModelFileError(f"{where} has shape {str(shape)[:100]}; allowed: up to {_MAX_DIMS} positive sizes")
+    if not _is_size_list(offsets) or len(offsets) != 2:
+        raise ModelFileError(f"{where} has data_offsets {str(offsets)[:100]}; expected two byte positions")
+    start, end = offsets
+    nbytes = math.prod(shape) * _ITEM_NBYTES[type_name]
+    if end - start != nbytes:
+        raise ModelFileError(f"{where}: {end - start} bytes for shape {shape} of {type_name}, which needs {nbytes}")
+    if base + end > file.size:
+        raise ModelFileError(f"{where} needs bytes up to {base + end} but the file has {file.size}; it is truncated")
+    return StoredTensor(file, type_name, tuple(shape), base + start, nbytes)
+
+
+def _is_size_list(value: object) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(item) is int and 0 <= item < 1 << 63 for item in value)
+
+
+def _merge(headers: list[dict[str, StoredTensor]]) -> dict[str, StoredTensor]:
+    merged: dict[str, StoredTensor] = {}
+    for header in headers:
+        for name, stored in header.items():
+            if name in merged:
+                raise ModelFileError(f"{stored.file.path}: tensor {name!r} is also in {merged[name].file.path.name}")
+            merged[name] = stored
+    return merged
