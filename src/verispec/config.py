@@ -25,9 +25,18 @@ class EngineConfig:
     prefix_cache: bool = True
 
     def __post_init__(self) -> None:
-        for name, low in (("num_slots", 2), ("row_budget", 1), ("max_running", 1), ("max_waiting", 1), ("max_draft", 0)):
+        for name, low in (
+            ("num_slots", 2),
+            ("row_budget", 1),
+            ("max_running", 1),
+            ("max_waiting", 1),
+            ("max_draft", 0),
+        ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise InputError(f"{name} must be a whole number of at least {low}, not {value!r}")
         if self.max_len is not None and not 2 <= self.max_len <= self.num_slots:
             raise InputError(f"max_len must be from 2 to num_slots ({self.num_slots}), not {self.max_len}")
+
+
+DEFAULTS = EngineConfig()

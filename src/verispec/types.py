@@ -52,7 +52,9 @@ def _check_bias(value: Any) -> tuple[tuple[int, float], ...]:
     pairs = value.items() if isinstance(value, Mapping) else value
     checked = {}
     for token_id, bias in pairs:
-        checked[_check_int("logit_bias token id", token_id, 0, 2**31 - 1)] = _check_number("logit_bias", bias, -1e4, 1e4)
+        checked[_check_int("logit_bias token id", token_id, 0, 2**31 - 1)] = _check_number(
+            "logit_bias", bias, -1e4, 1e4
+        )
     return tuple(sorted(checked.items()))
 
 
@@ -60,10 +62,11 @@ def _check_bias(value: Any) -> tuple[tuple[int, float], ...]:
 class SamplingParams:
     """How one request samples and when it ends. Frozen and validated; every error names its field.
 
-    `temperature=0` is greedy. `top_k=0`, `top_p=1`, `min_p=0` and penalties of 1, 0, 0 are off. `max_tokens=None` means
-    up to the engine's length limit; `max_tokens=0` is allowed only with `prompt_logprobs`, and scores the prompt without
-    generating. `seed=None` draws a random seed, which the result reports. `logprobs` and `prompt_logprobs` are the number
-    of alternatives to report beside the token's own log-probability; 0 is not "off", None is.
+    `temperature=0` is greedy. `top_k=0`, `top_p=1`, `min_p=0` and penalties of 1, 0, 0 are off. `max_tokens=None`
+    means up to the engine's length limit; `max_tokens=0` is allowed only with `prompt_logprobs`, and scores the
+    prompt without generating. `seed=None` draws a random seed, which the result reports. `logprobs` and
+    `prompt_logprobs` are the number of alternatives to report beside the token's own log-probability; 0 is not "off",
+    None is.
     """
 
     max_tokens: int | None = 256

@@ -1,8 +1,8 @@
 """A backend whose slots hold hashes of their history: one wrong slot, position, mask or store changes the output.
 
-Its logits are a Markov table over the last token, so that n-gram drafts are sometimes right, plus a term hashed from the
-whole context, so that any error in the context shows. Fast passes hash differently, as other shapes do on a real device.
-`sabotage` breaks row purity on purpose: the control that shows a test can fail.
+Its logits are a Markov table over the last token, so that n-gram drafts are sometimes right, plus a term hashed from
+the whole context, so that any error in the context shows. Fast passes hash differently, as other shapes do on a real
+device. `sabotage` breaks row purity on purpose: the control that shows a test can fail.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which BLAS numpy runs on, with how many threads: parts of the fingerprint, since both change the bits of a product."""
+"""Which BLAS numpy runs on, with how many threads: parts of the fingerprint, since both change a product's bits."""
 
 from __future__ import annotations
 

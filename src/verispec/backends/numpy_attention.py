@@ -31,7 +31,7 @@ class Bucket(NamedTuple):
 
 
 def group_contexts(rows: Rows, table: NDArray[np.int32]) -> list[Bucket]:
-    """Find the rows that can share one gathered context, and stack groups of like size. Once per pass, for all layers."""
+    """Find the rows that can share one gathered context, and stack groups of like size: once a pass, for all layers."""
     by_sequence: dict[int, list[int]] = {}
     for row in np.argsort(-rows.positions, kind="stable").tolist():  # longest context first
         by_sequence.setdefault(int(rows.seq_rows[row]), []).append(row)
@@ -81,7 +81,7 @@ def _stack(groups: list[tuple[list[int], Int]], num_tiles: int, rows: Rows) -> B
 
 
 def attend(q: Float32, k_store: Float32, v_store: Float32, buckets: list[Bucket]) -> Float32:
-    """Attention of q [M, heads, head_dim] over one layer's stores [slots, kv_heads, head_dim]; returns [M, heads * head_dim]."""
+    """Attention of q [M, heads, d] over one layer's stores [slots, kv_heads, d]; returns [M, heads * d]."""
     num_rows, num_heads, head_dim = q.shape
     kv_heads = k_store.shape[1]
     out = np.empty((num_rows, num_heads * head_dim), np.float32)
@@ -110,5 +110,4 @@ def _attend_bucket(q: Float32, k_store: Float32, v_store: Float32, bucket: Bucke
     for tile in range(width // TILE):
         total += tile_sums[:, :, tile]
         value += tile_values[:, :, tile]
-    value /= total
-    return value
+    return np.asarray(value / total)

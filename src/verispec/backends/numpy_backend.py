@@ -1,7 +1,7 @@
 """The plain backend: numpy and its BLAS, float32. Obviously right, usable, and the oracle for the others.
 
-Canonical and fast passes run the same code; what makes a pass canonical is its shapes, which the caller chooses: that of
-the layers and that of the head.
+Canonical and fast passes run the same code; what makes a pass canonical is its shapes, which the caller chooses: that
+of the layers and that of the head.
 """
 
 from __future__ import annotations
@@ -127,7 +127,11 @@ class NumpyBackend:
             seed = int(np.frombuffer(row[:4].tobytes(), np.uint32).sum())
             length = 1 + seed % min(num_slots, self.limits.context_len)
             builder.add(
-                token_id=0, position=length - 1, slot=int(table[seed % 5, length - 1]), seq_row=seed % 5, prefix_len=length
+                token_id=0,
+                position=length - 1,
+                slot=int(table[seed % 5, length - 1]),
+                seq_row=seed % 5,
+                prefix_len=length,
             )
         buckets = group_contexts(builder.build(len(x)), table)
         return attend(x.reshape(len(x), arch.num_heads, arch.head_dim), store[0], store[1], buckets)

@@ -71,7 +71,9 @@ class NumpyModel:
         # A tied head is kept once, as the head needs it; embedding rows are its columns.
         self.head = _transposed(read("embed" if architecture.tied_head else "head"))  # [D, V]
         self._embed = None if architecture.tied_head else read("embed")  # [V, D]
-        angles = np.arange(context_len, dtype=np.float64)[:, None] * inverse_frequencies(architecture).astype(np.float64)
+        angles = np.arange(context_len, dtype=np.float64)[:, None] * inverse_frequencies(architecture).astype(
+            np.float64
+        )
         self._cos = np.cos(angles).astype(np.float32)  # [context, d / 2]
         self._sin = np.sin(angles).astype(np.float32)
 

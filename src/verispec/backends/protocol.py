@@ -1,8 +1,8 @@
 """The border between engine and tensors: a pass is flat, fixed-width arrays; small arrays come back.
 
 A backend loads weights, owns one K/V store per model, and runs passes. It knows nothing of requests, drafts or
-scheduling. The context of a row is `table[seq_row, :prefix_len]` followed by its tail; the row's own slot is the last of
-it, so `prefix_len + tail_len == position + 1` always. Rows are written before any row reads, layer by layer.
+scheduling. The context of a row is `table[seq_row, :prefix_len]` followed by its tail; the row's own slot is the last
+of it, so `prefix_len + tail_len == position + 1` always. Rows are written before any row reads, layer by layer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from verispec.backends.audit import KernelProbe
 from verispec.kv import DUMP_SLOT, TARGET_STORE, ZERO_SLOT
 from verispec.sampling.rows import SamplingRows
-
 
 Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]
@@ -247,9 +246,7 @@ class RowsBuilder:
     def build(self, shape: int) -> Rows:
         """Freeze, padded to `shape` rows."""
         while len(self) < shape:
-            self.add(
-                token_id=0, position=0, slot=DUMP_SLOT, seq_row=PADDING_SEQ_ROW, prefix_len=0, tail=(DUMP_SLOT,)
-            )
+            self.add(token_id=0, position=0, slot=DUMP_SLOT, seq_row=PADDING_SEQ_ROW, prefix_len=0, tail=(DUMP_SLOT,))
         width = max((len(t) for t in self.tails), default=0)
         tails = np.full((len(self), width), ZERO_SLOT, np.int32)
         for i, tail in enumerate(self.tails):

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence as SequenceOf
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
 
-from verispec.backends.calibration import FLAT_COST, CostTable
+from verispec.backends.cost import FLAT_COST, CostTable
 from verispec.backends.protocol import Backend
 from verispec.config import EngineConfig
 from verispec.engine.planner import Planner
@@ -31,7 +32,7 @@ class Request:
     """What a caller asks for. `text` makes one sink per sample; without it the request is about token ids alone."""
 
     prompt_ids: SequenceOf[int]
-    params: SamplingParams = SamplingParams()
+    params: SamplingParams = field(default_factory=SamplingParams)
     drafter: str | None = None
     eos_ids: Iterable[int] = ()
     text: Callable[[], TextSink] = NoText
@@ -103,7 +104,7 @@ class Engine:
         return self.num_waiting + params.n <= self._config.max_waiting
 
     def add(self, request: Request) -> int:
-        """Queue a request; returns its id. Raises InputError for a bad request, QueueFullError when there is no room."""
+        """Queue a request; returns its id. Raises InputError for a bad one, QueueFullError when there is no room."""
         self._check(request)
         if not self.has_room(request.params):
             raise QueueFullError(f"the queue is full: {self.num_waiting} of {self._config.max_waiting} places taken")

@@ -1,7 +1,8 @@
 """Decides how many draft nodes each sequence gets, by measured cost and running acceptance. No rules of thumb.
 
-Padding is free within a shape, and shapes cost what the cost table says; so each canonical shape that holds the base rows
-is one option, filled with the most promising nodes, and the option with the most expected tokens per second wins.
+Padding is free within a shape, and shapes cost what the cost table says; so each canonical shape that holds the base
+rows is one option, filled with the most promising nodes, and the option with the most expected tokens per second
+wins.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from verispec.backends.calibration import CostTable
+from verispec.backends.cost import CostTable
 from verispec.spec.drafter import Offer
 
 
@@ -21,7 +22,7 @@ class Planner:
     cost: CostTable
 
     def quotas(self, offers: Sequence[Offer], *, base_rows: int, context_tokens: int) -> list[int]:
-        """Nodes granted to each offer, beside `base_rows` rows that run anyway. One committed token per offer is sure."""
+        """Nodes granted to each offer beside the rows that run anyway. One committed token per offer is sure."""
         nodes = sorted(
             ((o.acceptance**depth, i) for i, o in enumerate(offers) for depth in range(1, o.max_nodes + 1)),
             key=lambda node: (-node[0], node[1]),

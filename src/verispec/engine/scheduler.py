@@ -1,8 +1,8 @@
 """Continuous batching without phases: every sequence has pending tokens, and a plan gives them rows.
 
-Oldest first, always: each running sequence gets one row, then prompts fill the row budget, then drafts what the planner
-grants. When slots run out the cache is evicted, then the youngest sequence is preempted and later recomputed; the oldest
-can always run, so every admitted request ends. `commit` is the only writer of sequence state.
+Oldest first, always: each running sequence gets one row, then prompts fill the row budget, then drafts what the
+planner grants. When slots run out the cache is evicted, then the youngest sequence is preempted and later recomputed;
+the oldest can always run, so every admitted request ends. `commit` is the only writer of sequence state.
 """
 
 from __future__ import annotations
@@ -200,7 +200,9 @@ class Scheduler:
         """Take everything from a sequence and queue it first in line by age; it is recomputed later."""
         sequence.stats.preemptions += 1
         self._release(sequence)
-        behind = next((i for i, s in enumerate(self.waiting) if s.sequence_id > sequence.sequence_id), len(self.waiting))
+        behind = next(
+            (i for i, s in enumerate(self.waiting) if s.sequence_id > sequence.sequence_id), len(self.waiting)
+        )
         self.waiting.insert(behind, sequence)
 
     def _release(self, sequence: Sequence) -> None:

@@ -1,7 +1,7 @@
 """One request's state (one per sample). Its committed tokens only ever grow, by `append`, which only commit calls.
 
-Everything else derives from committed tokens: counts for penalties, text, the finish. Slots are listed by position; those
-below `canonical_len` hold K/V from canonical passes.
+Everything else derives from committed tokens: counts for penalties, text, the finish. Slots are listed by position;
+those below `canonical_len` hold K/V from canonical passes.
 """
 
 from __future__ import annotations

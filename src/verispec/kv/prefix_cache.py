@@ -1,9 +1,9 @@
 """A radix tree over committed tokens whose K/V is canonical, so that requests share what they have in common.
 
-The cache holds one reference on each of its slots. Sequences hold prefixes from the root down, never a slot without the
-slots before it, so a node that nobody else references has only such descendants: evicting unreferenced leaves, least
-recently used first by a logical clock, can always free all of them. Which stores (target, draft model) hold valid K/V is
-marked per node. Only the scheduler publishes, and only canonical K/V.
+The cache holds one reference on each of its slots. Sequences hold prefixes from the root down, never a slot without
+the slots before it, so a node that nobody else references has only such descendants: evicting unreferenced leaves,
+least recently used first by a logical clock, can always free all of them. Which stores (target, draft model) hold
+valid K/V is marked per node. Only the scheduler publishes, and only canonical K/V.
 """
 
 from __future__ import annotations
@@ -151,8 +151,10 @@ class RadixPrefixCache:
         """Raise if the tree is malformed or holds a slot that is free."""
         seen: set[int] = set()
         for node in self._nodes():
-            assert node.parent is not None and node.token_ids and len(node.token_ids) == len(node.slots)
-            if node.parent.children.get(node.token_ids[0]) is not node:
+            parent = node.parent
+            if parent is None or not node.token_ids or len(node.token_ids) != len(node.slots):
+                raise AssertionError("a cached node is malformed")
+            if parent.children.get(node.token_ids[0]) is not node:
                 raise AssertionError("a cached node is filed under a wrong token")
             if seen & set(node.slots) or any(self._pool.refs(s) < 1 for s in node.slots):
                 raise AssertionError("a cached slot is free or cached twice")

@@ -4,8 +4,8 @@ Order: repetition penalty, presence and frequency penalties, bias and bans, temp
 filters all keep a prefix of the order by (-logit, id), so they reduce to one count per row. The draw is
 argmax(z + gumbel), smallest id on a tie; temperature 0 is plain argmax. Log-probabilities are of the raw logits.
 
-Written against the Python array API, plus assignment through indices. Every reduction runs along the last axis of one row, so a row's bits do not
-depend on its neighbours; the audit checks that.
+Written against the Python array API, plus assignment through indices. Every reduction runs along the last axis of one
+row, so a row's bits do not depend on its neighbours; the audit checks that.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def judge(drafts: Sequence[Draft], draws: Sequence[NDArray[np.int64]]) -> list[V
         moved = np.flatnonzero(child != node)
         if not len(moved):
             break
-        for s in moved:
+        for s in moved.tolist():
             paths[s].append(int(child[s]))
         node = child
     return [Verdict(tuple(path), int(drawn[s, node[s] + 1])) for s, path in enumerate(paths)]

@@ -1,8 +1,9 @@
 """Counter-based noise: a pure function of (seed, t, sample index, domain, node, vocabulary id).
 
-Philox4x32-10 in 64-bit signed lanes (products wrap, which leaves the low 64 bits right), so one
-source serves every array library. The logarithm uses IEEE + - * / in float32 only, one rounding per written operation: every CPU gives the same bits,
-which libm does not promise. The tail is bounded: u is never 0 and never 1, so the noise is always finite.
+Philox4x32-10 in 64-bit signed lanes (products wrap, which leaves the low 64 bits right), so one source serves every
+array library. The logarithm uses IEEE + - * / in float32 only, one rounding per written operation: every CPU gives
+the same bits, which libm does not promise. The tail is bounded: u is never 0 and never 1, so the noise is always
+finite.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class SamplingRowsBuilder:
         stopping_ids: Iterable[int],
         vocab_size: int,
     ) -> None:
-        """Add the row that samples token `t` after `history` and `path_ids`; `stopping_ids` are banned before min_tokens."""
+        """Add the row that samples token `t` after history and path; `stopping_ids` are banned before min_tokens."""
         row = len(self._t)
         self._keys.append(key)
         self._t.append(t)

@@ -18,8 +18,10 @@ T = TypeVar("T")
 
 
 class Offer(NamedTuple):
-    """What a drafter could do for a sequence now: up to `max_nodes` nodes, each accepted with chance `acceptance`
-    if the ones before it were."""
+    """What a drafter could do for a sequence now.
+
+    Up to `max_nodes` nodes, each accepted with chance `acceptance` if the ones before it were.
+    """
 
     max_nodes: int
     acceptance: float
@@ -47,7 +49,8 @@ class Drafter(Protocol):
 class DrafterSet:
     """All drafters of an engine, by name; each sequence names its own. A drafter that fails drafts nothing.
 
-    A drafter's output is untrusted: a draft that is not a tree over the vocabulary, or too large, is dropped and counted.
+    A drafter's output is untrusted: a draft that is not a tree over the vocabulary, or too large, is dropped and
+    counted.
     """
 
     def __init__(self, drafters: Mapping[str, Drafter], *, vocab_size: int) -> None:
@@ -72,8 +75,7 @@ class DrafterSet:
         """Tell each drafter what became of its draft."""
         for p, draft, verdict in zip(plan.sequences, drafts, verdicts, strict=True):
             if verdict is not None and len(draft):
-                drafter, sequence = self._drafters[p.sequence.drafter], p.sequence
-                self._guarded(sequence, None, lambda d=drafter, s=sequence, x=draft, v=verdict: d.observe(s, x, v))
+                self._observe(p.sequence, draft, verdict)
 
     def forget(self, sequence: SequenceView) -> None:
         """The sequence has ended."""
@@ -86,6 +88,10 @@ class DrafterSet:
             return draft
         logger.warning("drafter %s gave an invalid draft; it is dropped", sequence.drafter)
         return NO_DRAFT
+
+    def _observe(self, sequence: SequenceView, draft: Draft, verdict: Verdict) -> None:
+        drafter = self._drafters[sequence.drafter]
+        self._guarded(sequence, None, lambda: drafter.observe(sequence, draft, verdict))
 
     def _guarded(self, sequence: SequenceView, fallback: T, call: Callable[[], T]) -> T:
         # Drafts are hints: a drafter's bug must cost speed, never a request. It is logged, with its traceback.

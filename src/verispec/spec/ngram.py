@@ -1,8 +1,8 @@
 """Prompt lookup: what followed the last few tokens the previous time they occurred in this sequence.
 
-The longest match wins, then the most recent one. Text that quotes, repeats or counts is drafted well; other text costs a
-dictionary look-up. Acceptance is tracked per match length over all sequences, so that the planner knows what a match is
-worth; it decides speed only.
+The longest match wins, then the most recent one. Text that quotes, repeats or counts is drafted well; other text
+costs a dictionary look-up. Acceptance is tracked per match length over all sequences, so that the planner knows what
+a match is worth; it decides speed only.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class NgramDrafter:
         self._indices.pop(sequence_id, None)
 
     def _match(self, sequence: SequenceView, end: int | None = None) -> tuple[int, int]:
-        """(length, position after the match) of the longest earlier occurrence of the tokens before `end`; (0, 0) if none."""
+        """Longest earlier occurrence of the tokens before `end`: its length and the position after it, or (0, 0)."""
         tokens = sequence.token_ids
         end = len(tokens) if end is None else end
         index = self._indices.setdefault(sequence.sequence_id, _Index())
@@ -99,7 +99,7 @@ class NgramDrafter:
                     index.positions[tuple(tokens[position - n : position])] = position
         index.indexed_len = max(index.indexed_len, end)
         for n in lengths:
-            position = index.positions.get(tuple(tokens[end - n : end])) if end > n else None
-            if position is not None and position < end:
-                return n, position
+            found = index.positions.get(tuple(tokens[end - n : end])) if end > n else None
+            if found is not None and found < end:
+                return n, found
         return 0, 0

@@ -31,7 +31,7 @@ class PlannedSequence(SequenceView, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SequencePlan:
-    """The rows of one sequence in one pass: `num_pending` committed tokens from `start`, then at most `draft_quota` nodes.
+    """One sequence's rows in one pass: `num_pending` committed tokens from `start`, then up to `draft_quota` nodes.
 
     `table_slots` are the slots of positions `table_start`.. that the backend's table does not have yet. Row i of the
     plan uses `lease.slots[i]`. `epoch` tells a stale result from a current one.

@@ -1,0 +1,42 @@
+"""How loading looks: one line on stderr, a bar on a terminal, plain stage names elsewhere."""
+
+from __future__ import annotations
+
+import time
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+
+_QUIET_SECONDS = 3.0  # off a terminal, stages are named only after this long
+
+
+class LoadingDisplay:
+    """Shows `update(stage, share)` calls; gone from a terminal when loading is done."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self._console = Console(stderr=True, quiet=quiet)
+        self._bar = Progress(
+            TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"),
+            console=self._console, transient=True, disable=quiet or not self._console.is_terminal,
+        )  # fmt: skip
+        self._task: TaskID | None = None
+        self._stage = ""
+        self._started = time.monotonic()
+
+    def update(self, stage: str, share: float) -> None:
+        """Show where loading stands."""
+        if self._console.is_terminal:
+            if self._task is None:
+                self._task = self._bar.add_task(stage, total=1.0)
+            self._bar.update(self._task, description=stage, completed=share)
+        elif stage != self._stage and time.monotonic() - self._started > _QUIET_SECONDS:
+            self._console.print(f"{stage} ...", highlight=False)
+        self._stage = stage
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._bar.stop()

@@ -1,0 +1,327 @@
+"""The Python interface: a model, an engine and a tokenizer behind `generate`, `stream`, `chat` and `score`.
+
+Everything here is assembly; what decides tokens lives in the engine. One LLM serves one thread; several streams of it
+may be open at once, and whichever is read drives the engine for all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from verispec.backends.calibration import Calibration, calibrate
+from verispec.backends.numpy_backend import LoadedModel, NumpyBackend
+from verispec.config import DEFAULTS, EngineConfig
+from verispec.engine import Engine, Request
+from verispec.errors import InputError, NumericError
+from verispec.model import DEFAULT_MODEL, Checkpoint, cache_dir, open_checkpoint, resolve
+from verispec.model.load import load_tokenizer
+from verispec.model.tokenizer import Tokenizer
+from verispec.spec.registry import DRAFTERS
+from verispec.text.chat import ChatTemplate
+from verispec.text.detokenizer import TextStream
+from verispec.types import FinishReason, SampleOutput, SamplingParams, SequenceStats, TokenEvent, TokenLogprob
+
+BACKENDS = ("numpy",)
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+LoadProgress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """All samples of one prompt, with what is needed to get them again. The short names speak of sample 0."""
+
+    prompt_ids: tuple[int, ...]
+    samples: tuple[SampleOutput, ...]
+    profile: str
+
+    @property
+    def text(self) -> str:
+        """The generated text, without EOS and without the stop string."""
+        return self.samples[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The generated tokens, the stopping one included."""
+        return self.samples[0].token_ids
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprob, ...]:
+        """One entry per generated token."""
+        return self.samples[0].logprobs
+
+    @property
+    def prompt_logprobs(self) -> tuple[TokenLogprob, ...] | None:
+        """One entry per prompt token after the first, if they were asked for."""
+        return self.samples[0].prompt_logprobs
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Why generation ended."""
+        return self.samples[0].finish_reason
+
+    @property
+    def error(self) -> str | None:
+        """What went wrong, if the finish reason is `error`."""
+        return self.samples[0].error
+
+    @property
+    def seed(self) -> int:
+        """The seed that gives this output again."""
+        return self.samples[0].seed
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 over output ids and log-probabilities."""
+        return self.samples[0].digest
+
+    @property
+    def stats(self) -> SequenceStats:
+        """Passes, drafts and times."""
+        return self.samples[0].stats
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreResult:
+    """Log-probabilities of given tokens: one entry per token after the first."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+
+    @property
+    def perplexity(self) -> float:
+        """exp of the mean negative log-probability."""
+        return math.exp(-sum(entry.logprob for entry in self.logprobs) / len(self.logprobs))
+
+
+class LLM:
+    """A loaded model, ready to generate.
+
+    `model` is a known name, a GGUF file or a folder with safetensors. `drafter` is the default of every request; no
+    drafter changes the output. `kv_slots` is the K/V capacity in tokens, `max_len` the most a request may hold, prompt
+    included. `family` names canonical shapes other than the audit's choice. `progress(stage, share)` reports loading.
+    """
+
+    def __init__(
+        self,
+        model: str | Path = DEFAULT_MODEL,
+        *,
+        drafter: str = "ngram",
+        backend: str = "numpy",
+        kv_slots: int = DEFAULTS.num_slots,
+        max_len: int | None = None,
+        max_running: int = DEFAULTS.max_running,
+        row_budget: int = DEFAULTS.row_budget,
+        draft_len: int = DEFAULTS.max_draft,
+        prefix_cache: bool = True,
+        family: Sequence[int] | None = None,
+        progress: LoadProgress | None = None,
+    ) -> None:
+        report = progress or (lambda stage, share: None)
+        if backend not in BACKENDS:
+            raise InputError(f"unknown backend {backend!r}; known: {', '.join(BACKENDS)}")
+        if drafter not in DRAFTERS:
+            raise InputError(f"unknown drafter {drafter!r}; known: {', '.join(DRAFTERS)}")
+        config = EngineConfig(
+            num_slots=kv_slots,
+            max_len=max_len,
+            max_running=max_running,
+            row_budget=row_budget,
+            max_draft=draft_len,
+            prefix_cache=prefix_cache,
+        )
+        path = resolve(model, progress=lambda stage, done, total: report(stage, done / max(1, total)))
+        report("loading", 0.0)
+        with open_checkpoint(path) as checkpoint:
+            self.tokenizer: Tokenizer = load_tokenizer(checkpoint.tokenizer_source)
+            _check_vocabulary(self.tokenizer, checkpoint)
+            loaded = LoadedModel(checkpoint.architecture, checkpoint.tensor)
+            self._backend = NumpyBackend([loaded], num_slots=config.num_slots, num_seq_rows=max_running)
+        self.calibration: Calibration = calibrate(self._backend, cache_dir=cache_dir(), family=family, progress=report)
+        drafters = {drafter: DRAFTERS[drafter](), **{n: make() for n, make in DRAFTERS.items() if n != drafter}}
+        self.engine = Engine(
+            self._backend,
+            family=self.calibration.family,
+            cost=self.calibration.cost,
+            drafters=drafters,
+            config=config,
+        )
+        self._inboxes: dict[int, deque[TokenEvent]] = {}
+        self._chat_template: ChatTemplate | None = None
+
+    @property
+    def profile(self) -> str:
+        """The hash of the numeric profile: equal hashes give equal bytes."""
+        return self.calibration.profile.hash
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        drafter: str | None = None,
+        on_finish: Callable[[int, Completion], None] | None = None,
+    ) -> list[Completion]:
+        """Complete one prompt or many as one batch; results in input order.
+
+        Prompts are text or token ids. One set of parameters serves all prompts, or there is one per prompt.
+        `on_finish(index, completion)` is called as each ends. Interrupted, it frees everything it started.
+        """
+        requests = self._requests(prompts, params, drafter)
+        waiting = deque(enumerate(requests))
+        live: dict[int, int] = {}
+        samples: dict[int, list[SampleOutput]] = {}
+        done: dict[int, Completion] = {}
+        try:
+            while waiting or live:
+                while waiting and self.engine.has_room(waiting[0][1].params):
+                    index, request = waiting.popleft()
+                    live[self._open(request)] = index
+                for request_id in list(live):
+                    for event in self._take(request_id):
+                        if event.output is not None:
+                            samples.setdefault(request_id, []).append(event.output)
+                    if len(samples.get(request_id, ())) == requests[live[request_id]].params.n:
+                        index = live.pop(request_id)
+                        self._close(request_id)
+                        done[index] = self._completion(requests[index], samples.pop(request_id))
+                        if on_finish is not None:
+                            on_finish(index, done[index])
+                if live:
+                    self._pump()
+        finally:
+            for request_id in live:
+                self._close(request_id)
+        return [done[i] for i in range(len(requests))]
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, drafter: str | None = None
+    ) -> Iterator[TokenEvent]:
+        """Complete one prompt, giving each commit as it happens; the last event carries the whole output.
+
+        Closing the iterator aborts the request.
+        """
+        (request,) = self._requests([prompt], params, drafter)
+        return self._stream(request)
+
+    def chat(
+        self, messages: Sequence[Message], params: SamplingParams | None = None, *, drafter: str | None = None
+    ) -> Completion:
+        """Answer a conversation, through the model's chat template."""
+        return self.generate([self.chat_ids(messages)], params, drafter=drafter)[0]
+
+    def chat_stream(
+        self, messages: Sequence[Message], params: SamplingParams | None = None, *, drafter: str | None = None
+    ) -> Iterator[TokenEvent]:
+        """`chat`, streamed."""
+        return self.stream(self.chat_ids(messages), params, drafter=drafter)
+
+    def chat_ids(self, messages: Sequence[Message]) -> list[int]:
+        """The prompt tokens of a conversation."""
+        if self._chat_template is None:
+            self._chat_template = ChatTemplate(self.tokenizer.chat_template)
+        text = self._chat_template.render(messages, special_tokens=self.tokenizer.special_tokens)
+        return self.tokenizer.encode(text, add_special=False)
+
+    def score(self, prompt: Prompt, *, alternatives: int = 0) -> ScoreResult:
+        """Log-probabilities of the given tokens under the model, in parallel canonical passes."""
+        params = SamplingParams(max_tokens=0, prompt_logprobs=alternatives)
+        (completion,) = self.generate([prompt], params, drafter="none")
+        if completion.prompt_logprobs is None or completion.error is not None:
+            raise NumericError(completion.error or "the model gave no log-probabilities")
+        return ScoreResult(completion.prompt_ids, completion.prompt_logprobs)
+
+    def close(self) -> None:
+        """Give back the model's memory."""
+        self._backend.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _stream(self, request: Request) -> Iterator[TokenEvent]:
+        request_id = self._open(request)
+        finished = 0
+        try:
+            while finished < request.params.n:
+                for event in self._take(request_id):
+                    finished += event.output is not None
+                    yield event
+                if finished < request.params.n:
+                    self._pump()
+        finally:
+            self._close(request_id)
+
+    def _requests(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        drafter: str | None,
+    ) -> list[Request]:
+        listed = _as_list(prompts)
+        if params is None or isinstance(params, SamplingParams):
+            each = [params or SamplingParams()] * len(listed)
+        else:
+            each = list(params)
+        if len(each) != len(listed):
+            raise InputError(f"{len(listed)} prompts but {len(each)} sets of sampling parameters")
+        return [self._request(prompt, p, drafter) for prompt, p in zip(listed, each, strict=True)]
+
+    def _request(self, prompt: Prompt, params: SamplingParams, drafter: str | None) -> Request:
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        return Request(
+            prompt_ids=ids,
+            params=params,
+            drafter=drafter,
+            eos_ids=self.tokenizer.eos_ids,
+            text=lambda: TextStream(self.tokenizer, params.stop),
+        )
+
+    def _completion(self, request: Request, samples: Iterable[SampleOutput]) -> Completion:
+        ordered = tuple(sorted(samples, key=lambda s: s.sample_index))
+        return Completion(tuple(request.prompt_ids), ordered, self.profile)
+
+    def _open(self, request: Request) -> int:
+        request_id = self.engine.add(request)
+        self._inboxes[request_id] = deque()
+        return request_id
+
+    def _take(self, request_id: int) -> Iterator[TokenEvent]:
+        inbox = self._inboxes[request_id]
+        while inbox:
+            yield inbox.popleft()
+
+    def _pump(self) -> None:
+        """One step of the engine; events go to whoever opened their request."""
+        for event in self.engine.step():
+            if event.request_id in self._inboxes:
+                self._inboxes[event.request_id].append(event)
+
+    def _close(self, request_id: int) -> None:
+        """Abort the request if it still runs, and drop its events."""
+        self.engine.abort(request_id)
+        self._inboxes.pop(request_id, None)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    listed = list(prompts)
+    if listed and all(isinstance(p, int) for p in listed):
+        return [[p for p in listed if isinstance(p, int)]]
+    return [p for p in listed if not isinstance(p, int)]
+
+
+def _check_vocabulary(tokenizer: Tokenizer, checkpoint: Checkpoint) -> None:
+    if tokenizer.vocab_size > checkpoint.architecture.vocab_size:
+        raise InputError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the model's logits only "
+            f"{checkpoint.architecture.vocab_size}"
+        )

@@ -1,0 +1,274 @@
+"""Rebuilds a tokenizer from GGUF metadata: byte-level BPE ("gpt2") and SentencePiece BPE ("llama").
+
+GGUF names a pre-tokenizer instead of describing it, so each supported name is spelled out here, following the
+behaviour of the Hugging Face tokenizer it was converted from. The name "default", and no name, mean that the converter
+did not know the model; guessing would give subtly wrong ids, so both are refused. Knows nothing of files.
+"""
+
+import operator
+from collections.abc import Iterable, Mapping
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+
+from verispec.errors import ModelFileError, UnsupportedModelError
+from verispec.model.tokenizer import Tokenizer, byte_level_bytes, byte_token_bytes, sentencepiece_bytes
+
+
+class _TokenType(IntEnum):
+    """`tokenizer.ggml.token_type`."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+_SPECIAL = frozenset({_TokenType.UNKNOWN, _TokenType.CONTROL})
+
+# Some converters write "no such token" as -1 in an unsigned field.
+_NO_TOKEN = 2**32 - 1
+
+_EOS_KEYS = ("eos_token_id", "eos_token_ids", "eot_token_id", "eom_token_id")
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SYMBOLS_AND_SPACES = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+class _ByteLevelKind(NamedTuple):
+    """What one value of `tokenizer.ggml.pre` means; `pattern` is None where GPT-2's own pattern splits the text."""
+
+    pattern: str | None = None
+    single_digits: bool = False
+    nfc: bool = False
+    ignore_merges: bool = False
+    add_bos: bool = False  # where the file does not say
+
+
+def _split_pattern(digits: str) -> str:
+    return rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}|{_SYMBOLS_AND_SPACES}"
+
+
+_BYTE_LEVEL_KINDS = {
+    "gpt-2": _ByteLevelKind(),
+    "llama-bpe": _ByteLevelKind(pattern=_split_pattern(r"\p{N}{1,3}"), ignore_merges=True, add_bos=True),
+    "qwen2": _ByteLevelKind(pattern=_split_pattern(r"\p{N}"), nfc=True),
+    "smollm": _ByteLevelKind(single_digits=True),
+}
+
+
+class _Vocab(NamedTuple):
+    pieces: list[str]
+    types: list[_TokenType]
+
+    def ids_of(self, wanted: Iterable[_TokenType]) -> list[int]:
+        chosen = frozenset(wanted)
+        return [token_id for token_id, kind in enumerate(self.types) if kind in chosen]
+
+    def by_piece(self) -> dict[str, int]:
+        """Ids the encoder may produce."""
+        return {self.pieces[token_id]: token_id for token_id in self.ids_of(set(_TokenType) - {_TokenType.UNUSED})}
+
+
+def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
+    """Tokenizer described by the `tokenizer.*` keys of a GGUF file."""
+    model = _text(metadata, "tokenizer.ggml.model")
+    if model == "gpt2":
+        return _byte_level(metadata, _read_vocab(metadata))
+    if model == "llama":
+        return _sentencepiece(metadata, _read_vocab(metadata))
+    raise UnsupportedModelError(f"tokenizer.ggml.model {model!r} is not supported; supported: gpt2, llama")
+
+
+def _byte_level(metadata: Mapping[str, Any], vocab: _Vocab) -> Tokenizer:
+    name = _text(metadata, "tokenizer.ggml.pre", default="(none)")
+    kind = _BYTE_LEVEL_KINDS.get(name)
+    if kind is None:
+        supported = ", ".join(sorted(_BYTE_LEVEL_KINDS))
+        raise UnsupportedModelError(f"tokenizer.ggml.pre {name!r} is not supported; supported: {supported}")
+    ids = vocab.by_piece()
+    merges = _read_merges(metadata, ids)
+    backend = tokenizers.Tokenizer(models.BPE(vocab=ids, merges=merges, ignore_merges=kind.ignore_merges))
+    backend.pre_tokenizer = _byte_level_pre_tokenizer(kind)
+    backend.decoder = decoders.ByteLevel()
+    if kind.nfc:
+        backend.normalizer = normalizers.NFC()
+    table = [byte_level_bytes(piece) for piece in vocab.pieces]
+    return _assemble(metadata, vocab, backend, table, add_bos=kind.add_bos, strips_leading_space=False)
+
+
+def _byte_level_pre_tokenizer(kind: _ByteLevelKind) -> pre_tokenizers.PreTokenizer:
+    if kind.pattern is not None:
+        split = pre_tokenizers.Split(Regex(kind.pattern), behavior="isolated")
+        return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return (
+        pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), gpt2]) if kind.single_digits else gpt2
+    )
+
+
+def _sentencepiece(metadata: Mapping[str, Any], vocab: _Vocab) -> Tokenizer:
+    """SentencePiece BPE: the best-scored adjacent pair first, unknown characters as bytes.
+
+    The space prefix goes before the text and again after every special token, as llama.cpp and Hugging Face's
+    `legacy` tokenizers do; GGUF has no field for the other convention.
+    """
+    ids = vocab.by_piece()
+    unknown_ids = vocab.ids_of({_TokenType.UNKNOWN})
+    prefix = _flag(metadata, "tokenizer.ggml.add_space_prefix", default=True)
+    unknown = vocab.pieces[unknown_ids[0]] if unknown_ids else None
+    merges = _merges_from_scores(vocab, _read_scores(metadata, len(vocab.pieces)))
+    bpe = models.BPE(vocab=ids, merges=merges, byte_fallback=True, unk_token=unknown, fuse_unk=True)
+    backend = tokenizers.Tokenizer(bpe)
+    spaces = normalizers.Replace(" ", "▁")
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if prefix else spaces
+    table = [sentencepiece_bytes(piece) for piece in vocab.pieces]
+    for token_id in vocab.ids_of({_TokenType.BYTE}):
+        value = byte_token_bytes(vocab.pieces[token_id])
+        if value is None:
+            raise ModelFileError(f"token {token_id} is marked as a byte but reads {vocab.pieces[token_id]!r}")
+        table[token_id] = value
+    return _assemble(metadata, vocab, backend, table, add_bos=True, strips_leading_space=prefix)
+
+
+def _merges_from_scores(vocab: _Vocab, scores: list[float]) -> list[tuple[str, str]]:
+    """Every way to cut a token into two tokens, best token first: a merge list that acts like the scores.
+
+    Within one token the longer left half comes first, which is the order of Hugging Face's converter.
+    """
+    normal = vocab.ids_of({_TokenType.NORMAL})
+    known = {vocab.pieces[token_id] for token_id in normal}
+    merges: list[tuple[str, str]] = []
+    for token_id in sorted(normal, key=lambda token_id: (-scores[token_id], token_id)):
+        piece = vocab.pieces[token_id]
+        cuts = ((piece[:cut], piece[cut:]) for cut in range(len(piece) - 1, 0, -1))
+        merges += [(left, right) for left, right in cuts if left in known and right in known]
+    return merges
+
+
+def _assemble(
+    metadata: Mapping[str, Any],
+    vocab: _Vocab,
+    backend: tokenizers.Tokenizer,
+    table: list[bytes],
+    *,
+    add_bos: bool,
+    strips_leading_space: bool,
+) -> Tokenizer:
+    """What both families share: special and user-defined tokens, the named ids and the chat template."""
+    special_ids = vocab.ids_of(_SPECIAL)
+    user_ids = vocab.ids_of({_TokenType.USER_DEFINED})
+    _add_tokens(backend, vocab, special_ids, user_ids)
+    for token_id in user_ids:
+        table[token_id] = vocab.pieces[token_id].replace("▁", " ").encode()
+    for token_id in [*special_ids, *vocab.ids_of({_TokenType.UNUSED})]:
+        table[token_id] = b""
+    bos_ids = _named_ids(metadata, ["bos_token_id"])
+    return Tokenizer(
+        backend=backend,
+        table=tuple(table),
+        special_texts={token_id: vocab.pieces[token_id] for token_id in special_ids},
+        bos_id=bos_ids[0] if bos_ids else None,
+        eos_ids=tuple(_named_ids(metadata, _EOS_KEYS)),
+        add_bos=_flag(metadata, "tokenizer.ggml.add_bos_token", default=add_bos),
+        strips_leading_space=strips_leading_space,
+        chat_template=_text(metadata, "tokenizer.chat_template", default="") or None,
+    )
+
+
+def _add_tokens(backend: tokenizers.Tokenizer, vocab: _Vocab, special_ids: list[int], user_ids: list[int]) -> None:
+    """Makes both kinds match verbatim in the text; the ids come from the vocabulary, which holds them already."""
+    backend.add_special_tokens([AddedToken(vocab.pieces[i], special=True, normalized=False) for i in special_ids])
+    backend.add_tokens([AddedToken(vocab.pieces[i], special=False, normalized=False) for i in user_ids])
+
+
+def _read_vocab(metadata: Mapping[str, Any]) -> _Vocab:
+    pieces = _array(metadata, "tokenizer.ggml.tokens")
+    for token_id, piece in enumerate(pieces):
+        if type(piece) is not str:
+            raise ModelFileError(f"tokenizer.ggml.tokens[{token_id}] is not text")
+    seen: dict[str, int] = {}
+    if len(set(pieces)) != len(pieces):
+        for token_id, piece in enumerate(pieces):
+            if seen.setdefault(piece, token_id) != token_id:
+                raise ModelFileError(f"tokenizer.ggml.tokens: ids {seen[piece]} and {token_id} are both {piece!r}")
+    if "tokenizer.ggml.token_type" not in metadata:
+        return _Vocab(pieces, [_TokenType.NORMAL] * len(pieces))
+    codes = _array(metadata, "tokenizer.ggml.token_type")
+    if len(codes) != len(pieces):
+        raise ModelFileError(f"tokenizer.ggml.token_type has {len(codes)} entries for {len(pieces)} tokens")
+    by_code = {kind.value: kind for kind in _TokenType}
+    try:
+        return _Vocab(pieces, [by_code[operator.index(code)] for code in codes])
+    except (KeyError, TypeError):
+        raise ModelFileError("tokenizer.ggml.token_type has an entry that is not a number from 1 to 6") from None
+
+
+def _read_merges(metadata: Mapping[str, Any], ids: Mapping[str, int]) -> list[tuple[str, str]]:
+    """The merge list, checked here because the library's own errors do not name the entry."""
+    merges: list[tuple[str, str]] = []
+    for index, merge in enumerate(_array(metadata, "tokenizer.ggml.merges")):
+        cut = merge.find(" ", 1) if isinstance(merge, str) else -1
+        left, right = (merge[:cut], merge[cut + 1 :]) if cut > 0 else ("", "")
+        if left not in ids or right not in ids or left + right not in ids or not left or not right:
+            raise ModelFileError(f"tokenizer.ggml.merges[{index}] {merge!r} does not join two tokens into a third")
+        merges.append((left, right))
+    return merges
+
+
+def _read_scores(metadata: Mapping[str, Any], num_tokens: int) -> list[float]:
+    values = _array(metadata, "tokenizer.ggml.scores")
+    try:
+        scores = [float(value) for value in values]
+    except (TypeError, ValueError):
+        raise ModelFileError("tokenizer.ggml.scores has an entry that is not a number") from None
+    if len(scores) != num_tokens:
+        raise ModelFileError(f"tokenizer.ggml.scores has {len(scores)} entries for {num_tokens} tokens")
+    if any(score != score for score in scores):
+        raise ModelFileError("tokenizer.ggml.scores has a NaN")
+    return scores
+
+
+def _named_ids(metadata: Mapping[str, Any], names: Iterable[str]) -> list[int]:
+    """Ids under `tokenizer.ggml.<name>`, each one id or an array of them, without repeats."""
+    ids: dict[int, None] = {}
+    for name in names:
+        key = f"tokenizer.ggml.{name}"
+        value = metadata.get(key, _NO_TOKEN)
+        try:
+            found = _array(metadata, key) if name.endswith("_ids") and key in metadata else [value]
+            ids |= dict.fromkeys(map(operator.index, found))
+        except TypeError:
+            raise ModelFileError(f"{key} is not a token id") from None
+    ids.pop(_NO_TOKEN, None)
+    return list(ids)
+
+
+def _array(metadata: Mapping[str, Any], key: str) -> list[Any]:
+    """A list; GGUF readers give lists, tuples or numpy arrays."""
+    value = metadata.get(key)
+    if value is None:
+        raise ModelFileError(f"{key} is missing")
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise ModelFileError(f"{key} is not an array")
+    return list(value)
+
+
+def _text(metadata: Mapping[str, Any], key: str, *, default: str | None = None) -> str:
+    value = metadata.get(key, default)
+    if value is None:
+        raise ModelFileError(f"{key} is missing")
+    if not isinstance(value, str):
+        raise ModelFileError(f"{key} is not text")
+    return value
+
+
+def _flag(metadata: Mapping[str, Any], key: str, *, default: bool) -> bool:
+    value = metadata.get(key, default)
+    if not isinstance(value, bool):
+        raise ModelFileError(f"{key} is not true or false")
+    return value

@@ -1,0 +1,12 @@
+"""A checkpoint's tokenizer, from wherever the checkpoint says it is."""
+
+from verispec.model.checkpoint import GGUFTokenizerSource, TokenizerSource
+from verispec.model.gguf_tokenizer import tokenizer_from_gguf
+from verispec.model.tokenizer import Tokenizer, tokenizer_from_folder
+
+
+def load_tokenizer(source: TokenizerSource) -> Tokenizer:
+    """The tokenizer that belongs to an open checkpoint."""
+    if isinstance(source, GGUFTokenizerSource):
+        return tokenizer_from_gguf(source.metadata)
+    return tokenizer_from_folder(source.folder)

@@ -1,0 +1,271 @@
+"""Text to token ids and back, and the exact bytes behind every token.
+
+Knows the `tokenizers` library, the two token alphabets in use (GPT-2's byte-level one and SentencePiece's) and how a
+Hugging Face folder describes a tokenizer. `gguf_tokenizer` builds the same class from GGUF metadata. Knows nothing of
+chat, streaming or the engine.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from verispec.errors import InputError, ModelFileError, UnsupportedModelError
+
+# The largest published tokenizer.json files are about 35 MB.
+_MAX_JSON_BYTES = 256 * 1024 * 1024
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Tokenizer:
+    """One model's vocabulary. Immutable; `encode` never adds an end token, since every prompt is to be continued.
+
+    `decode` is defined through `token_bytes`, so that decoding a stream token by token gives the same text. On bytes
+    that are not UTF-8 it writes U+FFFD per maximal invalid sequence, where Hugging Face's SentencePiece decoder writes
+    one per byte token.
+    """
+
+    backend: tokenizers.Tokenizer = field(repr=False)
+    table: tuple[bytes, ...] = field(repr=False)  # id -> bytes; b"" for special, unused and missing ids
+    special_texts: Mapping[int, str] = field(repr=False)  # control and unknown tokens
+    bos_id: int | None
+    eos_ids: tuple[int, ...]
+    add_bos: bool
+    strips_leading_space: bool  # the encoder put a space before the text, so the decoder takes one away
+    chat_template: str | None = field(repr=False)
+    special_ids: frozenset[int] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "special_ids", frozenset(self.special_texts))
+        named = {"bos": [] if self.bos_id is None else [self.bos_id], "eos": self.eos_ids}
+        for name, ids in named.items():
+            for token_id in ids:
+                if not 0 <= token_id < self.vocab_size:
+                    raise ModelFileError(f"{name} token id {token_id} is outside the vocabulary of {self.vocab_size}")
+        if self.add_bos and self.bos_id is None:
+            raise ModelFileError("the tokenizer wants a BOS token before the text but names none")
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id; a model's logits may be wider."""
+        return len(self.table)
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """The strings that chat templates know as `bos_token` and `eos_token`, where the model has them."""
+        named = {"bos_token": self.bos_id, "eos_token": self.eos_ids[0] if self.eos_ids else None}
+        return {name: self.token_text(token_id) for name, token_id in named.items() if token_id is not None}
+
+    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
+        """Token ids of `text`. Special tokens written in the text become special ids.
+
+        `add_special` puts BOS in front where the model wants it.
+        """
+        if not isinstance(text, str):
+            raise InputError(f"text to encode must be a string, not {type(text).__name__}")
+        try:
+            ids = self.backend.encode(text, add_special_tokens=False).ids
+        except TypeError:  # the library's answer to a str that has no UTF-8 form
+            raise InputError("text to encode holds a lone surrogate, which is not Unicode text") from None
+        if add_special and self.add_bos and self.bos_id is not None:
+            return [self.bos_id, *ids]
+        return list(ids)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of `ids`; special tokens are skipped."""
+        data = b"".join(map(self.token_bytes, ids))
+        if self.strips_leading_space:
+            data = data.removeprefix(b" ")
+        return data.decode("utf-8", errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The exact bytes `token_id` adds to the text: none for special tokens and for padding past the vocabulary."""
+        if token_id < 0:
+            raise InputError(f"token id {token_id} is negative")
+        return self.table[token_id] if token_id < len(self.table) else b""
+
+    def token_text(self, token_id: int) -> str:
+        r"""One token for display: special tokens by name, half characters as `\xNN`."""
+        special = self.special_texts.get(token_id)
+        return self.token_bytes(token_id).decode("utf-8", errors="backslashreplace") if special is None else special
+
+
+def _byte_level_table() -> dict[int, int]:
+    """GPT-2's alphabet backwards: printable bytes stand for themselves, the n-th other byte is U+0100 + n.
+
+    The characters below U+0100 that the alphabet leaves out map outside Latin-1, so that encoding them fails.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return dict.fromkeys(others, 0xFFFF) | {0x100 + n: byte for n, byte in enumerate(others)}
+
+
+_BYTE_LEVEL = _byte_level_table()
+
+
+def byte_level_bytes(piece: str) -> bytes:
+    """Bytes of a byte-level token; a piece with characters outside the alphabet is taken as plain text."""
+    try:
+        return piece.translate(_BYTE_LEVEL).encode("latin-1")
+    except UnicodeEncodeError:
+        return piece.encode()
+
+
+def sentencepiece_bytes(piece: str) -> bytes:
+    """Bytes of an ordinary SentencePiece token."""
+    return piece.replace("▁", " ").encode()
+
+
+def byte_token_bytes(piece: str) -> bytes | None:
+    """Bytes of a `<0xNN>` token, None for any other."""
+    match = _BYTE_TOKEN.fullmatch(piece)
+    return bytes([int(match[1], 16)]) if match else None
+
+
+def tokenizer_from_folder(folder: Path) -> Tokenizer:
+    """Tokenizer of a Hugging Face folder: `tokenizer.json` and, where present, the config files beside it."""
+    path = folder / "tokenizer.json"
+    description = _read_json(path)
+    if description is None:
+        raise ModelFileError(f"{path}: missing; only models with a tokenizer.json are supported")
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise ModelFileError(f"{path}: not a tokenizer: {str(error)[:200]}") from error
+    backend.no_truncation()
+    backend.no_padding()
+
+    config = _read_json(folder / "tokenizer_config.json") or {}
+    added = backend.get_added_tokens_decoder()
+    alphabet = _folder_alphabet(path, description.get("decoder"))
+    bos_id = _named_id(backend, config, "bos_token")
+    return Tokenizer(
+        backend=backend,
+        table=_folder_table(backend, added, byte_level=alphabet.byte_level),
+        special_texts={token_id: token.content for token_id, token in added.items() if token.special},
+        bos_id=bos_id,
+        eos_ids=_folder_eos_ids(folder, backend, config),
+        add_bos=_folder_add_bos(folder, backend, config, bos_id),
+        strips_leading_space=alphabet.strips_leading_space,
+        chat_template=_folder_chat_template(folder, config),
+    )
+
+
+@dataclass(frozen=True)
+class _Alphabet:
+    byte_level: bool
+    strips_leading_space: bool
+
+
+def _folder_alphabet(path: Path, decoder: object) -> _Alphabet:
+    """Which alphabet tokens are written in, read off the `decoder` entry of tokenizer.json."""
+    steps = decoder.get("decoders", [decoder]) if isinstance(decoder, dict) else []
+    if not isinstance(steps, list):
+        raise ModelFileError(f"{path}: decoder.decoders is not a list")
+    by_type = {step.get("type"): step for step in steps if isinstance(step, dict)}
+    if "ByteLevel" in by_type:
+        return _Alphabet(byte_level=True, strips_leading_space=False)
+    if "Metaspace" in by_type:
+        step = by_type["Metaspace"]
+        prepends = step.get("prepend_scheme", "always") != "never" and step.get("add_prefix_space", True) is not False
+        return _Alphabet(byte_level=False, strips_leading_space=prepends)
+    if "ByteFallback" in by_type:
+        strip = by_type.get("Strip", {})
+        return _Alphabet(
+            byte_level=False, strips_leading_space=strip.get("content") == " " and bool(strip.get("start"))
+        )
+    found = ", ".join(str(kind) for kind in by_type) or "none"
+    raise UnsupportedModelError(f"{path}: decoder {found}; supported: ByteLevel, ByteFallback, Metaspace")
+
+
+def _folder_table(
+    backend: tokenizers.Tokenizer, added: Mapping[int, tokenizers.AddedToken], *, byte_level: bool
+) -> tuple[bytes, ...]:
+    vocab = backend.get_vocab(with_added_tokens=True)
+    table = [b""] * (max(vocab.values(), default=-1) + 1)
+    for piece, token_id in vocab.items():
+        token = added.get(token_id)
+        if token is not None:
+            table[token_id] = b"" if token.special else token.content.encode()
+        elif byte_level:
+            table[token_id] = byte_level_bytes(piece)
+        else:
+            table[token_id] = byte_token_bytes(piece) or sentencepiece_bytes(piece)
+    return tuple(table)
+
+
+def _folder_eos_ids(folder: Path, backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Every id that ends a generation, from all three files that may name one, without repeats."""
+    ids: list[int] = []
+    for name in ("generation_config.json", "config.json"):
+        value = (_read_json(folder / name) or {}).get("eos_token_id")
+        listed = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(item) is int for item in listed):
+            raise ModelFileError(f"{folder / name}: eos_token_id is neither an integer nor a list of them")
+        ids += listed
+    eos_id = _named_id(backend, config, "eos_token")
+    return tuple(dict.fromkeys(ids if eos_id is None else [*ids, eos_id]))
+
+
+def _folder_add_bos(folder: Path, backend: tokenizers.Tokenizer, config: Mapping[str, Any], bos_id: int | None) -> bool:
+    """An explicit `add_bos_token` wins; otherwise what the post-processor does to an empty text."""
+    explicit = config.get("add_bos_token")
+    if explicit is None:
+        return bos_id is not None and backend.encode("", add_special_tokens=True).ids[:1] == [bos_id]
+    if not isinstance(explicit, bool):
+        raise ModelFileError(f"{folder / 'tokenizer_config.json'}: add_bos_token is not true or false")
+    return explicit and bos_id is not None
+
+
+def _named_id(backend: tokenizers.Tokenizer, config: Mapping[str, Any], name: str) -> int | None:
+    """Id of the token that tokenizer_config.json names as a string or as an object with its content."""
+    value = config.get(name)
+    content = value.get("content") if isinstance(value, dict) else value
+    if content is None:
+        return None
+    token_id = backend.token_to_id(content) if isinstance(content, str) else None
+    if token_id is None:
+        raise ModelFileError(f"tokenizer_config.json: {name} {content!r} is not in the vocabulary")
+    return token_id
+
+
+def _folder_chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """`chat_template.jinja` wins over the config entry, which is a string or a list with one named "default"."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return _read_text(path)
+    value = config.get("chat_template")
+    if isinstance(value, list):
+        named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
+        value = named.get("default")
+    if value is not None and not isinstance(value, str):
+        raise ModelFileError(f"{folder / 'tokenizer_config.json'}: chat_template is not text")
+    return value
+
+
+def _read_text(path: Path) -> str:
+    try:
+        if path.stat().st_size > _MAX_JSON_BYTES:
+            raise ModelFileError(f"{path}: larger than {_MAX_JSON_BYTES} bytes")
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelFileError(f"{path}: cannot be read as text: {error}") from error
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    """The object in `path`, None where there is no such file."""
+    if not path.is_file():
+        return None
+    try:
+        value = json.loads(_read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise ModelFileError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelFileError(f"{path}: not a JSON object")
+    return value

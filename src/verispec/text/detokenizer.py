@@ -1,0 +1,117 @@
+"""Token ids to text, one token at a time: whole characters only, and stop strings found wherever they lie.
+
+`TextStream` knows bytes, UTF-8 and stop strings. It does not know why a generation ends otherwise (EOS, length) and
+never looks at a token twice. Appending tokens one by one is its only operation, so blocks need no rule of their own.
+"""
+
+import codecs
+from typing import Protocol
+
+from verispec.errors import InputError
+from verispec.types import TextPiece
+
+
+class TokenBytes(Protocol):
+    """The part of a tokenizer that streaming needs."""
+
+    @property
+    def strips_leading_space(self) -> bool:
+        """Whether one leading space of the whole text is the encoder's own."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The exact bytes a token adds to the text."""
+
+
+class _StopMatcher:
+    """Knuth-Morris-Pratt: after each character, how much of the stop string the text's end could be the start of."""
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self.matched_len = 0
+        self._borders = [0] * (len(stop) + 1)  # longest proper border of each prefix
+        for end in range(1, len(stop)):
+            self._borders[end + 1] = self._extend(self._borders[end], stop[end])
+
+    def _extend(self, matched_len: int, char: str) -> int:
+        while matched_len and self.stop[matched_len] != char:
+            matched_len = self._borders[matched_len]
+        return matched_len + (self.stop[matched_len] == char)
+
+    def advance(self, char: str) -> bool:
+        """Takes one character; True where it completes the stop string, which is then behind us."""
+        self.matched_len = self._extend(self.matched_len, char)
+        completed = self.matched_len == len(self.stop)
+        if completed:
+            self.matched_len = self._borders[self.matched_len]
+        return completed
+
+
+class TextStream:
+    """The text of one generation.
+
+    Text that could still become a stop string is held back. The stop string that completes first wins; of several that
+    complete with the same character, the one that starts first. The cost of a token does not depend on the text so far.
+    """
+
+    def __init__(self, tokenizer: TokenBytes, stop: tuple[str, ...] = ()) -> None:
+        if isinstance(stop, str):
+            raise InputError("stop must be a sequence of strings, not one string")
+        for index, text in enumerate(stop):
+            if not isinstance(text, str) or not text:
+                raise InputError(f"stop[{index}] must be a non-empty string")
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._strip_pending = tokenizer.strips_leading_space
+        self._matchers = [_StopMatcher(text) for text in dict.fromkeys(stop)]
+        self._released: list[str] = []
+        self._held = ""
+        self._finished = False
+        self.matched_stop: str | None = None
+
+    @property
+    def text(self) -> str:
+        """Everything released so far."""
+        return "".join(self._released)
+
+    def push(self, token_id: int, *, may_stop: bool = True) -> TextPiece:
+        """Takes one token. With `may_stop` off, a stop string that completes here is plain text for good.
+
+        After a stop string nothing is released any more.
+        """
+        if self.matched_stop is not None:
+            return TextPiece("", stopped=True)
+        if self._finished:
+            raise RuntimeError("push after finish")
+        data = self._tokenizer.token_bytes(token_id)
+        if self._strip_pending and data:
+            data = data.removeprefix(b" ")
+            self._strip_pending = False
+        return self._take(self._decoder.decode(data), may_stop=may_stop)
+
+    def finish(self) -> str:
+        """Releases what was held back; half a character becomes U+FFFD.
+
+        Looks for no stop string: the generation has ended for another reason, at a token already counted.
+        """
+        if self._finished or self.matched_stop is not None:
+            return ""
+        self._finished = True
+        return self._release(self._held + self._decoder.decode(b"", final=True))
+
+    def _take(self, new: str, *, may_stop: bool) -> TextPiece:
+        window = self._held + new
+        for end, char in enumerate(new, start=len(self._held) + 1):
+            completed = [matcher.stop for matcher in self._matchers if matcher.advance(char)]
+            if completed and may_stop:
+                self.matched_stop = max(completed, key=len)
+                self._held = ""
+                return TextPiece(self._release(window[: end - len(self.matched_stop)]), stopped=True)
+        held_len = max((matcher.matched_len for matcher in self._matchers), default=0)
+        cut = len(window) - held_len
+        self._held = window[cut:]
+        return TextPiece(self._release(window[:cut]), stopped=False)
+
+    def _release(self, text: str) -> str:
+        if text:
+            self._released.append(text)
+        return text
