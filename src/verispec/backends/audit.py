@@ -97,6 +97,7 @@ def _audit_kernel(probe: KernelProbe, shapes: Sequence[int]) -> ProbeOutcome:
     impure = []
     for shape in shapes:
         seen = {_probe_bits(probe, row, noise, shape, index, kind) for index, kind in _placements(shape)}
+        seen |= _bits_everywhere(probe, row, shape)
         if len(seen) > 1:
             impure.append(shape)
         else:
@@ -126,6 +127,14 @@ def _probe_bits(
     x[index] = row
     with np.errstate(all="ignore"):
         return np.ascontiguousarray(probe.run(x)[index]).tobytes()
+
+
+def _bits_everywhere(probe: KernelProbe, row: NDArray[np.float32], shape: int) -> set[bytes]:
+    """The bits of the probe row's result at every index: one run in which all rows are the probe row."""
+    results = probe.run(np.repeat(row[None], shape, axis=0))
+    first = np.ascontiguousarray(results[0]).tobytes()
+    differing = np.flatnonzero([(results[i] != results[0]).any() for i in range(shape)])
+    return {first} | {np.ascontiguousarray(results[i]).tobytes() for i in differing}
 
 
 def _intersect(outcomes: Sequence[ProbeOutcome], shapes: Sequence[int]) -> tuple[tuple[int, ...], ...]:

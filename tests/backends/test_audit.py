@@ -1,0 +1,132 @@
+"""The audit finds what is impure, chooses by its fixed rule, and is cached under the fingerprint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.fake_backend import FakeBackend
+from verispec.backends import calibration
+from verispec.backends.audit import Audit, KernelProbe, audit
+from verispec.backends.calibration import calibrate
+from verispec.backends.cost import CostTable, measure_cost
+from verispec.errors import DeterminismError, InputError
+
+SHAPES = (1, 2, 4, 8, 16)
+
+
+def probe(run: object) -> KernelProbe:
+    return KernelProbe("probed", 8, run)  # type: ignore[arg-type]
+
+
+def families(run: object) -> tuple[tuple[int, ...], ...]:
+    return audit([probe(run)], shapes=SHAPES).families
+
+
+def test_a_pure_kernel_is_one_family() -> None:
+    assert families(lambda x: x * 2) == (SHAPES,)
+
+
+def test_dependence_on_the_shape_splits_families() -> None:
+    assert families(lambda x: x * (2 if len(x) < 4 else 3)) == ((1, 2), (4, 8, 16))
+
+
+@pytest.mark.parametrize(
+    "leak",
+    [
+        lambda x: x + np.arange(len(x), dtype=np.float32)[:, None],  # the index
+        lambda x: x + x.sum(axis=0) * 1e-3,  # every neighbour
+        lambda x: x + (0 * x).sum(axis=0),  # NaN and Inf neighbours only
+        lambda x: np.where(np.arange(len(x))[:, None] == len(x) - 1, x * 2, x),  # the last row
+        lambda x: np.where(np.abs(np.roll(x, 1, axis=0)) > 1e20, x * 2, x),  # a huge neighbour
+        lambda x: np.where((np.arange(len(x))[:, None] == 5) & (len(x) == 16), x * 2, x),  # one index of one shape
+    ],
+)
+def test_every_leak_is_found(leak: object) -> None:
+    found = families(leak)
+    assert all(16 not in f for f in found)
+    assert families(lambda x: x) == (SHAPES,)
+
+
+def test_families_hold_for_all_kernels_together() -> None:
+    splitting = [probe(lambda x: x * (len(x) < 4)), probe(lambda x: x * (len(x) < 16))]
+    assert audit(splitting, shapes=SHAPES).families == ((1, 2), (4, 8), (16,))
+
+
+def test_the_family_with_the_largest_shape_is_chosen() -> None:
+    found = Audit((), ((1, 64), (2, 4, 128), (8,)))
+    assert found.choose() == (2, 4, 128)
+    assert found.choose(named=[8]) == (8,)
+    assert found.choose(named=[4, 2]) == (2, 4)
+    with pytest.raises(InputError, match="not one pure family"):
+        found.choose(named=[1, 2])
+
+
+def test_without_a_family_the_audit_refuses_and_shows_its_table() -> None:
+    hopeless = audit([probe(lambda x: x + np.random.default_rng().random())], shapes=SHAPES)
+    with pytest.raises(DeterminismError, match=r"(?s)no canonical shape.*probed.*impure: 1,2,4,8,16"):
+        hopeless.choose()
+
+
+def test_calibration_is_cached_under_the_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = FakeBackend(context_len=64)
+    first = calibrate(backend, cache_dir=tmp_path)
+    (path,) = tmp_path.glob("audit-*.json")
+    monkeypatch.setattr(calibration, "audit", lambda *args, **kwargs: pytest.fail("measured again"))
+    again = calibrate(backend, cache_dir=tmp_path)
+    assert again == first
+    assert again.profile.hash == first.profile.hash
+    monkeypatch.setattr(backend, "fingerprint", lambda: {"backend": "another"})
+    with pytest.raises(pytest.fail.Exception, match="measured again"):
+        calibrate(backend, cache_dir=tmp_path)
+    assert json.loads(path.read_text())["families"]
+
+
+@pytest.mark.parametrize("rubbish", ["", "{}", "[1]", '{"outcomes": 3}', "\x00"])
+def test_a_broken_cache_is_measured_again(tmp_path: Path, rubbish: str) -> None:
+    backend = FakeBackend(context_len=64)
+    expected = calibrate(backend, cache_dir=tmp_path)
+    (path,) = tmp_path.glob("audit-*.json")
+    path.write_text(rubbish)
+    assert calibrate(backend, cache_dir=tmp_path).family == expected.family
+    assert json.loads(path.read_text())["families"]
+
+
+def test_an_unwritable_cache_is_no_error(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    assert calibrate(FakeBackend(context_len=64), cache_dir=blocked / "below").family
+
+
+def test_profiles_differ_by_fingerprint_and_family() -> None:
+    found = calibrate(FakeBackend(context_len=64))
+    named = calibrate(FakeBackend(context_len=64), family=(4, 8))
+    assert found.profile.hash != named.profile.hash
+
+
+def test_measured_cost_is_base_plus_context() -> None:
+    """With a clock that charges rows and context, the table gives that charge back."""
+    backend = FakeBackend(context_len=128)
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        if backend.passes:
+            rows = backend.passes.pop().rows
+            now += 1.0 * len(rows) + 0.01 * int((rows.positions + 1).sum())
+        return now
+
+    cost = measure_cost(backend, (1, 4, 16), clock=clock)
+    for shape, context in ((1, 10), (4, 100), (16, 700)):
+        assert cost.seconds(shape, context) == pytest.approx(shape + 0.01 * context)
+    assert cost.seconds(8, 0) == pytest.approx(8)
+    assert cost.seconds(32, 0) == pytest.approx(32)
+
+
+def test_the_cheapest_shape_is_chosen_even_if_larger() -> None:
+    cost = CostTable((4, 8, 16), (5.0, 3.0, 4.0), (0.0, 0.0, 0.0))
+    assert cost.cheapest((4, 8, 16)) == 8
+    assert cost.cheapest((16, 4)) == 16

@@ -1,0 +1,300 @@
+"""What every backend must do. A new backend is one more entry in BACKENDS.
+
+"Equal" means bit for bit. Shapes come from the audit's family, as in production.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.support.fake_backend import FakeBackend
+from tests.support.passes import NO_UPDATE, Tape, joined, run, run_logprobs, sampling_rows
+from tests.support.tiny_models import TinyConfig, make_tensors
+from verispec.backends.audit import audit
+from verispec.backends.numpy_backend import LoadedModel, NumpyBackend
+from verispec.backends.protocol import (
+    Backend,
+    DistributionWanted,
+    DrawWanted,
+    LogprobsWanted,
+    NoisyTopKWanted,
+    Pass,
+    PassKind,
+    RowsBuilder,
+    StaleHandleError,
+    TopKWanted,
+    View,
+    Wanted,
+)
+from verispec.errors import InputError
+from verispec.kv import NUM_RESERVED
+from verispec.sampling.draw import NO_TOKEN
+from verispec.types import NO_PARENT, Draft, SamplingParams
+
+NUM_SLOTS = 600
+RNG = np.random.default_rng(5)
+PROMPT = RNG.integers(0, 16, 150).tolist()  # longer than a tile of 128 positions
+
+
+def numpy_backend(family: str, **changes: object) -> NumpyBackend:
+    configs = [TinyConfig(family=family, seed=seed, context_len=256, **changes) for seed in (1, 2)]  # type: ignore[arg-type]
+    models = [LoadedModel(c.architecture, make_tensors(c).__getitem__) for c in configs]
+    return NumpyBackend(models, num_slots=NUM_SLOTS, num_seq_rows=8, max_tail=32)
+
+
+BACKENDS: dict[str, Callable[[], Backend]] = {
+    "fake": lambda: FakeBackend(num_slots=NUM_SLOTS, context_len=256, num_seq_rows=8, max_tail=32, num_stores=2),
+    "numpy-llama": lambda: numpy_backend("llama"),
+    "numpy-llama-mha": lambda: numpy_backend("llama", num_kv_heads=4, tied_head=True),
+    "numpy-qwen2": lambda: numpy_backend("qwen2"),
+    "numpy-qwen3": lambda: numpy_backend("qwen3"),
+}
+
+
+@pytest.fixture(params=list(BACKENDS))
+def backend(request: pytest.FixtureRequest) -> Backend:
+    return BACKENDS[request.param]()
+
+
+@pytest.fixture
+def family(backend: Backend) -> tuple[int, ...]:
+    shapes = audit(backend.probes(), shapes=(1, 4, 8, 16, 64, 256)).choose()
+    assert {16, 64, 256} <= set(shapes)
+    return shapes
+
+
+def kv_bits(backend: Backend, store: int, slots: list[int]) -> bytes:
+    if isinstance(backend, FakeBackend):
+        return backend.kv[store, slots].tobytes()
+    assert isinstance(backend, NumpyBackend)
+    return b"".join(part.tobytes() for part in backend.kv(store, np.array(slots)))
+
+
+def test_chunks_and_shapes_do_not_matter(backend: Backend, family: tuple[int, ...]) -> None:
+    """A prompt in one pass, in chunks, or token by token: equal log-probabilities and equal K/V."""
+    whole = Tape(backend, seq_row=1, first_slot=0)
+    expected = whole.feed(PROMPT, shape=256)
+    chunked = Tape(backend, seq_row=2, first_slot=200)
+    parts = []
+    for chunk in (1, 3, 16, 60, 70):
+        part = PROMPT[len(chunked.token_ids) :][:chunk]
+        parts.append(chunked.feed(part, shape=min(m for m in family if m >= len(part))))
+    assert np.array_equal(np.concatenate(parts), expected)
+    bits = [kv_bits(backend, 0, [t.slot(p) for p in range(len(PROMPT))]) for t in (whole, chunked)]
+    assert bits[0] == bits[1]
+
+
+def test_neighbours_and_index_do_not_matter(backend: Backend, family: tuple[int, ...]) -> None:
+    """The same row among other sequences, at every index of the pass, gives the same bits."""
+    probe = Tape(backend, seq_row=1, first_slot=0)
+    probe.feed(PROMPT[:20], shape=64)
+    others = [Tape(backend, seq_row=2 + i, first_slot=100 + 60 * i) for i in range(3)]
+    for i, other in enumerate(others):
+        other.feed(PROMPT[i : i + 17 + i], shape=64)
+    results = set()
+    for index in range(8):
+        rows, updates = RowsBuilder(), []
+        for before in range(index):
+            other = replace(others[before % 3], token_ids=list(others[before % 3].token_ids))
+            updates.append(other.add_prompt_rows(rows, [int(RNG.integers(16))])[1])
+        added, update = replace(probe, token_ids=list(probe.token_ids)).add_prompt_rows(rows, [3])
+        updates.append(update)
+        results.add(run_logprobs(probe, rows, added, joined(*updates), 8).tobytes())
+    for shape in family:
+        rows = RowsBuilder()
+        added, update = replace(probe, token_ids=list(probe.token_ids)).add_prompt_rows(rows, [3])
+        results.add(run_logprobs(probe, rows, added, update, shape).tobytes())
+    assert len(results) == 1
+
+
+def random_tree(num_nodes: int, rng: np.random.Generator) -> Draft:
+    parents = tuple(int(rng.integers(NO_PARENT, i)) if i else NO_PARENT for i in range(num_nodes))
+    return Draft(tuple(int(t) for t in rng.integers(0, 16, num_nodes)), parents)
+
+
+@pytest.mark.parametrize("shape_of_tree", ["chain", "star", "binary", "random", "deep-random"])
+def test_tree_rows_equal_plain_decoding(backend: Backend, shape_of_tree: str) -> None:
+    """Every node's log-probabilities equal those of its path decoded token by token, K/V included."""
+    rng = np.random.default_rng(3)
+    draft = {
+        "chain": Draft.chain([3, 1, 4, 1, 5, 9]),
+        "star": Draft((3, 1, 4, 1), (NO_PARENT,) * 4),
+        "binary": Draft((1, 2, 3, 4, 5, 6), (NO_PARENT, NO_PARENT, 0, 0, 1, 1)),
+        "random": random_tree(12, rng),
+        "deep-random": Draft.chain(rng.integers(0, 16, 30).tolist()),
+    }[shape_of_tree]
+    prompt = PROMPT[:122]  # so that paths cross a tile border
+    tape = Tape(backend, seq_row=1, first_slot=0)
+    tape.feed(prompt, shape=256)
+    rows = RowsBuilder()
+    node_rows = tape.add_draft_rows(rows, draft, scratch=300)
+    found = run_logprobs(tape, rows, node_rows, NO_UPDATE, 64)
+    for node in range(len(draft)):
+        path = draft.path_to(node)
+        plain = Tape(backend, seq_row=2, first_slot=400)
+        plain.feed(prompt, shape=256)
+        for token_id in (draft.token_ids[i] for i in path):
+            expected = plain.feed([token_id], shape=4)
+        assert np.array_equal(found[node], expected[-1]), (node, path)
+        slots = [NUM_RESERVED + 300 + i for i in path]
+        path_slots = [plain.slot(len(prompt) + i) for i in range(len(path))]
+        assert kv_bits(backend, 0, slots) == kv_bits(backend, 0, path_slots)
+
+
+def test_a_tree_row_does_not_see_its_sibling(backend: Backend) -> None:
+    """Changing a sibling's token changes nothing for the others: the control changes an ancestor, which must show."""
+    tape = Tape(backend, seq_row=1, first_slot=0)
+    tape.feed(PROMPT[:10], shape=16)
+    results = {}
+    for name, tokens in {"base": (1, 2, 3), "sibling": (1, 9, 3), "ancestor": (8, 2, 3)}.items():
+        rows = RowsBuilder()
+        nodes = tape.add_draft_rows(rows, Draft(tokens, (NO_PARENT, NO_PARENT, 0)), scratch=300)
+        results[name] = run_logprobs(tape, rows, nodes[2:], NO_UPDATE, 4)
+    assert np.array_equal(results["base"], results["sibling"])
+    assert not np.array_equal(results["base"], results["ancestor"])
+
+
+def test_views(backend: Backend) -> None:
+    """A skipped sub-layer changes results and leaves the full model's later passes alone."""
+    tape = Tape(backend, seq_row=1, first_slot=0)
+    expected = tape.feed(PROMPT[:20], shape=64)
+    skipping = View(frozenset({0}), frozenset({1}))
+    draft_tape = replace(tape, view=skipping, token_ids=list(tape.token_ids))
+    rows = RowsBuilder()
+    nodes = draft_tape.add_draft_rows(rows, Draft.chain([1, 2, 3]), scratch=300)
+    drafted = run_logprobs(draft_tape, rows, nodes, NO_UPDATE, 4)
+    rows = RowsBuilder()
+    nodes = tape.add_draft_rows(rows, Draft.chain([1, 2, 3]), scratch=300)
+    verified = run_logprobs(tape, rows, nodes, NO_UPDATE, 4)
+    assert not np.array_equal(drafted, verified)
+    plain = Tape(backend, seq_row=2, first_slot=100)
+    assert np.array_equal(plain.feed(PROMPT[:20], shape=64), expected)
+    assert np.array_equal(plain.feed([1, 2, 3], shape=4), verified)
+    nothing_skipped = replace(tape, view=View(), token_ids=list(tape.token_ids))
+    rows = RowsBuilder()
+    nodes = nothing_skipped.add_draft_rows(rows, Draft.chain([1, 2, 3]), scratch=310)
+    assert np.array_equal(run_logprobs(nothing_skipped, rows, nodes, NO_UPDATE, 4), verified)
+
+
+def test_stores_share_slot_ids_and_nothing_else(backend: Backend) -> None:
+    """Two models write K/V under the same slot ids without touching each other's."""
+    first = Tape(backend, seq_row=1, first_slot=0)
+    expected = first.feed(PROMPT[:20], shape=64)
+    slots = [first.slot(p) for p in range(20)]
+    before = kv_bits(backend, 0, slots)
+    second = Tape(backend, seq_row=1, first_slot=0, store=1)
+    other = second.feed(PROMPT[:20], shape=64)
+    assert not np.array_equal(other, expected)
+    assert kv_bits(backend, 0, slots) == before
+    assert kv_bits(backend, 1, slots) != before
+
+
+def test_recycled_rows_and_slots_keep_nothing(backend: Backend) -> None:
+    """A table row and slots that another sequence used give the same bits as fresh ones."""
+    fresh = Tape(backend, seq_row=1, first_slot=0).feed(PROMPT[:9], shape=16)
+    Tape(backend, seq_row=2, first_slot=20).feed(PROMPT[50:80], shape=64)
+    recycled = Tape(backend, seq_row=2, first_slot=20).feed(PROMPT[:9], shape=16)
+    assert np.array_equal(fresh, recycled)
+
+
+def test_wanted_results_agree(backend: Backend) -> None:
+    """Draw, given log-probabilities, top-k, noisy top-k and the distribution describe the same logits."""
+    tape = Tape(backend, seq_row=1, first_slot=0)
+    rows = RowsBuilder()
+    added, update = tape.add_prompt_rows(rows, PROMPT[:12])
+    vocab_size = backend.limits.vocab_size
+    ask = np.array(added[3:9], np.int32)
+    params = SamplingParams(temperature=0.8, top_k=5, seed=1)
+    sampling = sampling_rows(params, [i + 1 for i in ask], vocab_size)
+    given = np.arange(len(ask), dtype=np.int32)
+    wanted = Wanted(
+        draw=DrawWanted(ask, sampling),
+        logprobs=LogprobsWanted(ask, given),
+        top_k=TopKWanted(ask, vocab_size),
+        noisy_top_k=NoisyTopKWanted(ask, 7, sampling),
+        distribution=DistributionWanted(ask, sampling),
+    )
+    result = run(tape, rows, wanted, update, 16)
+    assert result.draw and result.top_k and result.noisy_top_k and result.distribution and result.logprobs is not None
+    by_id = np.empty_like(result.top_k.values)
+    np.put_along_axis(by_id, result.top_k.token_ids, result.top_k.values, axis=-1)
+    every = np.arange(len(ask))
+    assert np.array_equal(result.logprobs, by_id[every, given])
+    assert np.array_equal(result.draw.logprobs, by_id[every, result.draw.token_ids])
+    assert np.array_equal(result.draw.token_ids, result.noisy_top_k.token_ids[:, 0])
+    assert (result.noisy_top_k.token_ids[:, 5:] == NO_TOKEN).all()  # top_k = 5 leaves no sixth child
+    probabilities = result.distribution.probabilities()
+    assert probabilities.shape == (len(ask), vocab_size)
+    assert ((probabilities > 0).sum(axis=-1) == 5).all()
+    assert np.allclose(probabilities.sum(axis=-1), 1, atol=1e-6)
+    assert (np.diff(result.top_k.values, axis=-1) <= 0).all()
+
+
+def test_a_distribution_lives_until_the_next_pass(backend: Backend) -> None:
+    tape = Tape(backend, seq_row=1, first_slot=0)
+    rows = RowsBuilder()
+    added, update = tape.add_prompt_rows(rows, [1, 2])
+    ask = np.array(added, np.int32)
+    sampling = sampling_rows(SamplingParams(), [1, 2], backend.limits.vocab_size)
+    handle = run(tape, rows, Wanted(distribution=DistributionWanted(ask, sampling)), update, 4).distribution
+    assert handle is not None
+    handle.probabilities()
+    tape.feed([3], shape=4)
+    with pytest.raises(StaleHandleError):
+        handle.probabilities()
+
+
+def test_results_are_stable(backend: Backend) -> None:
+    """A ticket gives the same result every time, and a pass can be repeated with equal bits."""
+    tape = Tape(backend, seq_row=1, first_slot=0)
+    rows = RowsBuilder()
+    added, update = tape.add_prompt_rows(rows, PROMPT[:5])
+    wanted = Wanted(logprobs=LogprobsWanted(np.array(added, np.int32), np.zeros(5, np.int32)))
+    pass_ = Pass(PassKind.CANONICAL, rows.build(8), wanted, update, head_shape=8)
+    ticket = backend.submit(pass_)
+    first, again = ticket.result().logprobs, ticket.result().logprobs
+    repeated = backend.submit(pass_).result().logprobs
+    assert first is again
+    assert first is not None
+    assert repeated is not None
+    assert np.array_equal(first, repeated)
+
+
+def test_fast_passes_differ_in_bits(backend: Backend) -> None:
+    """The control: decoding in shape 1 gives other bits than the family, or equality tests would have no power."""
+    canonical = Tape(backend, seq_row=1, first_slot=0)
+    fast = Tape(backend, seq_row=2, first_slot=100, kind=PassKind.FAST)
+    expected = np.concatenate([canonical.feed([t], shape=4) for t in PROMPT[:20]])
+    found = np.concatenate([fast.feed([t], shape=1) for t in PROMPT[:20]])
+    assert not np.array_equal(expected, found)
+    if isinstance(backend, NumpyBackend):
+        assert np.allclose(expected, found, atol=1e-4)
+
+
+BAD_CHANGES: dict[str, dict[str, object]] = {
+    "token id": {"token_ids": np.array([99999], np.int32)},
+    "negative token": {"token_ids": np.array([-1], np.int32)},
+    "position": {"positions": np.array([99999], np.int32)},
+    "slot": {"slots": np.array([NUM_SLOTS + NUM_RESERVED], np.int32)},
+    "zero slot written": {"slots": np.array([0], np.int32)},
+    "table row": {"seq_rows": np.array([9], np.int32)},
+    "prefix": {"prefix_lens": np.array([2], np.int32)},
+    "tail": {"tails": np.array([[-5]], np.int32)},
+    "deep tail": {"tails": np.zeros((1, 33), np.int32)},
+    "ragged": {"positions": np.array([0, 0], np.int32)},
+}
+
+
+@pytest.mark.parametrize("case", list(BAD_CHANGES))
+def test_bad_arrays_raise(backend: Backend, case: str) -> None:
+    rows = RowsBuilder()
+    _, update = Tape(backend, seq_row=1, first_slot=0).add_prompt_rows(rows, [1])
+    good = rows.build(1)
+    bad = replace(good, **BAD_CHANGES[case])  # type: ignore[arg-type]
+    with pytest.raises(InputError):
+        backend.submit(Pass(PassKind.FAST, bad, Wanted(), update, head_shape=0))
+    backend.submit(Pass(PassKind.FAST, good, Wanted(), update, head_shape=0))

@@ -1,0 +1,92 @@
+"""What is particular to the numpy backend: NaN stays with its row, skipped layers write nothing, the table is bounded."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.support.passes import NO_UPDATE, Tape, run, run_logprobs, sampling_rows
+from tests.support.tiny_models import TinyConfig, make_tensors
+from verispec.backends import numpy_attention
+from verispec.backends.numpy_backend import LoadedModel, NumpyBackend
+from verispec.backends.protocol import DrawWanted, RowsBuilder, View, Wanted
+from verispec.errors import InputError
+from verispec.sampling.draw import NO_TOKEN
+from verispec.types import NO_PARENT, Draft, SamplingParams
+
+BAD_TOKEN = 7
+
+
+def make_backend(*, bad: float | None = None, **changes: object) -> NumpyBackend:
+    """A tiny Llama; with `bad`, the embedding of BAD_TOKEN holds that value."""
+    config = TinyConfig(**changes)  # type: ignore[arg-type]
+    tensors = {name: np.array(values) for name, values in make_tensors(config).items()}
+    if bad is not None:
+        tensors["embed"][BAD_TOKEN] = bad
+    model = LoadedModel(config.architecture, tensors.__getitem__)
+    return NumpyBackend([model], num_slots=600, num_seq_rows=4)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_broken_row_breaks_nobody_else(bad: float) -> None:
+    """NaN in a draft node or in a later prompt row changes no bit of the rows that do not attend to it."""
+    results = {}
+    for name, token_id in {"good": 5, "bad": BAD_TOKEN}.items():
+        tape = Tape(make_backend(bad=bad), seq_row=1, first_slot=0)
+        tape.feed([1, 2, 3], shape=4)
+        other = Tape(tape.backend, seq_row=2, first_slot=50)
+        rows = RowsBuilder()
+        nodes = tape.add_draft_rows(rows, Draft((token_id, 4, 6), (NO_PARENT, NO_PARENT, 0)), scratch=100)
+        added, update = other.add_prompt_rows(rows, [9, 8, token_id])
+        results[name] = run_logprobs(tape, rows, [nodes[1], *added[:2]], update, 8)
+        rows = RowsBuilder()
+        nodes = tape.add_draft_rows(rows, Draft((token_id, 4, 6), (NO_PARENT, NO_PARENT, 0)), scratch=100)
+        below = Wanted(draw=DrawWanted(np.array(nodes[2:], np.int32), sampling_rows(SamplingParams(), [5], 80)))
+        drawn = run(tape, rows, below, NO_UPDATE, 4).draw
+        assert drawn is not None
+        assert (drawn.token_ids[0] == NO_TOKEN) == (name == "bad")  # the control: its own child is broken
+    assert np.isfinite(results["good"]).all()
+    assert np.array_equal(results["good"], results["bad"])
+
+
+def test_a_skipped_attention_layer_writes_no_kv() -> None:
+    backend = make_backend()
+    tape = Tape(backend, seq_row=1, first_slot=0, view=View(skipped_attention=frozenset({1})))
+    tape.feed([1, 2, 3], shape=4)
+    slots = np.array([tape.slot(p) for p in range(3)])
+    k, v = backend.kv(0, slots)
+    assert (k[1] == 0).all()
+    assert (v[1] == 0).all()
+    assert (k[0] != 0).any()
+
+
+def test_the_zero_slot_stays_zero() -> None:
+    backend = make_backend()
+    Tape(backend, seq_row=1, first_slot=0).feed(list(range(20)), shape=64)
+    k, v = backend.kv(0, np.array([0]))
+    assert (k == 0).all()
+    assert (v == 0).all()
+
+
+def test_models_of_one_backend_share_their_vocabulary() -> None:
+    configs = [TinyConfig(), TinyConfig(vocab_size=96)]
+    models = [LoadedModel(c.architecture, make_tensors(c).__getitem__) for c in configs]
+    with pytest.raises(InputError, match="vocabulary"):
+        NumpyBackend(models, num_slots=10, num_seq_rows=1)
+
+
+def test_a_wrong_tile_order_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of tile order: summing tiles backwards changes bits on a long context, so the order is observable."""
+    prompt = np.random.default_rng(1).integers(0, 16, 400).tolist()
+    expected = Tape(make_backend(context_len=512), seq_row=1, first_slot=0).feed(prompt, shape=400)
+    plain = numpy_attention._attend_bucket
+
+    def backwards(q: np.ndarray, k: np.ndarray, v: np.ndarray, bucket: numpy_attention.Bucket) -> np.ndarray:
+        width = bucket.slots.shape[1] // numpy_attention.TILE
+        slots = bucket.slots.reshape(len(bucket.slots), width, -1)[:, ::-1].reshape(bucket.slots.shape)
+        return plain(q, k, v, bucket._replace(slots=slots, hidden=bucket.hidden[:, :, ::-1]))
+
+    monkeypatch.setattr(numpy_attention, "_attend_bucket", backwards)
+    found = Tape(make_backend(context_len=512), seq_row=1, first_slot=0).feed(prompt, shape=400)
+    assert np.allclose(found, expected, atol=1e-4)
+    assert not np.array_equal(found, expected)

@@ -1,0 +1,249 @@
+"""The promise on the real numpy backend: whatever runs beside it, a request gives the bits it gives alone.
+
+The oracle is the same request alone, drafter `none`, cold cache, in a fresh engine. Tokens, log-probabilities,
+alternatives and prompt log-probabilities must be equal bit for bit. The controls show that the comparison can fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+from tests.support.tiny_models import TinyConfig, make_tensors
+from verispec.backends.audit import audit
+from verispec.backends.numpy_backend import LoadedModel, NumpyBackend
+from verispec.config import EngineConfig
+from verispec.engine import Engine, Request
+from verispec.llm import LLM
+from verispec.spec.drafter import Drafter, Offer
+from verispec.spec.registry import DRAFTERS
+from verispec.types import NO_PARENT, Draft, FinishReason, SampleOutput, SamplingParams, SequenceView, Verdict
+
+VOCAB = 80
+NUM_SLOTS = 700
+
+
+@dataclass
+class World:
+    """A backend with its family: engines come and go on it, so its K/V is full of other engines' remains."""
+
+    backend: NumpyBackend
+    family: tuple[int, ...]
+
+    def engine(self, drafters: Mapping[str, Drafter] | None = None, **config: int | bool) -> Engine:
+        options = {"num_slots": NUM_SLOTS, "row_budget": 64, **config}
+        return Engine(
+            self.backend,
+            family=self.family,
+            drafters=drafters or {name: make() for name, make in DRAFTERS.items()},
+            config=EngineConfig(**options),  # type: ignore[arg-type]
+        )
+
+    def alone(self, request: Request) -> list[SampleOutput]:
+        return run(self.engine(), [replace(request, drafter="none")])[0]
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def world(request: pytest.FixtureRequest) -> World:
+    config = TinyConfig(family=request.param, num_layers=3, context_len=400, seed=11)
+    tensors = {name: np.array(values) for name, values in make_tensors(config).items()}
+    head = "embed" if config.tied_head else "head"
+    tensors[head] = tensors[head] * np.float32(3)  # sharper than random weights are, so that text repeats itself
+    model = LoadedModel(config.architecture, tensors.__getitem__)
+    backend = NumpyBackend([model], num_slots=NUM_SLOTS, num_seq_rows=32)
+    return World(backend, audit(backend.probes(), shapes=(1, 4, 8, 16, 64)).choose())
+
+
+def run(engine: Engine, requests: Iterable[Request], *, abort_every: int = 0) -> list[list[SampleOutput]]:
+    """All requests to their end; with `abort_every`, a further request is aborted every so many steps."""
+    ids = [engine.add(request) for request in requests]
+    outputs: dict[int, list[SampleOutput]] = {i: [] for i in ids}
+    victims: list[int] = []
+    steps = 0
+    while engine.has_work:
+        if abort_every and steps % abort_every == 0 and steps < 60:
+            victims.append(engine.add(Request([1, 2, 3] * 20, SamplingParams(max_tokens=50, seed=steps))))
+        for event in engine.step():
+            if event.output is not None and event.request_id in outputs:
+                outputs[event.request_id].append(event.output)
+        engine.check()
+        steps += 1
+        if abort_every and steps % abort_every == 2 and victims:
+            engine.abort(victims.pop())
+    return [sorted(outputs[i], key=lambda o: o.sample_index) for i in ids]
+
+
+def bits(outputs: list[SampleOutput]) -> list[object]:
+    return [(o.digest, o.token_ids, o.logprobs, o.prompt_logprobs, o.finish_reason) for o in outputs]
+
+
+def make_requests(count: int, *, seed: int = 0, drafter: str | None = None) -> list[Request]:
+    """A mix of prompts (some sharing prefixes, some longer than a chunk) and of every sampling parameter."""
+    rng = np.random.default_rng(seed)
+    shared = rng.integers(0, VOCAB, 70).tolist()
+    requests = []
+    for i in range(count):
+        own = rng.integers(0, VOCAB, int(rng.integers(1, 40))).tolist()
+        prompt = (shared[: int(rng.integers(10, 70))] if i % 2 else []) + own
+        extras: dict[str, object] = [
+            {},
+            {"temperature": 1.0},
+            {"temperature": 0.7, "top_p": 0.8, "min_tokens": 5, "stop_ids": (3, 9)},
+            {"temperature": 1.0, "top_k": 5, "n": 3},
+            {"repetition_penalty": 1.3, "presence_penalty": 0.2, "frequency_penalty": 0.1, "logprobs": 3},
+            {"prompt_logprobs": 2, "logit_bias": ((5, 2.0),), "logprobs": 0},
+            {"temperature": 1.5, "min_p": 0.05, "n": 2, "logprobs": 2},
+        ][i % 7]
+        params = SamplingParams(max_tokens=int(rng.integers(6, 40)) if i else 1, seed=int(i // 2), **extras)  # type: ignore[arg-type]
+        requests.append(Request(prompt, params, drafter=drafter, eos_ids=(0,)))
+    return requests
+
+
+@pytest.mark.parametrize("drafter", list(DRAFTERS))
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"row_budget": 8, "max_running": 8},
+        {"row_budget": 16, "max_running": 3, "prefix_cache": False},
+        {"num_slots": 150, "max_len": 150},  # slots run out: eviction and preemption
+    ],
+    ids=["roomy", "small-chunks", "no-cache", "preempting"],
+)
+def test_a_crowd_changes_nothing(world: World, drafter: str, config: dict[str, int]) -> None:
+    requests = make_requests(14, drafter=drafter)
+    engine = world.engine(**config)
+    outputs = run(engine, requests, abort_every=7)
+    for request, found in zip(requests, outputs, strict=True):
+        assert bits(found) == bits(world.alone(request))
+    if config.get("num_slots"):
+        assert sum(o.stats.preemptions for outs in outputs for o in outs) > 0
+    if drafter == "ngram" and not config:
+        assert sum(o.stats.accepted for outs in outputs for o in outs) > 0
+
+
+def test_arrival_order_and_warm_cache_change_nothing(world: World) -> None:
+    requests = make_requests(10, seed=3)
+    engine = world.engine()
+    first = run(engine, requests)
+    warm = run(engine, reversed(requests))
+    assert [bits(o) for o in first] == [bits(o) for o in reversed(warm)]
+    assert sum(o.stats.cached_tokens for outs in warm for o in outs) > 100
+    for request, found in zip(requests, first, strict=True):
+        assert bits(found) == bits(world.alone(request))
+
+
+class Adversary:
+    """Drafts from the oracle's own tokens, spoiled in a chosen way."""
+
+    def __init__(self, spoil: str, truth: dict[tuple[int, ...], tuple[int, ...]]) -> None:
+        self._spoil = spoil
+        self._truth = truth
+        self._rng = np.random.default_rng(0)
+
+    def offer(self, sequence: SequenceView, limit: int) -> Offer:
+        return Offer(limit, 1.0)
+
+    def draft(self, sequence: SequenceView, quota: int) -> Draft:
+        prompt = tuple(sequence.token_ids[: sequence.prompt_len])
+        done = len(sequence.token_ids) - sequence.prompt_len
+        right = [*self._truth[prompt][done : done + quota], *([1] * quota)][:quota]
+        wrong = [(t + 1) % VOCAB for t in right]
+        if self._spoil == "right":
+            return Draft.chain(right)
+        if self._spoil == "wrong":
+            return Draft.chain(wrong)
+        if self._spoil == "every second":
+            return Draft.chain(w if (done + i) % 2 else r for i, (r, w) in enumerate(zip(right, wrong, strict=True)))
+        if self._spoil == "random tree":
+            parents = [int(self._rng.integers(NO_PARENT, i)) if i else NO_PARENT for i in range(quota)]
+            return Draft(tuple(int(t) for t in self._rng.integers(0, VOCAB, quota)), tuple(parents))
+        if self._spoil == "duplicates":
+            half = quota // 2
+            return Draft((*right[:half], *right[:half]), (*range(-1, half - 1), *range(-1, half - 1)))
+        if self._spoil == "out of vocabulary":
+            return Draft.chain([VOCAB + 5, -1, *right][:quota])
+        if self._spoil == "too long":
+            return Draft.chain(right * 3)
+        raise RuntimeError("a drafter that fails")
+
+    def observe(self, sequence: SequenceView, draft: Draft, verdict: Verdict) -> None:
+        if self._spoil == "fails":
+            raise RuntimeError("and fails again")
+
+    def forget(self, sequence_id: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    ["right", "wrong", "every second", "random tree", "duplicates", "out of vocabulary", "too long", "fails"],
+)
+def test_no_drafter_changes_anything(world: World, spoil: str) -> None:
+    requests = [r for r in make_requests(10, seed=5) if r.params.n == 1]
+    expected = [world.alone(request) for request in requests]
+    truth = {tuple(r.prompt_ids): out[0].token_ids for r, out in zip(requests, expected, strict=True)}
+    engine = world.engine({"adversary": Adversary(spoil, truth), "none": DRAFTERS["none"]()})
+    outputs = run(engine, requests)
+    assert [bits(o) for o in outputs] == [bits(o) for o in expected]
+    accepted = sum(o.stats.accepted for outs in outputs for o in outs)
+    drafted = sum(o.stats.drafted for outs in outputs for o in outs)
+    assert (accepted > 0.5 * drafted) == (spoil == "right") or spoil in {"every second", "duplicates", "fails"}
+    assert (drafted == 0) == (spoil in {"out of vocabulary", "too long", "fails"})
+
+
+@pytest.mark.parametrize("draft_len", [1, 2, 3, 8, 16, 17])
+def test_every_draft_length(world: World, draft_len: int) -> None:
+    """S15: sweep N to one more than the default maximum, with drafts that are right and that end in the limit."""
+    requests = [Request([5, 6, 7] * 9, SamplingParams(max_tokens=m, seed=1)) for m in range(1, draft_len + 4)]
+    expected = [world.alone(request) for request in requests]
+    longest = expected[-1][0].token_ids
+    engine = world.engine({"adversary": Adversary("right", {tuple([5, 6, 7] * 9): longest})}, max_draft=draft_len)
+    assert [bits(o) for o in run(engine, requests)] == [bits(o) for o in expected]
+
+
+def test_samples_of_one_request(world: World) -> None:
+    """Sample 0 of n equals n = 1, and the others differ from it."""
+    one = Request([4, 5, 6], SamplingParams(max_tokens=20, temperature=1.0, seed=8))
+    many = replace(one, params=replace(one.params, n=4))
+    samples = run(world.engine(), [many])[0]
+    assert bits(samples[:1]) == bits(world.alone(one))
+    assert len({o.digest for o in samples}) == 4
+
+
+def test_control_other_bits_are_seen(world: World) -> None:
+    """Fast passes (any shape) give other log-probabilities in a crowd than alone: so equality above means something."""
+    params = SamplingParams(max_tokens=30, seed=1, deterministic=False)
+    requests = [Request([7 + i, 8, 9] * 5, params) for i in range(6)]
+    crowd = run(world.engine(prefix_cache=False), requests)
+    alone = [run(world.engine(prefix_cache=False), [r])[0] for r in requests]
+    assert any(c[0].digest != a[0].digest for c, a in zip(crowd, alone, strict=True))
+    for c, a in zip(crowd, alone, strict=True):
+        assert c[0].finish_reason is a[0].finish_reason is FinishReason.LENGTH
+
+
+def test_control_another_seed_differs(world: World) -> None:
+    request = Request([1, 2, 3], SamplingParams(max_tokens=20, temperature=1.0, seed=1))
+    other = replace(request, params=replace(request.params, seed=2))
+    assert bits(world.alone(request)) != bits(world.alone(other))
+
+
+def test_the_real_model(smollm2: LLM) -> None:
+    """SmolLM2: prompts alone with `none`, and as one batch with `ngram` beside non-deterministic traffic."""
+    prompts = [
+        "The quick brown fox jumps over the lazy dog. The quick brown fox",
+        "def fibonacci(n):\n    ",
+        "1, 2, 3, 4, 5, 6, 7,",
+        "Once upon a time",
+    ]
+    params = [SamplingParams(max_tokens=24, seed=i, temperature=(0.0, 1.0)[i % 2]) for i in range(4)]
+    alone = [smollm2.generate(p, s, drafter="none")[0] for p, s in zip(prompts, params, strict=True)]
+    noise = [replace(s, deterministic=False, seed=99) for s in params]
+    crowd = smollm2.generate([*prompts, *prompts], [*params, *noise], drafter="ngram")
+    assert [c.digest for c in crowd[:4]] == [a.digest for a in alone]
+    assert [c.text for c in crowd[:4]] == [a.text for a in alone]
+    assert sum(c.stats.accepted for c in crowd[:4]) > 0
+    assert crowd[4].digest != crowd[0].digest  # the control: greedy as well, but from fast passes

@@ -1,0 +1,86 @@
+"""Imports point one way only: types, config | kv, sampling, model | backends | spec | engine | llm, text, cli."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import verispec
+
+ROOT = Path(verispec.__file__).parent
+LAYERS = [
+    {"errors", "types", "config"},
+    {"kv", "sampling", "model"},
+    {"backends"},
+    {"spec"},
+    {"engine"},
+    {"llm", "text", "cli", "__main__", "__init__"},
+]
+RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+# Each heavy or optional package is imported only where it is needed.
+HOMES = {
+    "gguf": {"model"},
+    "tokenizers": {"model"},
+    "jinja2": {"text"},
+    "typer": {"cli"},
+    "rich": {"cli"},
+    "safetensors": {"model"},
+}
+FORBIDDEN = {"torch", "transformers", "pickle", "marshal", "shelve"}
+
+
+def layer_of(path: Path) -> str:
+    part = path.relative_to(ROOT).parts[0]
+    return part.removesuffix(".py")
+
+
+def imports_of(source: str) -> set[str]:
+    """Every module a file imports, at any depth of nesting; TYPE_CHECKING imports count too."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports hide the layer"
+            found |= {node.module or ""} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def violations(layer: str, source: str) -> list[str]:
+    found = []
+    for name in imports_of(source):
+        parts = name.split(".")
+        if parts[0] == "verispec" and len(parts) > 1 and parts[1] in RANK and RANK[parts[1]] > RANK[layer]:
+            found.append(name)
+        if parts[0] in FORBIDDEN or (parts[0] in HOMES and layer not in HOMES[parts[0]]):
+            found.append(name)
+    return found
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_point_one_way(path: Path) -> None:
+    assert violations(layer_of(path), path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    ("layer", "line"),
+    [
+        ("kv", "from verispec.engine import Engine"),
+        ("sampling", "import verispec.backends.protocol"),
+        ("engine", "from verispec import llm"),
+        ("engine", "import torch"),
+        ("spec", "def f():\n    import rich"),
+    ],
+)
+def test_the_check_finds_a_wrong_import(layer: str, line: str) -> None:
+    assert violations(layer, line)
+
+
+def test_no_code_is_evaluated_at_run_time() -> None:
+    """R1: no eval, exec or pickle in the library. `compile` of templates happens inside jinja2's sandbox module."""
+    for path in ROOT.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                assert node.func.id not in {"eval", "exec"}, f"{path.name}:{node.lineno}"
