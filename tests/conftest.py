@@ -1,9 +1,11 @@
 """Fixtures that more than one folder of tests needs."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from verispec.llm import LLM
 from verispec.model import hub
 
 
@@ -14,3 +16,10 @@ def smollm2_path() -> Path:
     if not path.is_file():
         pytest.fail(f"{path} is missing: fetch the default model once before running the tests")
     return path
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_path: Path) -> Iterator[LLM]:
+    """The default model, loaded once for all tests. It drafts nothing unless a call names a drafter."""
+    with LLM(smollm2_path, drafter="none") as llm:
+        yield llm

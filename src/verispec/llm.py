@@ -10,6 +10,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Self
 
@@ -311,12 +312,16 @@ class LLM:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many, as many. A flat list of numbers is one prompt of token ids."""
     if isinstance(prompts, str):
         return [prompts]
-    listed = list(prompts)
-    if listed and all(isinstance(p, int) for p in listed):
-        return [[p for p in listed if isinstance(p, int)]]
-    return [p for p in listed if not isinstance(p, int)]
+    listed: list[Any] = list(prompts)
+    if listed and all(isinstance(p, Integral) for p in listed):
+        return [[int(p) for p in listed]]
+    for prompt in listed:
+        if not isinstance(prompt, Iterable):
+            raise InputError(f"a prompt is text or a list of token ids, not {prompt!r}")
+    return listed
 
 
 def _check_vocabulary(tokenizer: Tokenizer, checkpoint: Checkpoint) -> None:

@@ -19,7 +19,24 @@ from verispec.types import Draft, FinishReason, SampleOutput, SamplingParams, Se
 
 PROMPT = [1, 2, 3]
 # Tokens of one to four bytes, some of them halves of characters: 6+7 is "é", 8+9+10 together are a smiley.
-PIECES = [b"a", b"b", b"ab", b"ba", b" ", b"c", b"\xc3", b"\xa9", b"\xf0\x9f", b"\x99", b"\x82", b"d", b"cd", b"x", b"y", b"z"]
+PIECES = [
+    b"a",
+    b"b",
+    b"ab",
+    b"ba",
+    b" ",
+    b"c",
+    b"\xc3",
+    b"\xa9",
+    b"\xf0\x9f",
+    b"\x99",
+    b"\x82",
+    b"d",
+    b"cd",
+    b"x",
+    b"y",
+    b"z",
+]
 
 
 class ToyTokenizer:
@@ -78,7 +95,9 @@ STOPS: list[tuple[str, ...]] = [
 
 
 @pytest.mark.parametrize("stop", STOPS, ids=repr)
-@pytest.mark.parametrize(("stop_ids", "eos", "ignore_eos"), [((), (), False), ((5,), (11,), False), ((5,), (11,), True)])
+@pytest.mark.parametrize(
+    ("stop_ids", "eos", "ignore_eos"), [((), (), False), ((5,), (11,), False), ((5,), (11,), True)]
+)
 def test_a_block_ends_where_single_tokens_would(
     stop: tuple[str, ...], stop_ids: tuple[int, ...], eos: tuple[int, ...], ignore_eos: bool
 ) -> None:
@@ -89,7 +108,11 @@ def test_a_block_ends_where_single_tokens_would(
         )  # fmt: skip
         single, _ = run(params, eos=eos)
         block, events = run(params, truth=single.token_ids, eos=eos)
-        assert (block.token_ids, block.text, block.finish_reason) == (single.token_ids, single.text, single.finish_reason)
+        assert (block.token_ids, block.text, block.finish_reason) == (
+            single.token_ids,
+            single.text,
+            single.finish_reason,
+        )
         assert block.digest == single.digest
         assert "".join(e.text for e in events) == block.text
         assert sum((e.token_ids for e in events), ()) == block.token_ids

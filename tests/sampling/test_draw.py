@@ -108,7 +108,8 @@ def test_sparse_and_dense_noise_agree() -> None:
     rows = builder.build()
     z = scaled_logits(np, logits, rows)
     dense = [
-        int(np.argmax(z[t] + gumbel_f32(np, vocabulary_words(np, 4096, seed=5, t=t, sample_index=0)))) for t in range(64)
+        int(np.argmax(z[t] + gumbel_f32(np, vocabulary_words(np, 4096, seed=5, t=t, sample_index=0))))
+        for t in range(64)
     ]
     assert draw(np, logits, rows).token_ids.tolist() == dense
 

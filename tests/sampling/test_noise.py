@@ -57,7 +57,9 @@ def test_philox_known_answers(counter: tuple[int, ...], key: tuple[int, ...], ex
 
 
 @pytest.mark.parametrize(("arguments", "expected_word", "expected_bits"), VECTORS)
-def test_noise_vectors(arguments: tuple[int, int, int, Domain, int, int], expected_word: int, expected_bits: int) -> None:
+def test_noise_vectors(
+    arguments: tuple[int, int, int, Domain, int, int], expected_word: int, expected_bits: int
+) -> None:
     found = word(*arguments)
     gumbel = gumbel_f32(np, np.array([found], np.int64))
     assert (hex(found), hex(int(gumbel.view(np.uint32)[0]))) == (hex(expected_word), hex(expected_bits))

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from verispec.backends.audit import KernelProbe
 from verispec.backends.blas import blas_name, cpu_name
 from verispec.backends.checks import check_pass
-from verispec.backends.numpy_attention import attend, group_contexts
+from verispec.backends.numpy_attention import TILE, attend, group_contexts
 from verispec.backends.numpy_model import Float32, NumpyModel, Reader
 from verispec.backends.outputs import Outputs
 from verispec.backends.protocol import BackendLimits, Pass, ReadyTicket, RowsBuilder
@@ -27,6 +27,8 @@ from verispec.model.architecture import Architecture
 from verispec.sampling import draw
 from verispec.sampling.rows import History, SampleKey, SamplingRowsBuilder
 from verispec.types import SamplingParams
+
+KERNELS = "1"  # raised when a kernel here changes bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,7 @@ class NumpyBackend:
             "blas": blas_name(),
             "dtype": "float32",
             "kv_dtype": "float32",
+            "kernels": f"{KERNELS}, attention tile {TILE}",
             "shapes": hashlib.sha256("\n".join(shapes).encode()).hexdigest()[:16],
         }
 

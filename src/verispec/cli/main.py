@@ -113,6 +113,21 @@ def generate(
         typer.echo(_figures(output, llm.profile), err=True)
 
 
+models_app = typer.Typer(help="Models on this machine.", no_args_is_help=True)
+app.add_typer(models_app, name="models")
+
+
+@models_app.command()
+def pull(name: Annotated[str, typer.Argument(help="A known model's name.")] = "smollm2-135m") -> None:
+    """Fetch a model into the cache, if it is not there, and print its path."""
+    from verispec.cli.progress import LoadingDisplay
+    from verispec.model.hub import resolve
+
+    with LoadingDisplay() as display:
+        path = resolve(name, progress=lambda stage, done, total: display.update(stage, done / max(1, total)))
+    typer.echo(path)
+
+
 def _read_prompt(prompt: str | None) -> str:
     if prompt is None or prompt == "-":
         if prompt is None and sys.stdin.isatty():

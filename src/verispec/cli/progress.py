@@ -8,7 +8,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-_QUIET_SECONDS = 3.0  # off a terminal, stages are named only after this long
+_QUIET_SECONDS = 2.0  # off a terminal, what takes less than this is not mentioned
 
 
 class LoadingDisplay:
@@ -21,8 +21,7 @@ class LoadingDisplay:
             console=self._console, transient=True, disable=quiet or not self._console.is_terminal,
         )  # fmt: skip
         self._task: TaskID | None = None
-        self._stage = ""
-        self._started = time.monotonic()
+        self._shown = time.monotonic()
 
     def update(self, stage: str, share: float) -> None:
         """Show where loading stands."""
@@ -30,9 +29,9 @@ class LoadingDisplay:
             if self._task is None:
                 self._task = self._bar.add_task(stage, total=1.0)
             self._bar.update(self._task, description=stage, completed=share)
-        elif stage != self._stage and time.monotonic() - self._started > _QUIET_SECONDS:
-            self._console.print(f"{stage} ...", highlight=False)
-        self._stage = stage
+        elif time.monotonic() - self._shown > _QUIET_SECONDS:
+            self._shown = time.monotonic()
+            self._console.print(f"{stage}, {share:.0%}", highlight=False)
 
     def __enter__(self) -> Self:
         self._bar.start()

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from numbers import Integral
 
 from verispec.backends.cost import FLAT_COST, CostTable
 from verispec.backends.protocol import Backend
@@ -18,7 +19,7 @@ from verispec.engine.planner import Planner
 from verispec.engine.scheduler import Scheduler
 from verispec.engine.sequence import Sequence
 from verispec.errors import InputError, QueueFullError
-from verispec.kv import NoPrefixCache, PrefixCache, RadixPrefixCache, SlotPool
+from verispec.kv import NUM_RESERVED, NoPrefixCache, PrefixCache, RadixPrefixCache, SlotPool
 from verispec.sampling.judge import judge
 from verispec.sampling.rows import SampleKey
 from verispec.spec.drafter import Drafter, DrafterSet
@@ -119,7 +120,7 @@ class Engine:
                 request_id=request_id,
                 sample_key=SampleKey(seed, sample_index),
                 params=params,
-                prompt_ids=tuple(request.prompt_ids),
+                prompt_ids=tuple(map(int, request.prompt_ids)),
                 eos_ids=frozenset(request.eos_ids),
                 max_len=min(self.max_len, limit),
                 drafter=request.drafter or self._drafters.names[0],
@@ -156,7 +157,7 @@ class Engine:
         """Raise if the books do not balance: every slot held is reachable from a sequence, a lease or the cache."""
         self._pool.check()
         self._cache.check()
-        expected = [0] * (self._pool.num_slots + 2)
+        expected = [0] * (self._pool.num_slots + NUM_RESERVED)
         for holder in (*(s.slots for s in self._scheduler.running), *(lease.slots for lease in self._pool.leases)):
             for slot in holder:
                 expected[slot] += 1
@@ -190,7 +191,7 @@ class Engine:
         if not num_prompt:
             raise InputError("the prompt is empty; it needs at least one token")
         for token_id in request.prompt_ids:
-            if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
+            if isinstance(token_id, bool) or not isinstance(token_id, Integral) or not 0 <= int(token_id) < vocab_size:
                 raise InputError(f"token id {token_id!r} is not in the vocabulary of {vocab_size}")
         room = self.max_len if request.params.max_tokens == 0 else self.max_len - 1
         if num_prompt > room:

@@ -51,7 +51,8 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def plan(self) -> Plan:
-        """Rows for the next step, with slots leased for all of them."""
+        """Rows for the next step, with slots leased for all of them. Voids a plan that was never committed."""
+        self._void_uncommitted()
         self._admit()
         for sequence in list(self.running):
             if sequence in self.running:
@@ -91,6 +92,14 @@ class Scheduler:
         elif sequence in self.running:
             self._release(sequence)
 
+    def _void_uncommitted(self) -> None:
+        """Take back the leases of a plan whose pass failed or was interrupted: the rows are simply planned again."""
+        for sequence in self.running:
+            if sequence.lease is not None:
+                self._pool.rollback(sequence.lease)
+                sequence.lease = None
+                sequence.epoch += 1
+
     def _admit(self) -> None:
         """Move waiting sequences to running while there are slots for their prompts; first come, first served."""
         while self.waiting and self._free_seq_rows:
@@ -106,15 +115,15 @@ class Scheduler:
                 return
             self.waiting.popleft()
             sequence.slots, sequence.canonical_len, sequence.synced_len = hit.slots, len(hit.slots), 0
-            sequence.stats.cached_tokens = max(sequence.stats.cached_tokens, len(hit.slots))
+            if not sequence.stats.preemptions:
+                sequence.stats.cached_tokens = len(hit.slots)
             sequence.seq_row = self._free_seq_rows.pop()
             self.running.append(sequence)
             self.running.sort(key=lambda s: s.sequence_id)
 
     def _secure_row(self, sequence: Sequence) -> None:
         """Lease the first row of a sequence, taking slots from younger sequences if it must."""
-        if sequence.lease is None:
-            sequence.lease = self._pool.lease()
+        sequence.lease = self._pool.lease()
         while not self._take(sequence, 1):
             youngest = self.running[-1]
             self._preempt(youngest)

@@ -120,7 +120,10 @@ class Sequence:
     def finish(self, reason: FinishReason) -> None:
         """End the sequence and release the text that was held back."""
         self.finish_reason = reason
-        self._unreported_text += self.text_sink.finish()
+        try:
+            self._unreported_text += self.text_sink.finish()
+        except Exception as error:  # the sink belongs to the request, and so does its failure
+            self.fail(f"{type(error).__name__}: {error}")
 
     def fail(self, error: str) -> None:
         """End the sequence with an error; the tokens committed before it stand."""

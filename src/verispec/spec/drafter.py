@@ -49,8 +49,7 @@ class Drafter(Protocol):
 class DrafterSet:
     """All drafters of an engine, by name; each sequence names its own. A drafter that fails drafts nothing.
 
-    A drafter's output is untrusted: a draft that is not a tree over the vocabulary, or too large, is dropped and
-    counted.
+    A drafter's output is untrusted: a draft that is not a tree over the vocabulary, or too large, is dropped.
     """
 
     def __init__(self, drafters: Mapping[str, Drafter], *, vocab_size: int) -> None:
@@ -63,9 +62,12 @@ class DrafterSet:
         return tuple(self._drafters)
 
     def offer(self, sequence: SequenceView, limit: int) -> Offer:
-        """The offer of the sequence's own drafter."""
+        """The offer of the sequence's own drafter, brought into range."""
         drafter = self._drafters[sequence.drafter]
-        return self._guarded(sequence, NO_OFFER, lambda: drafter.offer(sequence, limit))
+        offer = self._guarded(sequence, NO_OFFER, lambda: drafter.offer(sequence, limit))
+        if not offer.acceptance > 0:  # NaN included
+            return NO_OFFER
+        return Offer(min(offer.max_nodes, limit), min(offer.acceptance, 1.0))
 
     def advance(self, plan: Plan) -> list[Draft]:
         """One valid draft per sequence plan, in the plan's order."""

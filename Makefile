@@ -1,0 +1,52 @@
+# Two commands do all the set-up: `make run` and `make test`.
+PYTHON ?= python3
+PROMPT ?= Explain in two sentences why the sky is blue.
+MODEL ?= smollm2-135m
+VENV := .venv
+BIN := $(VENV)/bin
+HF_BIN := .venv-hf/bin
+
+.PHONY: help run test test-hf test-long lint goldens model setup clean
+
+help: ## Show this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+run: setup ## Install, fetch the default model once, and stream an answer (PROMPT="...", MODEL=...)
+	@$(BIN)/verispec generate --model "$(MODEL)" -- "$(PROMPT)"
+
+test: setup model lint ## The whole test suite
+	$(BIN)/pytest -m "not hf and not long"
+
+test-hf: $(HF_BIN)/.installed model ## Compare with torch and transformers (installs them into .venv-hf)
+	$(HF_BIN)/pytest -m hf tests/hf
+
+test-long: setup model ## The suite with many more generated cases; takes a long time
+	$(BIN)/pytest -m "not hf" --hypothesis-profile=long
+
+lint: setup ## Style and types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+goldens: $(HF_BIN)/.installed model ## Make the committed reference values again
+	$(HF_BIN)/python tests/goldens/make_logit_goldens.py
+	$(HF_BIN)/python tests/goldens/make_smollm2_goldens.py
+
+model: setup ## Fetch the default model into the user's cache
+	@$(BIN)/verispec models pull smollm2-135m
+
+setup: $(BIN)/.installed
+
+$(BIN)/.installed: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "verispec needs Python 3.11 or newer; try make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --progress-bar on -e '.[dev]'
+	@touch $@
+
+$(HF_BIN)/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-hf
+	$(HF_BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,hf]'
+	@touch $@
+
+clean: ## Remove environments and caches of this checkout
+	rm -rf $(VENV) .venv-hf .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,83 @@
+"""Every parameter is checked where it enters, and the message names it."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+
+import pytest
+
+from verispec.config import EngineConfig
+from verispec.errors import InputError
+from verispec.types import (
+    Draft,
+    FinishReason,
+    SampleOutput,
+    SamplingParams,
+    SequenceStats,
+    TokenLogprob,
+)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", 0), ("max_tokens", -1), ("max_tokens", 1.5), ("max_tokens", True), ("max_tokens", "5"),
+        ("min_tokens", -1), ("min_tokens", 257), ("temperature", -0.1), ("temperature", math.nan),
+        ("temperature", math.inf), ("temperature", "1"), ("top_k", -1), ("top_k", 2.0), ("top_p", 0.0), ("top_p", 1.1),
+        ("top_p", math.nan), ("min_p", -0.1), ("min_p", 1.1), ("repetition_penalty", 0.0), ("repetition_penalty", math.inf),
+        ("presence_penalty", math.nan), ("frequency_penalty", math.inf), ("logit_bias", {-1: 1.0}),
+        ("logit_bias", {1: math.nan}), ("logit_bias", {"a": 1.0}), ("stop", ("",)), ("stop", (3,)), ("stop", ("x",) * 65),
+        ("stop_ids", (-1,)), ("stop_ids", ("a",)), ("ignore_eos", 1), ("n", 0), ("n", 10**6), ("seed", -1),
+        ("seed", 2**64), ("seed", 1.0), ("logprobs", -1), ("logprobs", 65), ("prompt_logprobs", -1),
+        ("deterministic", "yes"),
+    ],
+)  # fmt: skip
+def test_a_bad_parameter_is_named(field: str, value: object) -> None:
+    with pytest.raises(InputError, match=field):
+        SamplingParams(**{field: value})  # type: ignore[arg-type]
+
+
+def test_unknown_parameters_are_refused() -> None:
+    assert SamplingParams.from_mapping({"top_k": 3}).top_k == 3
+    with pytest.raises(InputError, match="'topk'"):
+        SamplingParams.from_mapping({"topk": 3})
+
+
+def test_scoring_needs_prompt_logprobs() -> None:
+    assert SamplingParams(max_tokens=0, prompt_logprobs=0).max_tokens == 0
+
+
+def test_a_single_stop_string_is_one_string() -> None:
+    assert SamplingParams(stop="ab").stop == ("ab",)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_slots": 1}, {"row_budget": 0}, {"max_len": 1}, {"max_len": 9999}, {"max_draft": -1}]
+)
+def test_bad_engine_sizes_are_refused(options: dict[str, int]) -> None:
+    with pytest.raises(InputError, match=next(iter(options))):
+        EngineConfig(**options)
+
+
+def test_drafts_are_trees() -> None:
+    tree = Draft((5, 6, 7), (-1, 0, 0))
+    assert tree.path_to(2) == (0, 2)
+    assert tree.path_to(-1) == ()
+    assert Draft.chain([1, 2, 3]).parents == (-1, 0, 1)
+    assert tree.is_valid(vocab_size=8, max_nodes=3)
+    for bad in (Draft((5,), (0,)), Draft((8,), (-1,)), Draft((-1,), (-1,)), Draft((1, 2), (-1,)), Draft((1,), (-2,))):
+        assert not bad.is_valid(vocab_size=8, max_nodes=3)
+    assert not tree.is_valid(vocab_size=8, max_nodes=2)
+
+
+def test_the_digest_is_over_ids_then_logprobs_little_endian() -> None:
+    entries = (TokenLogprob(1, -0.5), TokenLogprob(70000, -1.25))
+    output = SampleOutput(0, 3, entries, "", FinishReason.LENGTH, 0, SequenceStats())
+    expected = hashlib.sha256(struct.pack("<ii", 1, 70000) + struct.pack("<ff", -0.5, -1.25)).hexdigest()
+    assert output.digest == expected
+    other = SampleOutput(
+        0, 3, (entries[0], TokenLogprob(70000, -1.25000012)), "", FinishReason.LENGTH, 0, SequenceStats()
+    )
+    assert other.digest != expected
