@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+
 from tests.goldens.make_logit_goldens import CASES, FOLDER, positions, weights
 from tests.support.passes import Tape
 from tests.support.tiny_models import TinyConfig, hf_name, permute_rows, write_gguf, write_safetensors
-
 from verispec.backends.numpy_backend import LoadedModel, NumpyBackend
 from verispec.model import Architecture, FrequencyFactors, Llama3Scaling, expected_tensors, open_checkpoint
 

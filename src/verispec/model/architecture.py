@@ -153,9 +153,11 @@ def _llama3_frequencies(plain: npt.NDArray[np.float32], scaling: Llama3Scaling) 
         np.float32(x)
         for x in (scaling.factor, scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_context_len)
     )
-    wavelengths = np.float32(2 * math.pi) / plain  # [head_dim / 2]
-    smooth = (context_len / wavelengths - low) / (high - low)
-    blended = (np.float32(1) - smooth) * plain / factor + smooth * plain
+    # Quotients with a scalar on top are written as torch computes them: reciprocal, then product.
+    one = np.float32(1)
+    wavelengths = (one / plain) * np.float32(2 * math.pi)  # [head_dim / 2]
+    smooth = ((one / wavelengths) * context_len - low) / (high - low)
+    blended = (one - smooth) * plain / factor + smooth * plain
     is_long = wavelengths > context_len / low
     is_short = wavelengths < context_len / high
     return np.where(is_long, plain / factor, np.where(is_short, plain, blended))

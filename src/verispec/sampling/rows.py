@@ -35,7 +35,7 @@ class History(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """Sampling inputs of R rows."""
+    """Sampling inputs of R rows. The arrays per row stay on the host; only the sparse edits need the logits' device."""
 
     seeds: NDArray[np.uint64]  # [R]
     t: NDArray[np.int64]  # [R] absolute index of the token being sampled
