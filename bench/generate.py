@@ -78,8 +78,8 @@ def main() -> None:
             for drafter, found in speeds.items():
                 ratio = statistics.median(a / b for a, b in zip(found, speeds["none"], strict=True))
                 print(
-                    f"| {kind} | {size} | {drafter} | {statistics.median(found):.1f} ({min(found):.1f}-{max(found):.1f}) "
-                    f"| {per_pass[drafter]:.2f} | {ratio:.2f} |",
+                    f"| {kind} | {size} | {drafter} | {statistics.median(found):.1f} "
+                    f"({min(found):.1f}-{max(found):.1f}) | {per_pass[drafter]:.2f} | {ratio:.2f} |",
                     flush=True,
                 )
 

@@ -219,7 +219,11 @@ def test_wanted_results_agree(backend: Backend) -> None:
         distribution=DistributionWanted(ask, sampling),
     )
     result = run(tape, rows, wanted, update, 16)
-    assert result.draw and result.top_k and result.noisy_top_k and result.distribution and result.logprobs is not None
+    assert result.draw is not None
+    assert result.top_k is not None
+    assert result.noisy_top_k is not None
+    assert result.distribution is not None
+    assert result.logprobs is not None
     by_id = np.empty_like(result.top_k.values)
     np.put_along_axis(by_id, result.top_k.token_ids, result.top_k.values, axis=-1)
     every = np.arange(len(ask))

@@ -1,4 +1,4 @@
-"""What is particular to the numpy backend: NaN stays with its row, skipped layers write nothing, the table is bounded."""
+"""What is particular to the numpy backend: NaN stays with its row, skipped layers write nothing, tiles are in order."""
 
 from __future__ import annotations
 

@@ -90,7 +90,8 @@ def test_the_truth_is_worth_testing() -> None:
 
 
 STOPS: list[tuple[str, ...]] = [
-    (), ("ab",), ("aba",), ("b", "ab"), ("cd", "d"), ("é",), ("a b",), ("bb", "ba"), ("xyz", "z"), ("\N{REPLACEMENT CHARACTER}",),
+    (), ("ab",), ("aba",), ("b", "ab"), ("cd", "d"), ("é",), ("a b",), ("bb", "ba"), ("xyz", "z"),
+    ("\N{REPLACEMENT CHARACTER}",),
 ]  # fmt: skip
 
 

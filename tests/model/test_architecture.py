@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.tiny_models import TinyConfig, make_tensors
 
+from tests.support.tiny_models import TinyConfig, make_tensors
 from verispec.errors import InputError
 from verispec.model import (
     Architecture,

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from tests.support.tiny_models import (
     FOLDER_TYPES,
     GGUF_TYPES,
@@ -19,7 +20,6 @@ from tests.support.tiny_models import (
     write_folder,
     write_gguf,
 )
-
 from verispec.errors import InputError, ModelFileError, UnsupportedModelError
 from verispec.model import (
     FolderTokenizerSource,

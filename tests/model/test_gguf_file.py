@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from tests.support.tiny_models import (
     GGUF_TYPES,
     K_QUANTS,
@@ -22,7 +23,6 @@ from tests.support.tiny_models import (
     quantise,
     write_gguf,
 )
-
 from verispec.errors import ModelFileError, UnsupportedModelError
 from verispec.model import GGUFFile
 from verispec.model.blocks import FORMATS

@@ -10,6 +10,7 @@ import pytest
 import safetensors.numpy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from tests.support.tiny_models import (
     FOLDER_TYPES,
     TinyConfig,
@@ -17,7 +18,6 @@ from tests.support.tiny_models import (
     write_folder,
     write_safetensors_parts,
 )
-
 from verispec.errors import ModelFileError, UnsupportedModelError
 from verispec.model import SafetensorsFolder
 from verispec.model.safetensors_folder import parse_json
