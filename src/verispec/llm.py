@@ -14,6 +14,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, Self
 
+from verispec.backends.blas import set_num_threads
 from verispec.backends.calibration import Calibration, calibrate
 from verispec.backends.numpy_backend import LoadedModel, NumpyBackend
 from verispec.config import DEFAULTS, EngineConfig
@@ -104,8 +105,10 @@ class LLM:
     """A loaded model, ready to generate.
 
     `model` is a known name, a GGUF file or a folder with safetensors. `drafter` is the default of every request; no
-    drafter changes the output. `kv_slots` is the K/V capacity in tokens, `max_len` the most a request may hold, prompt
-    included. `family` names canonical shapes other than the audit's choice. `progress(stage, share)` reports loading.
+    drafter changes the output. `kv_slots` is the K/V capacity in tokens, `max_len` the most a request may hold,
+    prompt included. `threads` sets the threads of this process's BLAS; their number is part of the profile. `family`
+    names canonical shapes other than the audit's choice, `fresh_audit` measures again. `progress(stage, share)`
+    reports loading.
     """
 
     def __init__(
@@ -114,6 +117,7 @@ class LLM:
         *,
         drafter: str = "ngram",
         backend: str = "numpy",
+        threads: int | None = None,
         kv_slots: int = DEFAULTS.num_slots,
         max_len: int | None = None,
         max_running: int = DEFAULTS.max_running,
@@ -121,6 +125,7 @@ class LLM:
         draft_len: int = DEFAULTS.max_draft,
         prefix_cache: bool = True,
         family: Sequence[int] | None = None,
+        fresh_audit: bool = False,
         progress: LoadProgress | None = None,
     ) -> None:
         report = progress or (lambda stage, share: None)
@@ -136,6 +141,8 @@ class LLM:
             max_draft=draft_len,
             prefix_cache=prefix_cache,
         )
+        if threads is not None:
+            set_num_threads(threads)
         path = resolve(model, progress=lambda stage, done, total: report(stage, done / max(1, total)))
         report("loading", 0.0)
         with open_checkpoint(path) as checkpoint:
@@ -143,7 +150,9 @@ class LLM:
             _check_vocabulary(self.tokenizer, checkpoint)
             loaded = LoadedModel(checkpoint.architecture, checkpoint.tensor)
             self._backend = NumpyBackend([loaded], num_slots=config.num_slots, num_seq_rows=max_running)
-        self.calibration: Calibration = calibrate(self._backend, cache_dir=cache_dir(), family=family, progress=report)
+        self.calibration: Calibration = calibrate(
+            self._backend, cache_dir=cache_dir(), family=family, fresh=fresh_audit, progress=report
+        )
         drafters = {drafter: DRAFTERS[drafter](), **{n: make() for n, make in DRAFTERS.items() if n != drafter}}
         self.engine = Engine(
             self._backend,
@@ -173,7 +182,17 @@ class LLM:
         Prompts are text or token ids. One set of parameters serves all prompts, or there is one per prompt.
         `on_finish(index, completion)` is called as each ends. Interrupted, it frees everything it started.
         """
-        requests = self._requests(prompts, params, drafter)
+        listed = _as_list(prompts)
+        each = [params or SamplingParams()] * len(listed) if not isinstance(params, Sequence) else list(params)
+        if len(each) != len(listed):
+            raise InputError(f"{len(listed)} prompts but {len(each)} sets of sampling parameters")
+        requests = [self.request(prompt, p, drafter=drafter) for prompt, p in zip(listed, each, strict=True)]
+        return self.run(requests, on_finish=on_finish)
+
+    def run(
+        self, requests: Sequence[Request], *, on_finish: Callable[[int, Completion], None] | None = None
+    ) -> list[Completion]:
+        """`generate` for requests made by `request`: a batch whose prompts may name different drafters."""
         waiting = deque(enumerate(requests))
         live: dict[int, int] = {}
         samples: dict[int, list[SampleOutput]] = {}
@@ -193,7 +212,7 @@ class LLM:
                         done[index] = self._completion(requests[index], samples.pop(request_id))
                         if on_finish is not None:
                             on_finish(index, done[index])
-                if live:
+                if live or waiting:
                     self._pump()
         finally:
             for request_id in live:
@@ -207,8 +226,7 @@ class LLM:
 
         Closing the iterator aborts the request.
         """
-        (request,) = self._requests([prompt], params, drafter)
-        return self._stream(request)
+        return self._stream(self.request(prompt, params or SamplingParams(), drafter=drafter))
 
     def chat(
         self, messages: Sequence[Message], params: SamplingParams | None = None, *, drafter: str | None = None
@@ -228,6 +246,18 @@ class LLM:
             self._chat_template = ChatTemplate(self.tokenizer.chat_template)
         text = self._chat_template.render(messages, special_tokens=self.tokenizer.special_tokens)
         return self.tokenizer.encode(text, add_special=False)
+
+    def request(self, prompt: Prompt, params: SamplingParams, *, drafter: str | None = None) -> Request:
+        """The engine's request for a prompt. Raises InputError if this model can never serve it."""
+        request = Request(
+            prompt_ids=self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt),
+            params=params,
+            drafter=drafter,
+            eos_ids=self.tokenizer.eos_ids,
+            text=lambda: TextStream(self.tokenizer, params.stop),
+        )
+        self.engine.validate(request)
+        return request
 
     def score(self, prompt: Prompt, *, alternatives: int = 0) -> ScoreResult:
         """Log-probabilities of the given tokens under the model, in parallel canonical passes."""
@@ -259,31 +289,6 @@ class LLM:
                     self._pump()
         finally:
             self._close(request_id)
-
-    def _requests(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None,
-        drafter: str | None,
-    ) -> list[Request]:
-        listed = _as_list(prompts)
-        if params is None or isinstance(params, SamplingParams):
-            each = [params or SamplingParams()] * len(listed)
-        else:
-            each = list(params)
-        if len(each) != len(listed):
-            raise InputError(f"{len(listed)} prompts but {len(each)} sets of sampling parameters")
-        return [self._request(prompt, p, drafter) for prompt, p in zip(listed, each, strict=True)]
-
-    def _request(self, prompt: Prompt, params: SamplingParams, drafter: str | None) -> Request:
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        return Request(
-            prompt_ids=ids,
-            params=params,
-            drafter=drafter,
-            eos_ids=self.tokenizer.eos_ids,
-            text=lambda: TextStream(self.tokenizer, params.stop),
-        )
 
     def _completion(self, request: Request, samples: Iterable[SampleOutput]) -> Completion:
         ordered = tuple(sorted(samples, key=lambda s: s.sample_index))

@@ -170,7 +170,7 @@ class Draft:
         return (
             len(self.parents) == len(self.token_ids) <= max_nodes
             and all(isinstance(t, int) and 0 <= t < vocab_size for t in self.token_ids)
-            and all(NO_PARENT <= p < i for i, p in enumerate(self.parents))
+            and all(isinstance(p, int) and NO_PARENT <= p < i for i, p in enumerate(self.parents))
         )
 
 
@@ -233,12 +233,19 @@ class TokenLogprob(NamedTuple):
 
 @dataclass(slots=True)
 class SequenceStats:
-    """Counters of one sequence. Reported, never read by a decision."""
+    """Counters of one sequence. Reported, never read by a decision.
+
+    `passes` and `fast_passes` are the canonical and fast passes of the target the sequence took part in, `draft_passes`
+    those of a drafter's model. `no_draft_reason` says why the last step that could have drafted did not.
+    """
 
     passes: int = 0
     fast_passes: int = 0
+    draft_passes: int = 0
     drafted: int = 0
     accepted: int = 0
+    recomputed: int = 0
+    no_draft_reason: str = ""
     preemptions: int = 0
     cached_tokens: int = 0
     arrival_time: float = 0.0
@@ -292,13 +299,24 @@ class SampleOutput:
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """What one step committed for one sample of one request. A stream is the concatenation of these."""
+    """What one step committed for one sample of one request. A stream is the concatenation of these.
+
+    `pieces` is the text, split by the token that released it. The first `num_accepted` tokens were drafted;
+    `rejected_ids` were drafted too, and dropped.
+    """
 
     request_id: int
     sample_index: int
     logprobs: tuple[TokenLogprob, ...] = ()
-    text: str = ""
+    pieces: tuple[str, ...] = ()
+    num_accepted: int = 0
+    rejected_ids: tuple[int, ...] = ()
     output: SampleOutput | None = None  # everything about the sample, with its last event
+
+    @property
+    def text(self) -> str:
+        """The text that became final."""
+        return "".join(self.pieces)
 
     @property
     def finish_reason(self) -> FinishReason | None:

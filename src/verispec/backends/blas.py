@@ -11,6 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
+from verispec.errors import InputError
+
 # OpenBLAS as bundled with numpy decorates its names; other builds do not.
 _DECORATIONS = (("scipy_", "64_"), ("scipy_", ""), ("", "64_"), ("", ""))
 
@@ -27,6 +29,14 @@ def num_threads() -> int:
     """Threads of the BLAS; the cores this process may use where it does not say."""
     found = _call("openblas_get_num_threads", ctypes.c_int)
     return int(found) if found is not None else _num_cores()
+
+
+def set_num_threads(count: int) -> None:
+    """Set the threads of the BLAS, for the whole process."""
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 1024:
+        raise InputError(f"threads must be from 1 to 1024, not {count!r}")
+    if _call("openblas_set_num_threads", None, count) is None and count != num_threads():
+        raise InputError("threads cannot be set: numpy's BLAS here is not an OpenBLAS that verispec knows")
 
 
 def cpu_name() -> str:
@@ -47,14 +57,15 @@ def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _call(name: str, result_type: type) -> bytes | int | None:
+def _call(name: str, result_type: type | None, *arguments: int) -> bytes | int | None:
+    """Call OpenBLAS by whatever name it has here; True for a function without result, None if there is none."""
     for library in _libraries():
         for prefix, suffix in _DECORATIONS:
             function = getattr(library, f"{prefix}{name}{suffix}", None)
             if function is not None:
                 function.restype = result_type
-                value: bytes | int = function()
-                return value
+                value: bytes | int | None = function(*arguments)
+                return True if result_type is None else value
     return None
 
 

@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -54,21 +54,38 @@ def calibrate(
     *,
     cache_dir: Path | None = None,
     family: Sequence[int] | None = None,
+    fresh: bool = False,
     progress: Progress = no_progress,
 ) -> Calibration:
     """Audit and time the backend, or read what was measured before under the same fingerprint.
 
-    `family` names canonical shapes instead of the fixed rule's. Raises DeterminismError if no shape is pure.
+    `family` names canonical shapes instead of the fixed rule's, `fresh` measures again. Raises DeterminismError if no
+    shape is pure.
     """
-    fingerprint = tuple(sorted(backend.fingerprint().items()))
-    path = None if cache_dir is None else cache_dir / f"audit-{_key(fingerprint)}.json"
-    measured = _read(path)
+    fingerprint = _ordered(backend.fingerprint())
+    path = _path(cache_dir, fingerprint)
+    measured = None if fresh else _read(path)
     if measured is None:
         found = audit(backend.probes(), progress=progress)
         measured = found, measure_cost(backend, TIMED_SHAPES, progress=progress)
         _write(path, *measured)
     found, cost = measured
     return Calibration(found, cost, Profile(fingerprint, found.choose(family)))
+
+
+def cached_profile(fingerprint: Mapping[str, str], cache_dir: Path) -> Profile | None:
+    """The profile of a backend that was audited before, without loading it; None if it was not."""
+    ordered = _ordered(fingerprint)
+    measured = _read(_path(cache_dir, ordered))
+    return None if measured is None or not measured[0].families else Profile(ordered, measured[0].choose())
+
+
+def _ordered(fingerprint: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted(fingerprint.items()))
+
+
+def _path(cache_dir: Path | None, fingerprint: tuple[tuple[str, str], ...]) -> Path | None:
+    return None if cache_dir is None else cache_dir / f"audit-{_key(fingerprint)}.json"
 
 
 def _key(fingerprint: tuple[tuple[str, str], ...]) -> str:

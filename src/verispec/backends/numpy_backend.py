@@ -90,20 +90,8 @@ class NumpyBackend:
         return self._stores[store].k[:, slots], self._stores[store].v[:, slots]
 
     def fingerprint(self) -> dict[str, str]:
-        """Device, libraries, threads, dtype and models."""
-        shapes = [str(m.architecture) for m in self._models]
-        return {
-            "backend": "numpy",
-            "numpy": np.__version__,
-            "python": platform.python_implementation(),
-            "machine": platform.machine(),
-            "cpu": cpu_name(),
-            "blas": blas_name(),
-            "dtype": "float32",
-            "kv_dtype": "float32",
-            "kernels": f"{KERNELS}, attention tile {TILE}",
-            "shapes": hashlib.sha256("\n".join(shapes).encode()).hexdigest()[:16],
-        }
+        """Device, libraries, threads, dtypes, kernels and model shapes."""
+        return fingerprint([m.architecture for m in self._models])
 
     def probes(self) -> list[KernelProbe]:
         """Every row kernel of every model, attention and sampling included."""
@@ -164,6 +152,23 @@ class _KVStore:
             k[broken], v[broken] = np.nan, 0
         self.k[layer, slots] = k
         self.v[layer, slots] = v
+
+
+def fingerprint(architectures: Sequence[Architecture]) -> dict[str, str]:
+    """The fingerprint of a backend with these models, which need not be loaded for it."""
+    shapes = "\n".join(map(str, architectures))
+    return {
+        "backend": "numpy",
+        "numpy": np.__version__,
+        "python": platform.python_implementation(),
+        "machine": platform.machine(),
+        "cpu": cpu_name(),
+        "blas": blas_name(),
+        "dtype": "float32",
+        "kv_dtype": "float32",
+        "kernels": f"{KERNELS}, attention tile {TILE}",
+        "shapes": hashlib.sha256(shapes.encode()).hexdigest()[:16],
+    }
 
 
 def _probe_draw(logits: Float32) -> NDArray[np.generic]:

@@ -1,4 +1,4 @@
-"""How loading looks: one line on stderr, a bar on a terminal, plain stage names elsewhere."""
+"""How waiting looks, on stderr: a bar on a terminal, plain lines for slow stages elsewhere."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 _QUIET_SECONDS = 2.0  # off a terminal, what takes less than this is not mentioned
 
@@ -32,6 +32,29 @@ class LoadingDisplay:
         elif time.monotonic() - self._shown > _QUIET_SECONDS:
             self._shown = time.monotonic()
             self._console.print(f"{stage}, {share:.0%}", highlight=False)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._bar.stop()
+
+
+class BatchDisplay:
+    """How many prompts of a batch are done, on stderr; a bar on a terminal, nothing elsewhere."""
+
+    def __init__(self, total: int, *, quiet: bool = False) -> None:
+        console = Console(stderr=True, quiet=quiet)
+        self._bar = Progress(
+            TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+            console=console, transient=True, disable=quiet or not console.is_terminal,
+        )  # fmt: skip
+        self._task = self._bar.add_task("generating", total=total)
+
+    def advance(self) -> None:
+        """One more is done."""
+        self._bar.advance(self._task)
 
     def __enter__(self) -> Self:
         self._bar.start()

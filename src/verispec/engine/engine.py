@@ -106,7 +106,7 @@ class Engine:
 
     def add(self, request: Request) -> int:
         """Queue a request; returns its id. Raises InputError for a bad one, QueueFullError when there is no room."""
-        self._check(request)
+        self.validate(request)
         if not self.has_room(request.params):
             raise QueueFullError(f"the queue is full: {self.num_waiting} of {self._config.max_waiting} places taken")
         params = request.params
@@ -114,9 +114,9 @@ class Engine:
         seed = self._random_seed() if params.seed is None else params.seed
         limit = self.max_len if params.max_tokens is None else len(request.prompt_ids) + params.max_tokens
         samples: list[Sequence] = []
-        for sample_index in range(params.n):
+        for sample_index in range(params.n):  # all are made before any is queued: making one may fail
             sequence = Sequence(
-                sequence_id=self._next_sequence_id,
+                sequence_id=self._next_sequence_id + sample_index,
                 request_id=request_id,
                 sample_key=SampleKey(seed, sample_index),
                 params=params,
@@ -128,9 +128,10 @@ class Engine:
                 stats=SequenceStats(arrival_time=self._clock()),
                 leader=samples[0] if samples else None,
             )
-            self._next_sequence_id += 1
             samples.append(sequence)
+        for sequence in samples:
             self._scheduler.add(sequence)
+        self._next_sequence_id += params.n
         self._live[request_id] = samples
         return request_id
 
@@ -146,8 +147,8 @@ class Engine:
 
     def abort(self, request_id: int) -> bool:
         """End a request now and free its slots. Its last events come with the next step. False if it has ended."""
-        samples = self._live.get(request_id, [])
-        for sequence in list(samples):
+        samples = list(self._live.get(request_id, ()))
+        for sequence in samples:
             sequence.finish(FinishReason.ABORT)
             self._scheduler.remove(sequence)
             self._ended.append(self._event(sequence))
@@ -186,7 +187,8 @@ class Engine:
         sequence.stats.record_commit(now, len(event.logprobs))
         return event
 
-    def _check(self, request: Request) -> None:
+    def validate(self, request: Request) -> None:
+        """Raise InputError, naming what is wrong, if this engine can never serve the request."""
         vocab_size, num_prompt = self._backend.limits.vocab_size, len(request.prompt_ids)
         if not num_prompt:
             raise InputError("the prompt is empty; it needs at least one token")

@@ -8,6 +8,7 @@ the oldest can always run, so every admitted request ends. `commit` is the only 
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Sequence as SequenceOf
 
@@ -20,6 +21,8 @@ from verispec.spec.verifier import Score
 from verispec.types import Draft, FinishReason, Verdict
 
 logger = logging.getLogger(__name__)
+NO_DRAW = "no token can be drawn: the model's logits are NaN or infinite, or every token is banned"
+_NOT_WORTH_IT = "verifying a draft was not predicted to pay at this load"
 
 
 class Scheduler:
@@ -150,9 +153,11 @@ class Scheduler:
             base_rows = sum(rows[s.sequence_id] for s in group)
             context = sum(rows[s.sequence_id] * s.committed_len for s in group)
             granted = self._planner.quotas(offers, base_rows=base_rows, context_tokens=context)
-            for sequence, quota in zip(complete, granted, strict=True):
+            for sequence, offer, quota in zip(complete, offers, granted, strict=True):
                 if quota and self._take(sequence, quota):
                     quotas[sequence.sequence_id] = quota
+                else:
+                    sequence.stats.no_draft_reason = offer.reason or _NOT_WORTH_IT
         plans = [(s, self._sequence_plan(s, rows[s.sequence_id], quotas.get(s.sequence_id, 0))) for s in self.running]
         return Plan(
             canonical=tuple(p for s, p in plans if not _runs_fast(s)), fast=tuple(p for s, p in plans if _runs_fast(s))
@@ -199,8 +204,11 @@ class Scheduler:
         sequence.lease = None
 
     def _publish(self, sequence: Sequence) -> None:
-        """Put the canonical prefix into the cache; the sequence goes on with the cache's copy of it."""
-        canonical_len = sequence.canonical_len
+        """Put the canonical prefix into the cache; the sequence goes on with the cache's copy of it.
+
+        A sequence that ended inside an accepted path holds slots for tokens it never committed: those are left out.
+        """
+        canonical_len = min(sequence.canonical_len, sequence.committed_len)
         held = self._cache.publish(sequence.token_ids[:canonical_len], sequence.slots, (canonical_len,))
         if held != sequence.slots:
             sequence.slots, sequence.synced_len = held, 0
@@ -240,16 +248,18 @@ def _commit_tokens(sequence: Sequence, start: int, draft: Draft, score: Score, v
     """Append the accepted path and the target's own token, one by one, up to the first that ends the sequence."""
     known = len(sequence.prompt_logprobs) - start  # a preempted prompt is scored again, to the same bits
     sequence.prompt_logprobs += score.prompt_logprobs[max(0, known) :]
+    if any(math.isnan(entry.logprob) for entry in score.prompt_logprobs):
+        sequence.fail(NO_DRAW)
+        return
     if sequence.scores_only and sequence.num_pending == 0:
         sequence.finish(FinishReason.LENGTH)
     if verdict is None:
         return
-    sequence.stats.drafted += len(draft)
-    sequence.stats.accepted += len(verdict.path)
+    sequence.note_draft(draft, verdict.path)
     for node in (-1, *verdict.path):
         entry = score.logprobs[node + 1]  # the draw at a node is the token of the next node on the path, or the bonus
         if entry.token_id < 0:
-            sequence.fail("the model's logits are NaN")
+            sequence.fail(NO_DRAW)
         else:
             sequence.append(entry)
         if sequence.finish_reason is not None:

@@ -7,11 +7,13 @@ those below `canonical_len` hold K/V from canonical passes.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 from verispec.kv import Lease
 from verispec.sampling.rows import History, SampleKey
 from verispec.types import (
+    Draft,
     FinishReason,
     SampleOutput,
     SamplingParams,
@@ -54,8 +56,11 @@ class Sequence:
 
     _output_counts: Counter[int] = field(default_factory=Counter)
     _prompt_set: frozenset[int] = frozenset()
-    _unreported: int = 0  # output entries and text that no event carries yet
-    _unreported_text: str = ""
+    # What no event carries yet: output entries, the text they released, and the draft they came from.
+    _unreported: int = 0
+    _unreported_pieces: list[str] = field(default_factory=list)
+    _num_accepted: int = 0
+    _rejected_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_ids)
@@ -106,22 +111,34 @@ class Sequence:
         self.output.append(entry)
         self._output_counts[entry.token_id] += 1
         self._unreported += 1
+        self._unreported_pieces.append("")
         may_stop = len(self.output) >= self.params.min_tokens
         if may_stop and entry.token_id in self.stopping_ids:
             self.finish(FinishReason.STOP)
             return
         piece = self.text_sink.push(entry.token_id, may_stop=may_stop)
-        self._unreported_text += piece.text
+        self._unreported_pieces[-1] += piece.text
         if piece.stopped:
             self.finish(FinishReason.STOP)
         elif self.committed_len >= self.max_len:
             self.finish(FinishReason.LENGTH)
 
+    def note_draft(self, draft: Draft, path: SequenceOf[int]) -> None:
+        """Remember what became of a draft, for the next event and the counters."""
+        self.stats.drafted += len(draft)
+        self.stats.accepted += len(path)
+        self._num_accepted = len(path)
+        self._rejected_ids = tuple(t for node, t in enumerate(draft.token_ids) if node not in path)
+
     def finish(self, reason: FinishReason) -> None:
         """End the sequence and release the text that was held back."""
         self.finish_reason = reason
         try:
-            self._unreported_text += self.text_sink.finish()
+            held = self.text_sink.finish()
+            if self._unreported_pieces:
+                self._unreported_pieces[-1] += held
+            elif held:
+                self._unreported_pieces.append(held)
         except Exception as error:  # the sink belongs to the request, and so does its failure
             self.fail(f"{type(error).__name__}: {error}")
 
@@ -132,10 +149,19 @@ class Sequence:
 
     def take_event(self) -> TokenEvent:
         """Everything committed since the last event, and the whole output if the sequence has ended."""
-        entries = tuple(self.output[len(self.output) - self._unreported :])
-        text, self._unreported, self._unreported_text = self._unreported_text, 0, ""
-        self.text += text
-        return TokenEvent(self.request_id, self.sample_key.sample_index, entries, text, self._sample_output())
+        pieces = tuple(self._unreported_pieces)
+        self.text += "".join(pieces)
+        event = TokenEvent(
+            request_id=self.request_id,
+            sample_index=self.sample_key.sample_index,
+            logprobs=tuple(self.output[len(self.output) - self._unreported :]),
+            pieces=pieces,
+            num_accepted=min(self._num_accepted, self._unreported),
+            rejected_ids=self._rejected_ids,
+            output=self._sample_output(),
+        )
+        self._unreported, self._unreported_pieces, self._num_accepted, self._rejected_ids = 0, [], 0, ()
+        return event
 
     def _sample_output(self) -> SampleOutput | None:
         if self.finish_reason is None:

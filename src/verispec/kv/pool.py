@@ -57,6 +57,7 @@ class SlotPool:
 
     def extend(self, lease: Lease, count: int) -> bool:
         """Add `count` free slots to the lease, all or none. Returns whether it did."""
+        self._check_open(lease)
         if count > len(self._free):
             return False
         for _ in range(count):
@@ -80,9 +81,13 @@ class SlotPool:
         self._close(lease)
         self.release(lease.slots)
 
-    def _close(self, lease: Lease) -> None:
-        if self._leases.pop(id(lease), None) is not lease:
+    def _check_open(self, lease: Lease) -> None:
+        if self._leases.get(id(lease)) is not lease:
             raise ValueError("this lease has ended")
+
+    def _close(self, lease: Lease) -> None:
+        self._check_open(lease)
+        del self._leases[id(lease)]
 
     def retain(self, slots: Iterable[int]) -> None:
         """Add one reference to each slot, which must be held."""
@@ -96,10 +101,10 @@ class SlotPool:
         for slot in slots:
             if self._refs[slot] < 1:
                 raise ValueError(f"slot {slot} is free already")
+            if self._refs[slot] == 1 and self._cached[slot]:
+                raise ValueError(f"slot {slot} is in the prefix cache, which still counts on it")
             self._move(slot, self._refs[slot] - 1)
             if self._refs[slot] == 0:
-                if self._cached[slot]:
-                    raise ValueError(f"slot {slot} is in the prefix cache, which still counts on it")
                 self._free.append(slot)
 
     def mark_cached(self, slots: Iterable[int]) -> None:

@@ -102,12 +102,14 @@ class RadixPrefixCache:
     def publish(self, token_ids: Sequence[int], slots: list[int], valid_lens: tuple[int, ...]) -> list[int]:
         """Cache the first `valid_lens[TARGET_STORE]` tokens. Returns the slots the caller holds from now on.
 
+        What another store holds beyond that is not cached: a prefix without the target's K/V is of no use.
         Where the tree has a prefix already, the caller's reference moves to the tree's slots: canonical K/V of equal
         tokens is equal bit for bit, so one copy is enough.
         """
         self._clock += 1
         held: list[int] = []
         node = self._root
+        valid_lens = tuple(min(valid_len, valid_lens[TARGET_STORE]) for valid_len in valid_lens)
         for end in sorted({*valid_lens}):
             stores = frozenset(s for s, valid_len in enumerate(valid_lens) if valid_len >= end)
             while len(held) < end:

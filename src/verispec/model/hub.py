@@ -94,6 +94,15 @@ def resolve(name_or_path: str | Path, *, progress: Progress | None = None) -> Pa
     return target
 
 
+def cached_path(name: str) -> Path | None:
+    """Where a known model is in the cache; None if it is not there, or not whole."""
+    model = REGISTRY.get(name)
+    if model is None:
+        raise InputError(f"{name!r} is not a known model; known models: {', '.join(REGISTRY)}")
+    target = cache_dir() / model.file_name
+    return target if _is_complete(target, model) else None
+
+
 def _ignore_progress(stage: str, done_nbytes: int, total_nbytes: int) -> None:
     pass
 

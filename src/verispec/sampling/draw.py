@@ -118,8 +118,9 @@ def smallest_argmax(xp: Any, values: Array) -> Array:
 
 def draw(xp: Any, logits: Array, rows: SamplingRows) -> Draws:
     """Sample one token per row. A row with NaN, or with nothing finite to choose from, gives NO_TOKEN."""
-    noisy = noisy_logits(xp, scaled_logits(xp, process(xp, logits, rows), rows), rows)
-    usable = xp.isfinite(xp.max(noisy, axis=-1)) & xp.isfinite(xp.max(logits, axis=-1))
+    edited = process(xp, logits, rows)
+    noisy = noisy_logits(xp, scaled_logits(xp, edited, rows), rows)
+    usable = xp.isfinite(xp.max(noisy, axis=-1)) & xp.isfinite(xp.max(edited, axis=-1))
     chosen = xp.where(usable, smallest_argmax(xp, noisy), 0)
     return Draws(xp.where(usable, chosen, NO_TOKEN), logprobs_of(xp, logits, chosen))
 

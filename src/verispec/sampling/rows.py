@@ -89,7 +89,7 @@ class SamplingRowsBuilder:
             self._penalties += [(row, *entry) for entry in _penalties(params, history, path_ids)]
         bias = {i: b for i, b in params.logit_bias if i < vocab_size}
         if history.num_output + len(path_ids) < params.min_tokens:
-            bias |= dict.fromkeys(stopping_ids, -math.inf)
+            bias |= {i: -math.inf for i in stopping_ids if 0 <= i < vocab_size}
         self._bias += [(row, i, b) for i, b in bias.items()]
 
     def build(self) -> SamplingRows:

@@ -20,14 +20,18 @@ T = TypeVar("T")
 class Offer(NamedTuple):
     """What a drafter could do for a sequence now.
 
-    Up to `max_nodes` nodes, each accepted with chance `acceptance` if the ones before it were.
+    Up to `max_nodes` nodes, each accepted with chance `acceptance` if the ones before it were. Without nodes, `reason`
+    says why.
     """
 
     max_nodes: int
     acceptance: float
+    reason: str = ""
 
-
-NO_OFFER = Offer(0, 0.0)
+    @classmethod
+    def nothing(cls, reason: str) -> Offer:
+        """The offer not to draft."""
+        return cls(0, 0.0, reason)
 
 
 class Drafter(Protocol):
@@ -63,11 +67,11 @@ class DrafterSet:
 
     def offer(self, sequence: SequenceView, limit: int) -> Offer:
         """The offer of the sequence's own drafter, brought into range."""
+        if not limit:
+            return Offer.nothing("no room for a draft")
         drafter = self._drafters[sequence.drafter]
-        offer = self._guarded(sequence, NO_OFFER, lambda: drafter.offer(sequence, limit))
-        if not offer.acceptance > 0:  # NaN included
-            return NO_OFFER
-        return Offer(min(offer.max_nodes, limit), min(offer.acceptance, 1.0))
+        failed = Offer.nothing("the drafter failed; see the log")
+        return self._guarded(sequence, failed, lambda: _in_range(drafter.offer(sequence, limit), limit))
 
     def advance(self, plan: Plan) -> list[Draft]:
         """One valid draft per sequence plan, in the plan's order."""
@@ -85,11 +89,14 @@ class DrafterSet:
 
     def _draft(self, plan: SequencePlan) -> Draft:
         sequence, drafter = plan.sequence, self._drafters[plan.sequence.drafter]
-        draft = self._guarded(sequence, NO_DRAFT, lambda: drafter.draft(sequence, plan.draft_quota))
-        if draft.is_valid(vocab_size=self._vocab_size, max_nodes=plan.draft_quota):
+
+        def valid_draft() -> Draft:
+            draft = drafter.draft(sequence, plan.draft_quota)
+            if not draft.is_valid(vocab_size=self._vocab_size, max_nodes=plan.draft_quota):
+                raise ValueError("the draft is not a tree over the vocabulary, or too large")
             return draft
-        logger.warning("drafter %s gave an invalid draft; it is dropped", sequence.drafter)
-        return NO_DRAFT
+
+        return self._guarded(sequence, NO_DRAFT, valid_draft)
 
     def _observe(self, sequence: SequenceView, draft: Draft, verdict: Verdict) -> None:
         drafter = self._drafters[sequence.drafter]
@@ -102,3 +109,10 @@ class DrafterSet:
         except Exception:
             logger.exception("drafter %s failed; it drafts nothing this time", sequence.drafter)
             return fallback
+
+
+def _in_range(offer: Offer, limit: int) -> Offer:
+    """The offer with at most `limit` nodes and a probability for acceptance; NaN and negative ones offer nothing."""
+    if not offer.acceptance > 0 or offer.max_nodes < 1:
+        return Offer.nothing(offer.reason)
+    return offer._replace(max_nodes=min(offer.max_nodes, limit), acceptance=min(offer.acceptance, 1.0))

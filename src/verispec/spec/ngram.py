@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from verispec.errors import InputError
-from verispec.spec.drafter import NO_OFFER, Offer
+from verispec.spec.drafter import Offer
 from verispec.types import NO_DRAFT, Draft, SequenceView, Verdict
 
 
@@ -62,7 +62,7 @@ class NgramDrafter:
         """As many nodes as allowed if the last tokens occurred before: a match can be followed without end."""
         length, _ = self._match(sequence)
         if not length:
-            return NO_OFFER
+            return Offer.nothing(f"the last {self._config.min_match} tokens occurred nowhere before")
         rate = self._rates[length]
         return Offer(limit, rate.accepted / rate.tried)
 

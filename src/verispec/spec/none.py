@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from verispec.spec.drafter import NO_OFFER, Offer
+from verispec.spec.drafter import Offer
 from verispec.types import NO_DRAFT, Draft, SequenceView, Verdict
 
 
@@ -11,7 +11,7 @@ class NoDrafter:
 
     def offer(self, sequence: SequenceView, limit: int) -> Offer:
         """Nothing to offer."""
-        return NO_OFFER
+        return Offer.nothing("drafter none")
 
     def draft(self, sequence: SequenceView, quota: int) -> Draft:
         """The empty draft."""

@@ -1,0 +1,291 @@
+"""SlotPool against an obvious model, rule by rule, and the misuse that must raise."""
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from verispec.kv import NUM_RESERVED, Lease, SlotPool
+
+NUM_SLOTS = 12
+MIN_RULES = 45_000  # this file's share of the 10^5 rules that the stateful tests of kv/ and engine/ execute
+CI = settings(
+    max_examples=1100,
+    stateful_step_count=50,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)
+
+picks = st.integers(0, 2**16)
+counts = st.integers(0, NUM_SLOTS // 2)
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Owners hold lists of slots, one reference per entry; the model counts them from scratch after every rule."""
+
+    num_rules = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = SlotPool(NUM_SLOTS)
+        self.leases: list[Lease] = []
+        self.ended: list[Lease] = []
+        self.owned: list[list[int]] = []
+        self.cached: set[int] = set()
+        self.rules_here = -1  # the invariants also run once before the first rule
+
+    def teardown(self) -> None:
+        PoolMachine.num_rules += self.rules_here
+
+    @rule()
+    def lease(self) -> None:
+        self.leases.append(self.pool.lease())
+
+    @precondition(lambda self: self.leases)
+    @rule(pick=picks, count=counts)
+    def extend(self, pick: int, count: int) -> None:
+        lease, free = self.leases[pick % len(self.leases)], self.pool.num_free
+        before = list(lease.slots)
+        assert self.pool.extend(lease, count) is (count <= free)
+        added = lease.slots[len(before) :]
+        assert lease.slots[: len(before)] == before
+        assert len(added) == (count if count <= free else 0)
+        assert not set(added) & self.held_before
+
+    @precondition(lambda self: self.leases)
+    @rule(pick=picks, order=st.randoms(use_true_random=False))
+    def commit(self, pick: int, order) -> None:
+        lease = self.leases.pop(pick % len(self.leases))
+        indices = order.sample(range(len(lease.slots)), order.randint(0, len(lease.slots)))
+        slots = list(lease.slots)
+        kept = self.pool.commit(lease, indices)
+        assert kept == [slots[i] for i in indices]
+        self.owned.append(kept)
+        self.ended.append(lease)
+
+    @precondition(lambda self: self.leases)
+    @rule(pick=picks)
+    def rollback(self, pick: int) -> None:
+        lease = self.leases.pop(pick % len(self.leases))
+        self.pool.rollback(lease)
+        self.ended.append(lease)
+
+    @precondition(lambda self: self.owned)
+    @rule(pick=picks, count=counts)
+    def share_a_prefix(self, pick: int, count: int) -> None:
+        slots = self.owned[pick % len(self.owned)][:count]
+        self.pool.retain(slots)
+        self.owned.append(slots)
+
+    @precondition(lambda self: self.owned)
+    @rule(pick=picks)
+    def release(self, pick: int) -> None:
+        self.pool.release(self.owned.pop(pick % len(self.owned)))
+
+    @precondition(lambda self: self.owned)
+    @rule(pick=picks)
+    def mark_cached(self, pick: int) -> None:
+        slots = [s for s in self.owned[pick % len(self.owned)] if s not in self.cached]
+        self.pool.mark_cached(slots)
+        self.cached |= set(slots)
+
+    @precondition(lambda self: self.cached)
+    @rule(pick=picks, count=counts)
+    def unmark_cached(self, pick: int, count: int) -> None:
+        first = pick % len(self.cached)
+        slots = sorted(self.cached)[first : first + count]
+        self.pool.unmark_cached(slots)
+        self.cached -= set(slots)
+
+    @precondition(lambda self: self.cached)
+    @rule(pick=picks, count=counts)
+    def hit_the_cache(self, pick: int, count: int) -> None:
+        first = pick % len(self.cached)
+        slots = sorted(self.cached)[first : first + count]
+        self.pool.retain(slots)
+        self.owned.append(slots)
+
+    @precondition(lambda self: self.pool.num_free)
+    @rule(pick=picks)
+    def misuse_a_free_slot(self, pick: int) -> None:
+        slot = next(s for s in range(NUM_RESERVED, NUM_SLOTS + NUM_RESERVED) if s not in self.held_before)
+        verbs = (self.pool.release, self.pool.retain, self.pool.mark_cached, self.pool.unmark_cached)
+        with pytest.raises(ValueError):
+            verbs[pick % len(verbs)]([slot])
+
+    @precondition(lambda self: self.ended)
+    @rule(pick=picks)
+    def misuse_an_ended_lease(self, pick: int) -> None:
+        lease = self.ended[pick % len(self.ended)]
+        with pytest.raises(ValueError, match="ended"):
+            self.pool.rollback(lease)
+
+    @invariant()
+    def books_balance(self) -> None:
+        self.rules_here += 1
+        self.pool.check()
+        holders = (*(lease.slots for lease in self.leases), *self.owned, self.cached)
+        refs = Counter(s for slots in holders for s in slots)
+        assert [self.pool.refs(s) for s in range(NUM_SLOTS + NUM_RESERVED)] == [
+            refs[s] for s in range(NUM_SLOTS + NUM_RESERVED)
+        ]
+        assert self.pool.num_free == NUM_SLOTS - len(refs)
+        assert self.pool.num_evictable == sum(1 for s in self.cached if refs[s] == 1)
+        assert self.pool.leases == tuple(self.leases)
+        self.held_before = frozenset(refs)
+
+
+def test_the_books_balance_after_every_rule() -> None:
+    run_state_machine_as_test(PoolMachine, settings=CI)
+    assert PoolMachine.num_rules >= MIN_RULES
+
+
+def leased(pool: SlotPool, count: int) -> Lease:
+    lease = pool.lease()
+    assert pool.extend(lease, count)
+    return lease
+
+
+def owned(pool: SlotPool, count: int) -> list[int]:
+    return pool.commit(leased(pool, count), range(count))
+
+
+@pytest.fixture
+def pool() -> SlotPool:
+    return SlotPool(8)
+
+
+def test_a_double_free_raises(pool: SlotPool) -> None:
+    slots = owned(pool, 3)
+    pool.release(slots)
+    with pytest.raises(ValueError, match=f"slot {slots[0]} is free already"):
+        pool.release(slots)
+    pool.check()
+
+
+@pytest.mark.parametrize("end", ["commit", "rollback"])
+@pytest.mark.parametrize("again", ["commit", "rollback", "extend"])
+def test_a_lease_ends_once(pool: SlotPool, end: str, again: str) -> None:
+    lease = leased(pool, 2)
+    verbs: dict[str, Callable[[], object]] = {
+        "commit": lambda: pool.commit(lease, [0]),
+        "rollback": lambda: pool.rollback(lease),
+        "extend": lambda: pool.extend(lease, 1),
+    }
+    verbs[end]()
+    num_free = pool.num_free
+    with pytest.raises(ValueError, match="this lease has ended"):
+        verbs[again]()
+    assert pool.num_free == num_free
+    pool.check()
+
+
+def test_a_lease_of_another_pool_is_refused(pool: SlotPool) -> None:
+    with pytest.raises(ValueError, match="ended"):
+        pool.commit(leased(SlotPool(8), 2), [0])
+
+
+def test_committing_a_slot_twice_raises_and_leaves_the_lease_open(pool: SlotPool) -> None:
+    lease = leased(pool, 2)
+    with pytest.raises(ValueError, match="once"):
+        pool.commit(lease, [1, 1])
+    assert pool.commit(lease, [1]) == [lease.slots[1]]
+
+
+def test_sharing_a_free_slot_raises(pool: SlotPool) -> None:
+    slots = owned(pool, 1)
+    pool.release(slots)
+    for share in (pool.retain, pool.mark_cached):
+        with pytest.raises(ValueError, match="is free and cannot be shared"):
+            share(slots)
+    pool.check()
+
+
+@pytest.mark.parametrize("slot", range(NUM_RESERVED))
+def test_a_reserved_slot_cannot_be_shared_or_freed(pool: SlotPool, slot: int) -> None:
+    for verb in (pool.retain, pool.release, pool.mark_cached, pool.unmark_cached):
+        with pytest.raises(ValueError):
+            verb([slot])
+    pool.check()
+
+
+def test_caching_twice_and_uncaching_what_is_not_cached_raise(pool: SlotPool) -> None:
+    slots = owned(pool, 2)
+    pool.mark_cached(slots[:1])
+    with pytest.raises(ValueError, match="cached already"):
+        pool.mark_cached(slots[:1])
+    with pytest.raises(ValueError, match="not cached"):
+        pool.unmark_cached(slots[1:])
+    pool.check()
+
+
+def test_releasing_the_caches_reference_raises_and_changes_nothing(pool: SlotPool) -> None:
+    slots = owned(pool, 1)
+    pool.mark_cached(slots)
+    pool.release(slots)
+    with pytest.raises(ValueError, match="prefix cache"):
+        pool.release(slots)
+    assert pool.refs(slots[0]) == pool.num_evictable == 1
+    pool.check()
+
+
+def test_extend_is_all_or_none(pool: SlotPool) -> None:
+    lease = leased(pool, 6)
+    assert not pool.extend(lease, 3)
+    assert len(lease.slots) == 6
+    assert pool.extend(lease, 2)
+    assert pool.num_free == 0
+
+
+def _free_twice(pool: SlotPool) -> None:
+    pool._free.append(pool._free[0])
+
+
+def _give_a_free_slot_references(pool: SlotPool) -> None:
+    pool._refs[pool._free[0]] = 1
+
+
+def _lose_a_slot(pool: SlotPool) -> None:
+    pool._free.pop()
+
+
+def _free_a_reserved_slot(pool: SlotPool) -> None:
+    pool._refs[0] = 1
+
+
+def _lease_a_slot_twice(pool: SlotPool) -> None:
+    pool.leases[0].slots.append(pool.leases[1].slots[0])
+
+
+def _share_a_leased_slot(pool: SlotPool) -> None:
+    pool.retain(pool.leases[0].slots)
+
+
+def _miscount_evictable(pool: SlotPool) -> None:
+    pool._num_cached_only += 1
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "problem"),
+    [
+        (_free_twice, "a slot is free twice"),
+        (_give_a_free_slot_references, "a free slot has references"),
+        (_lose_a_slot, "a held slot has none"),
+        (_free_a_reserved_slot, "a reserved slot was handed out"),
+        (_lease_a_slot_twice, "a leased slot has two owners"),
+        (_share_a_leased_slot, "a leased slot has two owners"),
+        (_miscount_evictable, "the evictable count is off"),
+    ],
+)
+def test_control_check_sees_each_problem(pool: SlotPool, corrupt: Callable[[SlotPool], None], problem: str) -> None:
+    leased(pool, 1)
+    leased(pool, 1)
+    pool.mark_cached(owned(pool, 1))
+    pool.check()
+    corrupt(pool)
+    with pytest.raises(AssertionError, match=f"^{problem}$"):
+        pool.check()
