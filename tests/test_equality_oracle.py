@@ -234,7 +234,7 @@ def test_control_another_seed_differs(world: World) -> None:
 def test_the_real_model(smollm2: LLM) -> None:
     """SmolLM2: prompts alone with `none`, and as one batch with `ngram` beside non-deterministic traffic."""
     prompts = [
-        "The quick brown fox jumps over the lazy dog. The quick brown fox",
+        "one two three four one two three four one two three four one two",
         "def fibonacci(n):\n    ",
         "1, 2, 3, 4, 5, 6, 7,",
         "Once upon a time",
@@ -245,7 +245,9 @@ def test_the_real_model(smollm2: LLM) -> None:
     crowd = smollm2.generate([*prompts, *prompts], [*params, *noise], drafter="ngram")
     assert [c.digest for c in crowd[:4]] == [a.digest for a in alone]
     assert [c.text for c in crowd[:4]] == [a.text for a in alone]
-    drafted = smollm2.generate(prompts[0], params[0], drafter="ngram")[0]  # alone, padding makes drafts free
+    drafted = smollm2.generate(prompts[0], params[0], drafter="ngram")[0]
     assert drafted.digest == alone[0].digest
     assert drafted.stats.accepted > 0
-    assert crowd[4].digest != crowd[0].digest  # the control: greedy as well, but from fast passes
+    fast = smollm2.generate(prompts[0], noise[0], drafter="none")[0]  # the control: greedy too, one row per fast pass
+    assert fast.text == alone[0].text
+    assert fast.digest != alone[0].digest

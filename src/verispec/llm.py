@@ -14,7 +14,6 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, Self
 
-from verispec.backends.blas import set_num_threads
 from verispec.backends.calibration import Calibration, calibrate
 from verispec.backends.numpy_backend import LoadedModel, NumpyBackend
 from verispec.config import DEFAULTS, EngineConfig
@@ -106,7 +105,7 @@ class LLM:
 
     `model` is a known name, a GGUF file or a folder with safetensors. `drafter` is the default of every request; no
     drafter changes the output. `kv_slots` is the K/V capacity in tokens, `max_len` the most a request may hold,
-    prompt included. `threads` sets the threads of this process's BLAS; their number is part of the profile. `family`
+    prompt included. `threads` is how many compute (default: all cores); it changes no bit. `family`
     names canonical shapes other than the audit's choice, `fresh_audit` measures again. `progress(stage, share)`
     reports loading.
     """
@@ -141,15 +140,17 @@ class LLM:
             max_draft=draft_len,
             prefix_cache=prefix_cache,
         )
-        if threads is not None:
-            set_num_threads(threads)
+        if threads is not None and not (isinstance(threads, int) and 1 <= threads <= 1024):
+            raise InputError(f"threads must be from 1 to 1024, not {threads!r}")
         path = resolve(model, progress=lambda stage, done, total: report(stage, done / max(1, total)))
         report("loading", 0.0)
         with open_checkpoint(path) as checkpoint:
             self.tokenizer: Tokenizer = load_tokenizer(checkpoint.tokenizer_source)
             _check_vocabulary(self.tokenizer, checkpoint)
             loaded = LoadedModel(checkpoint.architecture, checkpoint.tensor)
-            self._backend = NumpyBackend([loaded], num_slots=config.num_slots, num_seq_rows=max_running)
+            self._backend = NumpyBackend(
+                [loaded], num_slots=config.num_slots, num_seq_rows=max_running, threads=threads
+            )
         self.calibration: Calibration = calibrate(
             self._backend, cache_dir=cache_dir(), family=family, fresh=fresh_audit, progress=report
         )

@@ -1,4 +1,4 @@
-"""Which BLAS numpy runs on, with how many threads: parts of the fingerprint, since both change a product's bits."""
+"""Which BLAS numpy runs on, and how to keep it to one thread: what products' bits depend on."""
 
 from __future__ import annotations
 
@@ -6,37 +6,45 @@ import ctypes
 import os
 import platform
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
 import numpy as np
-
-from verispec.errors import InputError
 
 # OpenBLAS as bundled with numpy decorates its names; other builds do not.
 _DECORATIONS = (("scipy_", "64_"), ("scipy_", ""), ("", "64_"), ("", ""))
 
 
 def blas_name() -> str:
-    """Library, version, kernel family and number of threads."""
+    """Library, version, kernel family; and the number of threads where it cannot be set to one."""
     built = np.show_config(mode="dicts")["Build Dependencies"]["blas"]
     core = _call("openblas_get_corename", ctypes.c_char_p)
-    kernels = f" {core.decode()}" if isinstance(core, bytes) else ""
-    return f"{built['name']} {built['version']}{kernels}, {num_threads()} threads"
+    kernels = f" {core.decode()}" if isinstance(core, bytes) else f", {num_cores()} threads"
+    return f"{built['name']} {built['version']}{kernels}"
 
 
-def num_threads() -> int:
-    """Threads of the BLAS; the cores this process may use where it does not say."""
-    found = _call("openblas_get_num_threads", ctypes.c_int)
-    return int(found) if found is not None else _num_cores()
+def num_cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def set_num_threads(count: int) -> None:
-    """Set the threads of the BLAS, for the whole process."""
-    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 1024:
-        raise InputError(f"threads must be from 1 to 1024, not {count!r}")
-    if _call("openblas_set_num_threads", None, count) is None and count != num_threads():
-        raise InputError("threads cannot be set: numpy's BLAS here is not an OpenBLAS that verispec knows")
+@contextmanager
+def single_threaded_blas() -> Iterator[None]:
+    """One thread per product, as far as the BLAS can be told: verispec shares out products itself.
+
+    The number of threads is the process's; it is put back as it was.
+    """
+    before = _call("openblas_get_num_threads", ctypes.c_int)
+    if before in (None, 1):
+        yield
+        return
+    assert isinstance(before, int)
+    _call("openblas_set_num_threads", None, 1)
+    try:
+        yield
+    finally:
+        _call("openblas_set_num_threads", None, before)
 
 
 def cpu_name() -> str:
@@ -51,10 +59,6 @@ def cpu_name() -> str:
         named.get("flags", named.get("Features", "")).split()
     )
     return " ".join([named.get("model name", platform.machine()), *sorted(flags)])
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _call(name: str, result_type: type | None, *arguments: int) -> bytes | int | None:

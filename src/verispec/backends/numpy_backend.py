@@ -15,9 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verispec.backends.audit import KernelProbe
-from verispec.backends.blas import blas_name, cpu_name
+from verispec.backends.blas import blas_name, cpu_name, num_cores, single_threaded_blas
 from verispec.backends.checks import check_pass
 from verispec.backends.numpy_attention import TILE, attend, group_contexts
+from verispec.backends.numpy_dense import COLUMN_BLOCK, ROW_BLOCK, Workers
 from verispec.backends.numpy_model import Float32, NumpyModel, Reader
 from verispec.backends.outputs import Outputs
 from verispec.backends.protocol import BackendLimits, Pass, ReadyTicket, RowsBuilder
@@ -28,7 +29,7 @@ from verispec.sampling import draw
 from verispec.sampling.rows import History, SampleKey, SamplingRowsBuilder
 from verispec.types import SamplingParams
 
-KERNELS = "1"  # raised when a kernel here changes bits
+KERNELS = "2"  # raised when a kernel here changes bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +46,15 @@ class NumpyBackend:
     def __init__(
         self, models: Sequence[LoadedModel], *, num_slots: int, num_seq_rows: int, context_len: int | None = None,
         max_tail: int = 64,
+        threads: int | None = None,
     ) -> None:  # fmt: skip
         arch = models[0].architecture
         context_len = min(context_len or arch.context_len, *(m.architecture.context_len for m in models))
         if any(m.architecture.vocab_size != arch.vocab_size for m in models):
             raise InputError("models that share a backend must share their vocabulary")
         self.limits = BackendLimits(arch.vocab_size, context_len, num_slots, num_seq_rows, max_tail, len(models))
-        self._models = [NumpyModel(m.architecture, m.read, context_len=context_len) for m in models]
+        self._workers = Workers(num_cores() if threads is None else threads)
+        self._models = [NumpyModel(m.architecture, m.read, self._workers, context_len=context_len) for m in models]
         self._stores = [_KVStore(m.architecture, num_slots) for m in models]
         self._table = np.zeros((num_seq_rows + 1, context_len), np.int32)
         self._outputs = Outputs(np)
@@ -61,7 +64,7 @@ class NumpyBackend:
         check_pass(pass_, self.limits)
         update = pass_.table_update
         self._table[update.seq_rows, update.positions] = update.slots
-        with np.errstate(all="ignore"):  # NaN is a value here: the engine ends the request that produced it
+        with single_threaded_blas(), np.errstate(all="ignore"):  # NaN is a value: the engine ends its request
             x = self._forward(pass_)
             head_rows = pass_.wanted.head_rows()
             logits = self._logits(pass_, x[head_rows])
@@ -76,7 +79,7 @@ class NumpyBackend:
             if i not in view.skipped_attention:
                 q, k, v = model.qkv(layer, x, rows.positions)
                 store.write(i, rows.slots, k, v)
-                x = x + attend(q, store.k[i], store.v[i], buckets) @ layer.o
+                x = x + layer.o(attend(q, store.k[i], store.v[i], buckets))
             if i not in view.skipped_mlp:
                 x = x + model.mlp(layer, x)
         return x
@@ -98,12 +101,12 @@ class NumpyBackend:
         probes = [probe for model in self._models for probe in model.probes()]
         arch = self._models[0].architecture
         vocab_size = arch.vocab_size
-        return [
-            *probes,
+        probes += [
             KernelProbe("attention", arch.num_heads * arch.head_dim, self._probe_attention),
             KernelProbe("logprob", vocab_size, lambda x: draw.normalisers(np, x)[:, None]),
             KernelProbe("draw", vocab_size, _probe_draw),
         ]
+        return [_as_in_a_pass(probe) for probe in probes]
 
     def _probe_attention(self, x: Float32) -> Float32:
         """Rows of four sequences, some sharing a context, over scratch K/V; a row's context depends on its content."""
@@ -128,7 +131,8 @@ class NumpyBackend:
         return attend(x.reshape(len(x), arch.num_heads, arch.head_dim), store[0], store[1], buckets)
 
     def close(self) -> None:
-        """Drop weights and stores."""
+        """Drop weights and stores, end the threads."""
+        self._workers.close()
         self._models, self._stores = [], []
 
 
@@ -166,9 +170,19 @@ def fingerprint(architectures: Sequence[Architecture]) -> dict[str, str]:
         "blas": blas_name(),
         "dtype": "float32",
         "kv_dtype": "float32",
-        "kernels": f"{KERNELS}, attention tile {TILE}",
+        "kernels": f"{KERNELS}, blocks of {ROW_BLOCK} x {COLUMN_BLOCK}, attention tile {TILE}",
         "shapes": hashlib.sha256(shapes.encode()).hexdigest()[:16],
     }
+
+
+def _as_in_a_pass(probe: KernelProbe) -> KernelProbe:
+    """The probe under the conditions of `submit`."""
+
+    def run(x: Float32) -> NDArray[np.generic]:
+        with single_threaded_blas():
+            return probe.run(x)
+
+    return KernelProbe(probe.name, probe.width, run)
 
 
 def _probe_draw(logits: Float32) -> NDArray[np.generic]:

@@ -1,7 +1,7 @@
 """The Llama-shaped transformer in numpy: weights laid out once, and a forward over flat rows.
 
-Weights are stored [in, out]: with OpenBLAS the product x @ W then reduces every row in the same order at every shape
-from 4 rows up, and is faster than x @ W.T. Each function here maps rows to rows; the audit probes them one by one.
+Products are `Dense` layers, fused where they share their input. Each function here maps rows to rows; the audit probes
+them one by one.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verispec.backends.audit import KernelProbe
+from verispec.backends.numpy_dense import Dense, Workers
 from verispec.model.architecture import Architecture, inverse_frequencies
 
 Float32 = NDArray[np.float32]
@@ -21,17 +22,17 @@ Reader = Callable[[str], Float32]
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Weights of one layer; products are fused where they share their input."""
+    """Weights of one layer."""
 
     attn_norm: Float32  # [D]
-    qkv: Float32  # [D, (H + 2 * KV) * d]
+    qkv: Dense  # D -> (H + 2 * KV) * d
     qkv_bias: Float32 | None
     q_norm: Float32 | None  # [d]
     k_norm: Float32 | None
-    o: Float32  # [H * d, D]
+    o: Dense  # H * d -> D
     mlp_norm: Float32  # [D]
-    gate_up: Float32  # [D, 2 * F]
-    down: Float32  # [F, D]
+    gate_up: Dense  # D -> 2 * F
+    down: Dense  # F -> D
 
 
 def rms_norm(x: Float32, weight: Float32, eps: float) -> Float32:
@@ -64,12 +65,12 @@ def rotate(x: Float32, cos: Float32, sin: Float32) -> Float32:
 class NumpyModel:
     """One model's weights and the pieces of its forward."""
 
-    def __init__(self, architecture: Architecture, read: Reader, *, context_len: int) -> None:
+    def __init__(self, architecture: Architecture, read: Reader, workers: Workers, *, context_len: int) -> None:
         self.architecture = architecture
-        self.layers = [_read_layer(read, i, architecture) for i in range(architecture.num_layers)]
+        self.layers = [_read_layer(read, i, architecture, workers) for i in range(architecture.num_layers)]
         self.final_norm = read("final_norm")
-        # A tied head is kept once, as the head needs it; embedding rows are its columns.
-        self.head = _transposed(read("embed" if architecture.tied_head else "head"))  # [D, V]
+        # A tied head is kept once, as the head needs it, and serves as embedding too.
+        self._head = Dense([read("embed" if architecture.tied_head else "head")], workers)  # D -> V
         self._embed = None if architecture.tied_head else read("embed")  # [V, D]
         angles = np.arange(context_len, dtype=np.float64)[:, None] * inverse_frequencies(architecture).astype(
             np.float64
@@ -80,13 +81,13 @@ class NumpyModel:
     def embed(self, token_ids: NDArray[np.int32]) -> Float32:
         """[M, D]"""
         if self._embed is None:
-            return np.ascontiguousarray(self.head[:, token_ids].T)
+            return self._head.outputs(token_ids)
         return self._embed[token_ids]
 
     def qkv(self, layer: Layer, x: Float32, positions: NDArray[np.int32]) -> tuple[Float32, Float32, Float32]:
         """Norm, projections, q/k norm and RoPE: q [M, H, d], k and v [M, KV, d]."""
         arch = self.architecture
-        fused = rms_norm(x, layer.attn_norm, arch.norm_eps) @ layer.qkv
+        fused = layer.qkv(rms_norm(x, layer.attn_norm, arch.norm_eps))
         if layer.qkv_bias is not None:
             fused += layer.qkv_bias
         heads = fused.reshape(len(x), -1, arch.head_dim)
@@ -99,12 +100,12 @@ class NumpyModel:
 
     def mlp(self, layer: Layer, x: Float32) -> Float32:
         """Norm, gate and up, silu, down: what the sub-layer adds to x."""
-        hidden = rms_norm(x, layer.mlp_norm, self.architecture.norm_eps) @ layer.gate_up
-        return np.asarray(silu_mul(hidden) @ layer.down)
+        hidden = layer.gate_up(rms_norm(x, layer.mlp_norm, self.architecture.norm_eps))
+        return layer.down(silu_mul(hidden))
 
     def logits(self, x: Float32) -> Float32:
         """Final norm and head: [R, V]"""
-        return np.asarray(rms_norm(x, self.final_norm, self.architecture.norm_eps) @ self.head)
+        return self._head(rms_norm(x, self.final_norm, self.architecture.norm_eps))
 
     def probes(self) -> list[KernelProbe]:
         """The dense kernels and norms of the first layer: all layers have its shapes."""
@@ -112,12 +113,12 @@ class NumpyModel:
         width = arch.hidden_size
         return [
             KernelProbe("norm", width, lambda x: rms_norm(x, layer.attn_norm, arch.norm_eps)),
-            KernelProbe("qkv", width, lambda x: x @ layer.qkv),
+            KernelProbe("qkv", width, layer.qkv),
             KernelProbe("rope", width, lambda x: self._probe_rope(layer, x)),
-            KernelProbe("o", arch.num_heads * arch.head_dim, lambda x: x @ layer.o),
-            KernelProbe("gate_up", width, lambda x: x @ layer.gate_up),
+            KernelProbe("o", arch.num_heads * arch.head_dim, layer.o),
+            KernelProbe("gate_up", width, layer.gate_up),
             KernelProbe("silu", 2 * arch.mlp_size, silu_mul),
-            KernelProbe("down", arch.mlp_size, lambda x: x @ layer.down),
+            KernelProbe("down", arch.mlp_size, layer.down),
             KernelProbe("head", width, self.logits),
         ]
 
@@ -126,28 +127,18 @@ class NumpyModel:
         return np.concatenate([part.reshape(len(x), -1) for part in self.qkv(layer, x, positions)], axis=1)
 
 
-def _read_layer(read: Reader, index: int, arch: Architecture) -> Layer:
+def _read_layer(read: Reader, index: int, arch: Architecture, workers: Workers) -> Layer:
     def tensor(name: str) -> Float32:
         return read(f"layers.{index}.{name}")
 
     return Layer(
         attn_norm=tensor("attn_norm"),
-        qkv=_fused([tensor("q"), tensor("k"), tensor("v")]),
+        qkv=Dense([tensor("q"), tensor("k"), tensor("v")], workers),
         qkv_bias=np.concatenate([tensor(f"{n}_bias") for n in "qkv"]) if arch.qkv_bias else None,
         q_norm=tensor("q_norm") if arch.qk_norm else None,
         k_norm=tensor("k_norm") if arch.qk_norm else None,
-        o=_transposed(tensor("o")),
+        o=Dense([tensor("o")], workers),
         mlp_norm=tensor("mlp_norm"),
-        gate_up=_fused([tensor("gate"), tensor("up")]),
-        down=_transposed(tensor("down")),
+        gate_up=Dense([tensor("gate"), tensor("up")], workers),
+        down=Dense([tensor("down")], workers),
     )
-
-
-def _transposed(weight: Float32) -> Float32:
-    """[out, in] as stored in files -> a contiguous [in, out]."""
-    return np.ascontiguousarray(weight.T)
-
-
-def _fused(weights: list[Float32]) -> Float32:
-    """Several [out, in] side by side as one [in, sum of out]."""
-    return np.ascontiguousarray(np.concatenate(weights).T)
