@@ -17,14 +17,14 @@ from verispec.types import NO_PARENT, Draft, SamplingParams
 BAD_TOKEN = 7
 
 
-def make_backend(*, bad: float | None = None, **changes: object) -> NumpyBackend:
+def make_backend(*, bad: float | None = None, threads: int | None = None, **changes: object) -> NumpyBackend:
     """A tiny Llama; with `bad`, the embedding of BAD_TOKEN holds that value."""
     config = TinyConfig(**changes)  # type: ignore[arg-type]
     tensors = {name: np.array(values) for name, values in make_tensors(config).items()}
     if bad is not None:
         tensors["embed"][BAD_TOKEN] = bad
     model = LoadedModel(config.architecture, tensors.__getitem__)
-    return NumpyBackend([model], num_slots=600, num_seq_rows=4)
+    return NumpyBackend([model], num_slots=600, num_seq_rows=4, threads=threads)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -47,6 +47,18 @@ def test_a_broken_row_breaks_nobody_else(bad: float) -> None:
         assert (drawn.token_ids[0] == NO_TOKEN) == (name == "bad")  # the control: its own child is broken
     assert np.isfinite(results["good"]).all()
     assert np.array_equal(results["good"], results["bad"])
+
+
+def test_threads_change_no_bit() -> None:
+    prompt = np.random.default_rng(2).integers(0, 16, 300).tolist()
+    results = set()
+    for threads in (1, 2, 3):
+        backend = make_backend(threads=threads, context_len=512)
+        tape = Tape(backend, seq_row=1, first_slot=0)
+        results.add(tape.feed(prompt, shape=304).tobytes())
+        others = [Tape(backend, seq_row=2 + i, first_slot=310 + 10 * i) for i in range(2)]
+        results.add(b"".join(other.feed(prompt[:9], shape=16).tobytes() for other in others))
+    assert len(results) == 2
 
 
 def test_a_skipped_attention_layer_writes_no_kv() -> None:
@@ -79,14 +91,12 @@ def test_a_wrong_tile_order_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of tile order: summing tiles backwards changes bits on a long context, so the order is observable."""
     prompt = np.random.default_rng(1).integers(0, 16, 400).tolist()
     expected = Tape(make_backend(context_len=512), seq_row=1, first_slot=0).feed(prompt, shape=400)
-    plain = numpy_attention._attend_bucket
+    plain = numpy_attention._attend_tiles
 
-    def backwards(q: np.ndarray, k: np.ndarray, v: np.ndarray, bucket: numpy_attention.Bucket) -> np.ndarray:
-        width = bucket.slots.shape[1] // numpy_attention.TILE
-        slots = bucket.slots.reshape(len(bucket.slots), width, -1)[:, ::-1].reshape(bucket.slots.shape)
-        return plain(q, k, v, bucket._replace(slots=slots, hidden=bucket.hidden[:, :, ::-1]))
+    def backwards(q: np.ndarray, k: np.ndarray, v: np.ndarray, hidden: np.ndarray) -> np.ndarray:
+        return plain(q, k[:, :, ::-1], v[:, :, ::-1], hidden[:, :, ::-1])
 
-    monkeypatch.setattr(numpy_attention, "_attend_bucket", backwards)
+    monkeypatch.setattr(numpy_attention, "_attend_tiles", backwards)
     found = Tape(make_backend(context_len=512), seq_row=1, first_slot=0).feed(prompt, shape=400)
     assert np.allclose(found, expected, atol=1e-4)
     assert not np.array_equal(found, expected)

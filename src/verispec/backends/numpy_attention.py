@@ -14,10 +14,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from verispec.backends.numpy_dense import Workers
 from verispec.backends.protocol import Rows
 from verispec.kv import ZERO_SLOT
 
 TILE = 128
+_MIN_SHARED_WORK = 8 * TILE  # rows times positions below which threads cost more than they give
 Float32 = NDArray[np.float32]
 Int = NDArray[np.int64]
 
@@ -80,34 +82,59 @@ def _stack(groups: list[tuple[list[int], Int]], num_tiles: int, rows: Rows) -> B
     return Bucket(row_ids, slots, hidden)
 
 
-def attend(q: Float32, k_store: Float32, v_store: Float32, buckets: list[Bucket]) -> Float32:
+def attend(q: Float32, k_store: Float32, v_store: Float32, buckets: list[Bucket], workers: Workers) -> Float32:
     """Attention of q [M, heads, d] over one layer's stores [slots, kv_heads, d]; returns [M, heads * d]."""
     num_rows, num_heads, head_dim = q.shape
     kv_heads = k_store.shape[1]
     out = np.empty((num_rows, num_heads * head_dim), np.float32)
     scaled = (q * np.float32(head_dim**-0.5)).reshape(num_rows, kv_heads, num_heads // kv_heads, head_dim)
     for bucket in buckets:
-        attended = _attend_bucket(scaled[bucket.rows], k_store, v_store, bucket)
-        out[bucket.rows] = attended.reshape(*bucket.rows.shape, -1)
+        _attend_bucket(scaled, k_store, v_store, bucket, workers, out)
     return out
 
 
-def _attend_bucket(q: Float32, k_store: Float32, v_store: Float32, bucket: Bucket) -> Float32:
-    """q [G, R, kv_heads, group, head_dim] -> the same shape."""
-    num_groups, width = bucket.slots.shape
-    kv_heads, head_dim = k_store.shape[1:]
-    tiled = (num_groups, 1, width // TILE, TILE, kv_heads, head_dim)
-    k = k_store.take(bucket.slots, axis=0).reshape(tiled).transpose(0, 1, 2, 4, 5, 3)  # [G, 1, T, kv, d, TILE]
-    v = v_store.take(bucket.slots, axis=0).reshape(tiled).transpose(0, 1, 2, 4, 3, 5)  # [G, 1, T, kv, TILE, d]
-    scores = np.matmul(q[:, :, None], k)  # [G, R, T, kv, group, TILE]
-    np.copyto(scores, np.float32(-np.inf), where=bucket.hidden)
-    scores -= scores.max(axis=(2, 5), keepdims=True)
-    weights = np.exp(scores, out=scores)
-    tile_sums = weights.sum(axis=-1, keepdims=True)  # [G, R, T, kv, group, 1]
-    tile_values = np.matmul(weights, v)  # [G, R, T, kv, group, d]
-    total = np.zeros_like(tile_sums[:, :, 0])
-    value = np.zeros_like(tile_values[:, :, 0])
-    for tile in range(width // TILE):
-        total += tile_sums[:, :, tile]
-        value += tile_values[:, :, tile]
-    return np.asarray(value / total)
+def _attend_bucket(
+    q: Float32, k_store: Float32, v_store: Float32, bucket: Bucket, workers: Workers, out: Float32
+) -> None:
+    """Write the rows of one bucket into `out`, shared out by groups, or by rows where one group has them all."""
+    num_groups, group_rows = bucket.rows.shape
+
+    def by_groups(start: int, end: int) -> None:
+        rows, slots = bucket.rows[start:end], bucket.slots[start:end]
+        k, v = _gather(k_store, slots), _gather(v_store, slots)
+        out[rows] = _attend_tiles(q[rows], k, v, bucket.hidden[start:end]).reshape(*rows.shape, -1)
+
+    if bucket.rows.size * bucket.slots.shape[1] < _MIN_SHARED_WORK:
+        by_groups(0, num_groups)
+    elif num_groups > 1:
+        workers.share(num_groups, by_groups)
+    else:
+        k, v = _gather(k_store, bucket.slots), _gather(v_store, bucket.slots)
+
+        def by_rows(start: int, end: int) -> None:
+            rows = bucket.rows[:, start:end]
+            out[rows] = _attend_tiles(q[rows], k, v, bucket.hidden[:, start:end]).reshape(*rows.shape, -1)
+
+        workers.share(group_rows, by_rows)
+
+
+def _gather(store: Float32, slots: Int) -> Float32:
+    """[G, 1, T, TILE, kv_heads, d]"""
+    return store.take(slots, axis=0).reshape(len(slots), 1, -1, TILE, *store.shape[1:])
+
+
+def _attend_tiles(q: Float32, k: Float32, v: Float32, hidden: NDArray[np.bool_]) -> Float32:
+    """q [G, R, kv_heads, group, d] over gathered K and V -> the same shape."""
+    with np.errstate(all="ignore"):  # it is per thread, and NaN is a value here
+        scores = np.matmul(q[:, :, None], k.transpose(0, 1, 2, 4, 5, 3))  # [G, R, T, kv_heads, group, TILE]
+        np.copyto(scores, np.float32(-np.inf), where=hidden)
+        scores -= scores.max(axis=(2, 5), keepdims=True)
+        weights = np.exp(scores, out=scores)
+        tile_sums = weights.sum(axis=-1, keepdims=True)  # [G, R, T, kv_heads, group, 1]
+        tile_values = np.matmul(weights, v.transpose(0, 1, 2, 4, 3, 5))  # [G, R, T, kv_heads, group, d]
+        total = np.zeros_like(tile_sums[:, :, 0])
+        value = np.zeros_like(tile_values[:, :, 0])
+        for tile in range(k.shape[2]):
+            total += tile_sums[:, :, tile]
+            value += tile_values[:, :, tile]
+        return np.asarray(value / total)

@@ -79,7 +79,7 @@ class NumpyBackend:
             if i not in view.skipped_attention:
                 q, k, v = model.qkv(layer, x, rows.positions)
                 store.write(i, rows.slots, k, v)
-                x = x + layer.o(attend(q, store.k[i], store.v[i], buckets))
+                x = x + layer.o(attend(q, store.k[i], store.v[i], buckets, self._workers))
             if i not in view.skipped_mlp:
                 x = x + model.mlp(layer, x)
         return x
@@ -128,7 +128,7 @@ class NumpyBackend:
                 prefix_len=length,
             )
         buckets = group_contexts(builder.build(len(x)), table)
-        return attend(x.reshape(len(x), arch.num_heads, arch.head_dim), store[0], store[1], buckets)
+        return attend(x.reshape(len(x), arch.num_heads, arch.head_dim), store[0], store[1], buckets, self._workers)
 
     def close(self) -> None:
         """Drop weights and stores, end the threads."""
