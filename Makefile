@@ -21,7 +21,7 @@ test-hf: $(HF_BIN)/.installed model ## Compare with torch and transformers (inst
 	$(HF_BIN)/pytest -m hf tests/hf
 
 test-long: setup model ## The suite with many more generated cases; takes a long time
-	$(BIN)/pytest -m "not hf" --hypothesis-profile=long
+	$(BIN)/pytest -m "not hf" --times 20
 
 lint: setup ## Style and types
 	$(BIN)/ruff check

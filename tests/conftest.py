@@ -1,12 +1,21 @@
-"""Fixtures that more than one folder of tests needs."""
+"""Options and fixtures that more than one folder of tests needs."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.support import scale
 from verispec.llm import LLM
 from verispec.model import hub
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--times", type=int, default=1, help="run this many times as many generated cases")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    scale.configure(config.getoption("--times"))
 
 
 @pytest.fixture(scope="session")

@@ -49,7 +49,9 @@ def _check_int(name: str, value: Any, low: int, high: int) -> int:
 
 
 def _check_bias(value: Any) -> tuple[tuple[int, float], ...]:
-    pairs = value.items() if isinstance(value, Mapping) else value
+    pairs = list(value.items()) if isinstance(value, Mapping) else value
+    if not isinstance(pairs, list | tuple) or not all(isinstance(p, tuple) and len(p) == 2 for p in pairs):
+        raise InputError("logit_bias must map token ids to numbers")
     checked = {}
     for token_id, bias in pairs:
         checked[_check_int("logit_bias token id", token_id, 0, 2**31 - 1)] = _check_number(
@@ -112,6 +114,8 @@ class SamplingParams:
                 raise InputError(f"{name} must be true or false")
         object.__setattr__(self, "logit_bias", _check_bias(self.logit_bias))
         object.__setattr__(self, "stop", _check_stop(self.stop))
+        if not isinstance(self.stop_ids, list | tuple):
+            raise InputError("stop_ids must be a list of token ids")
         object.__setattr__(self, "stop_ids", tuple(_check_int("stop_ids", i, 0, 2**31 - 1) for i in self.stop_ids))
 
     @property
@@ -130,12 +134,12 @@ class SamplingParams:
 
 
 def _check_stop(value: Any) -> tuple[str, ...]:
-    stops = (value,) if isinstance(value, str) else tuple(value)
-    if not all(isinstance(s, str) and s for s in stops):
-        raise InputError("stop must hold non-empty strings")
+    stops = (value,) if isinstance(value, str) else value
+    if not isinstance(stops, list | tuple) or not all(isinstance(s, str) and s for s in stops):
+        raise InputError("stop must be a string that is not empty, or a list of such strings")
     if len(stops) > 64:
         raise InputError(f"stop may hold at most 64 strings, not {len(stops)}")
-    return stops
+    return tuple(stops)
 
 
 @dataclass(frozen=True, slots=True)

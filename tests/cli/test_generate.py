@@ -1,87 +1,186 @@
-"""The command line as a person meets it: a process, its streams and its exit code."""
+"""`verispec generate` as a person meets it: streams, exit codes, and one sentence for every mistake."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-COMMAND = [sys.executable, "-m", "verispec"]
+from tests.cli.conftest import COMMAND, Cli
+from verispec.cli.show import GREEN, PLAIN, STRUCK_RED, coloured
+from verispec.cli.terminal import safe
+from verispec.llm import LLM
+from verispec.types import TokenEvent, TokenLogprob
+
+QUESTION = "What is the capital of France?"
 
 
-def verispec(*arguments: str, stdin: str | None = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*COMMAND, *arguments], input=stdin, capture_output=True, text=True, timeout=120, check=False)
-
-
-def test_generate_streams_text_and_one_line_of_figures(smollm2_path: Path) -> None:
-    done = verispec("generate", "What is the capital of France?", "--max-tokens", "12", "--seed", "1")
-    assert done.returncode == 0, done.stderr
-    assert "Paris" in done.stdout
-    figures = done.stderr.strip().splitlines()[-1]
-    for word in ("tokens", "tok/s", "per pass", "accepted", "seed 1,", "digest", "profile"):
-        assert word in figures
-    again = verispec(
-        "generate", "--max-tokens", "12", "--drafter", "none", "-q", stdin="What is the capital of France?"
+def test_text_goes_to_stdout_and_one_line_of_figures_to_stderr(cli: Cli) -> None:
+    done = cli("generate", QUESTION, "--max-tokens", "12", "--seed", "1")
+    assert (done.code, done.out) == (0, "The capital of France is Paris.\n")
+    (figures,) = done.err.splitlines()
+    assert re.fullmatch(
+        r"8 tokens, [\d.]+ tok/s, [\d.]+ per pass, (drafts \d+/\d+ accepted|nothing drafted \(.+\)), seed 1, "
+        r"digest [0-9a-f]{16}, profile [0-9a-f]{16}",
+        figures,
     )
-    assert again.stdout == done.stdout
-    assert again.stderr == ""
+    again = cli("generate", "-q", "--drafter", "none", "-", "--max-tokens", "12", stdin=QUESTION.encode() + b"\n")
+    assert (again.out, again.err) == (done.out, "")
 
 
-def test_raw_continues_the_text(smollm2_path: Path) -> None:
-    done = verispec("generate", "--raw", "The capital of France is", "--max-tokens", "4", "-m", str(smollm2_path))
-    assert done.stdout.startswith(" Paris")
+def test_raw_continues_the_text_and_a_dashed_prompt_follows_two_dashes(cli: Cli) -> None:
+    assert cli("generate", "--raw", "The capital of France is", "--max-tokens", "2").out.startswith(" Paris")
+    assert cli("generate", "--max-tokens", "1", "--", "--traceback").code == 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["generate", ""], "prompt is empty"),
-        (["generate", "  "], "prompt is empty"),
-        (["generate", "x", "--temperature", "nan"], "temperature"),
-        (["generate", "x", "--temperature", "-1"], "temperature"),
-        (["generate", "x", "--top-p", "0"], "top_p"),
-        (["generate", "x", "--max-tokens", "0"], "max_tokens"),
-        (["generate", "x", "--max-tokens", "many"], "--max-tokens"),
-        (["generate", "x", "--no-such-option"], "--no-such-option"),
-        (["generate", "x", "--model", "no-such-model"], "known models"),
-        (["generate", "x", "--model", __file__], "test_generate.py"),
-        (["generate", "x", "--drafter", "magic"], "unknown drafter"),
-        (["generate", "x", "--raw", "--system", "y"], "--system"),
-        (["generate", "x", "--kv-slots", "1"], "num_slots"),
-        (["generate", "word " * 9000], "fit into a length"),
-        (["no-such-command"], "no-such-command"),
-    ],
-)  # fmt: skip
-def test_mistakes_get_one_sentence_and_exit_code_2(smollm2_path: Path, arguments: list[str], words: str) -> None:
-    done = verispec(*arguments)
-    assert done.returncode == 2
-    assert words in done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.stdout.strip() == ""
+def test_stdin_loses_a_byte_order_mark_and_one_line_end_only(cli: Cli) -> None:
+    def prompt_tokens(stdin: bytes) -> int:
+        return int(cli("generate", "--raw", "--json", "--max-tokens", "1", stdin=stdin).json()["prompt_tokens"])
+
+    assert prompt_tokens(b"\xef\xbb\xbfone two\r\n") == prompt_tokens(b"one two") == prompt_tokens(b"one two\n") == 2
+    assert prompt_tokens(b"one two\n\n") == 3
 
 
-def test_help_is_quick_and_complete() -> None:
-    start = time.monotonic()
-    done = verispec("--help")
-    elapsed = time.monotonic() - start
-    assert done.returncode == 0
-    assert "generate" in done.stdout
-    assert elapsed < 2.0  # 0.2 s on an idle machine; the bound only catches an import of the engine
-    loaded = subprocess.run(
-        [sys.executable, "-c", "import sys, verispec.cli.main; print('numpy' in sys.modules)"],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert loaded.stdout.strip() == "False"
-    assert "--temperature" in verispec("generate", "--help").stdout
-    assert verispec("--version").stdout.startswith("verispec 0.")
+MISTAKES: list[tuple[list[str], str]] = [
+    (["generate", ""], "the prompt is empty"),
+    (["generate"], "the prompt is empty"),
+    (["generate", " \n"], "the prompt is empty"),
+    (["generate", "a\udcffb"], "the prompt argument: byte 1 (0xff) is not UTF-8"),
+    (["generate", "x", "--system", "\udcff"], "--system: byte 0 (0xff)"),
+    (["generate", "x", "y"], "unexpected extra argument"),
+    (["generate", "x", "--temperature", "nan"], "--temperature must be in [0, 100], not nan"),
+    (["generate", "x", "--temperature", "inf"], "--temperature must"),
+    (["generate", "x", "--temperature", "-1"], "--temperature must"),
+    (["generate", "x", "--top-p", "2"], "--top-p must be in (0, 1], not 2.0"),
+    (["generate", "x", "--top-k", "-1"], "--top-k must"),
+    (["generate", "x", "--min-p", "2"], "--min-p must"),
+    (["generate", "x", "--repetition-penalty", "0"], "--repetition-penalty must"),
+    (["generate", "x", "--presence-penalty", "nan"], "--presence-penalty must"),
+    (["generate", "x", "--frequency-penalty", "1e9"], "--frequency-penalty must"),
+    (["generate", "x", "--max-tokens", "0"], "--max-tokens must be from 1"),
+    (["generate", "x", "--max-tokens", "many"], "'--max-tokens'"),
+    (["generate", "x", "--max-tokens"], "'--max-tokens' requires an argument"),
+    (["generate", "x", "--seed", "-1"], "--seed must"),
+    (["generate", "x", "--seed", "9" * 30], "--seed must"),
+    (["generate", "x", "--stop", ""], "--stop must hold non-empty strings"),
+    (["generate", "x", "-n", "0"], "-n must"),
+    (["generate", "x", "-n", "2"], "-n above 1 needs --json"),
+    (["generate", "x", "--no-such-option"], "--no-such-option"),
+    (["generate", "x", "--model", "no-such-model"], "--model: 'no-such-model' is neither"),
+    (["generate", "x", "--model", ""], "--model: ''"),
+    (["generate", "x", "--model", __file__], "test_generate.py"),
+    (["generate", "x", "--drafter", "magic"], "unknown --drafter 'magic'; known: none, ngram"),
+    (["generate", "x", "--draft-len", "-1"], "--draft-len must"),
+    (["generate", "x", "--accept", "magic"], "'--accept'"),
+    (["generate", "x", "--backend", "magic"], "unknown --backend 'magic'"),
+    (["generate", "x", "--threads", "0"], "--threads must"),
+    (["generate", "x", "--kv-slots", "1"], "--kv-slots must be a whole number of at least 2"),
+    (["generate", "x", "--kv-slots", "9" * 30], "'--kv-slots'"),
+    (["generate", "x", "--max-len", "9999"], "--max-len must be from 2 to --kv-slots (8192), not 9999"),
+    (["generate", "x", "--raw", "--system", "y"], "--system needs"),
+    (["generate", "x", "--color", "all"], "'--color'"),
+    (["generate", "x", "--color", "drafts", "--json"], "--json and --color"),
+    (["generate", "x", "--prompts", "y"], "leave the prompt argument out"),
+    (["generate", "-", "--prompts", "-"], "leave the prompt argument out"),
+    (["generate", "--json", "--prompts", "y"], "leave --json out"),
+    (["no-such-command"], "no-such-command"),
+]  # fmt: skip
 
 
-def test_ctrl_c_ends_at_once_without_a_traceback(smollm2_path: Path) -> None:
+@pytest.mark.parametrize(("arguments", "words"), MISTAKES, ids=lambda value: " ".join(value).encode("ascii", "replace")
+                         .decode()[:40] if isinstance(value, list) else "")  # fmt: skip
+def test_a_mistake_is_one_sentence_that_names_it_and_exit_code_2(
+    bare_cli: Cli, arguments: list[str], words: str
+) -> None:
+    done = bare_cli(*arguments)
+    assert (done.code, done.out) == (2, "")
+    (sentence,) = done.err.splitlines()
+    assert sentence.startswith("verispec: ")
+    assert words in sentence
+
+
+def test_mistakes_that_need_the_model(cli: Cli) -> None:
+    done = cli("generate", "word " * 9000)
+    assert (done.code, done.out) == (2, "")
+    assert re.search(r"the prompt has \d+ tokens; at most 8191 fit", done.err)
+    done = cli("generate", stdin=b"ab\xffcd")
+    assert (done.code, done.err) == (2, "verispec: the prompt on stdin: byte 2 (0xff) is not UTF-8\n")
+
+
+def test_traceback_shows_where_and_keeps_the_exit_code(bare_cli: Cli) -> None:
+    done = bare_cli("generate", "x", "--top-p", "2", "--traceback")
+    assert done.code == 2
+    assert "Traceback" in done.err
+
+
+def test_a_defect_is_no_bad_input(bare_cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(**options: Any) -> LLM:
+        raise ZeroDivisionError("oh")
+
+    monkeypatch.setattr("verispec.llm.LLM", broken)
+    done = bare_cli("generate", "x")
+    assert done.code == 1
+    assert done.err == "verispec: unexpected ZeroDivisionError: oh (a defect; --traceback shows where)\n"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_loading_may_be_interrupted_or_fail(
+    bare_cli: Cli, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    def loading(**options: Any) -> LLM:
+        raise error
+
+    monkeypatch.setattr("verispec.llm.LLM", loading)
+    done = bare_cli("generate", "x")
+    assert (done.code, done.err) in ((130, ""), (2, f"verispec: {done.err[10:]}"))
+    assert ("--kv-slots" in done.err) == (error is MemoryError)
+
+
+def test_options_reach_the_model(bare_cli: Cli, smollm2: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    got: dict[str, Any] = {}
+    monkeypatch.setattr("verispec.llm.LLM", lambda **options: got.update(options) or smollm2)
+    assert bare_cli(
+        "generate", "x", "--max-tokens", "1", "-m", "M", "--threads", "3", "--kv-slots", "99", "--max-len", "50",
+        "--draft-len", "5", "--drafter", "none", "--backend", "numpy",
+    ).code == 0  # fmt: skip
+    del got["progress"]
+    assert got == {
+        "model": "M", "threads": 3, "kv_slots": 99, "max_len": 50, "draft_len": 5, "drafter": "none",
+        "backend": "numpy",
+    }  # fmt: skip
+
+
+def test_drafts_in_colour() -> None:
+    event = TokenEvent(
+        0, 0, (TokenLogprob(1, 0.0),) * 3, ("go", "od", " day\x1b[2J"), num_accepted=2, rejected_ids=(7, 8)
+    )
+    shown = coloured(event, lambda token_id: {7: "\x1b]0;x\x07", 8: "no\n"}[token_id])
+    assert shown == f"{GREEN}good{PLAIN}{STRUCK_RED}\\x1b]0;x\\x07no\\n{PLAIN} day\\x1b[2J"
+
+
+def test_the_terminal_gets_no_commands_from_the_model() -> None:
+    assert safe("a\tb\nc\x1b[31m\r\x07\x9b1mé") == "a\tb\nc\\x1b[31m\\x0d\\x07\\x9b1mé"
+
+
+def test_colour_on_a_terminal_and_never_elsewhere(cli: Cli, terminal: Callable[..., Any]) -> None:
+    arguments = ["generate", "Say: a b a b a b a b a b a b", "--color", "drafts", "--max-tokens", "30"]
+    on_terminal = terminal(*arguments).rest()
+    assert GREEN in on_terminal
+    assert " tokens, " in on_terminal
+    elsewhere = cli(*arguments)
+    assert elsewhere.code == 0
+    assert "\x1b" not in elsewhere.out + elsewhere.err
+
+
+def test_ctrl_c_ends_at_once_without_a_traceback_even_twice(smollm2_path: Path) -> None:
     process = subprocess.Popen(
         [*COMMAND, "generate", "Count from 1 to 500.", "--max-tokens", "400", "--ignore-eos"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -89,18 +188,33 @@ def test_ctrl_c_ends_at_once_without_a_traceback(smollm2_path: Path) -> None:
     assert process.stdout is not None
     os.read(process.stdout.fileno(), 10)
     process.send_signal(signal.SIGINT)
+    time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=20)
     assert process.returncode == 130
     assert b"Traceback" not in stderr
 
 
-def test_a_closed_pipe_is_no_error(smollm2_path: Path) -> None:
-    command = f"{sys.executable} -m verispec generate -q 'Count from 1 to 50.' --max-tokens 30 | head -c 3"
-    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=120, check=False)
-    assert len(done.stdout) == 3
-    assert "Traceback" not in done.stderr
-    assert "BrokenPipe" not in done.stderr
+def test_streams_that_fail(smollm2_path: Path) -> None:
+    """One shell for all: a reader that leaves is no error, a full disk and a closed stdout are."""
+    command = f"{sys.executable} -m verispec generate -q hi --max-tokens 5"
+    script = f"""
+        {command} | head -c 3; echo " ${{PIPESTATUS[0]}}"
+        {command} > /dev/full; echo $?
+        {command} >&-; echo $?
+        {command.replace(" hi ", " ")} <&-; echo $?
+    """
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.split() == ["Hel", "0", "2", "2", "2"]
+    assert done.stderr.splitlines() == [
+        "verispec: stdout: No space left on device",
+        "verispec: stdout is closed; there is nowhere to write to",
+        "verispec: the prompt on stdin: stdin is closed",
+    ]
 
 
-def test_models_pull_prints_the_path(smollm2_path: Path) -> None:
-    assert Path(verispec("models", "pull").stdout.strip()) == smollm2_path
+def test_an_encoding_that_cannot_show_everything_is_no_error(cli: Cli, capsys: pytest.CaptureFixture[str]) -> None:
+    sys.stdout.reconfigure(encoding="ascii")  # type: ignore[union-attr]
+    done = cli("generate", "--raw", "Un café, deux café", "--json", "--max-tokens", "4")
+    assert "\\u00e9" in cli("generate", "--raw", "un café, un caf", "--json", "--max-tokens", "1").out
+    assert done.json()["text"]

@@ -38,6 +38,7 @@ from tests.support.adversaries import (
     facts,
 )
 from tests.support.fake_backend import FakeBackend
+from tests.support.scale import scaled
 from verispec.backends.protocol import Pass, PassKind, ReadyTicket, RowsBuilder, TableUpdate, Wanted
 from verispec.config import EngineConfig
 from verispec.engine import Engine, Request
@@ -49,10 +50,9 @@ MAX_LEN = 24
 NAN_TOKEN = 6
 MIN_RULES = 20_000  # this file's share of the 10^5 rules that the stateful tests of kv/ and engine/ execute
 CI = settings(
-    max_examples=640,
+    max_examples=scaled(640),
     stateful_step_count=45,
     deadline=None,
-    derandomize=True,
     phases=[Phase.generate, Phase.shrink],
     report_multiple_bugs=False,
     suppress_health_check=list(HealthCheck),

@@ -8,15 +8,15 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
+from tests.support.scale import scaled
 from verispec.kv import NUM_RESERVED, Lease, SlotPool
 
 NUM_SLOTS = 12
 MIN_RULES = 45_000  # this file's share of the 10^5 rules that the stateful tests of kv/ and engine/ execute
 CI = settings(
-    max_examples=1100,
+    max_examples=scaled(1100),
     stateful_step_count=50,
     deadline=None,
-    derandomize=True,
     suppress_health_check=list(HealthCheck),
 )
 

@@ -9,15 +9,15 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
+from tests.support.scale import scaled
 from verispec.kv import NUM_RESERVED, TARGET_STORE, NoPrefixCache, RadixPrefixCache, SlotPool
 
 NUM_SLOTS, NUM_STORES, MAX_LEN = 24, 3, 8
 MIN_RULES = 40_000  # this file's share of the 10^5 rules that the stateful tests of kv/ and engine/ execute
 CI = settings(
-    max_examples=900,
+    max_examples=scaled(900),
     stateful_step_count=60,
     deadline=None,
-    derandomize=True,
     suppress_health_check=list(HealthCheck),
 )
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.scale import scaled
 from verispec.sampling.draw import (
     NO_TOKEN,
     draw,
@@ -69,7 +70,7 @@ def reference_kept(logits: list[float], params: SamplingParams) -> list[int]:
 LOGITS = st.lists(st.integers(-40, 40).map(lambda i: i / 8), min_size=VOCAB, max_size=VOCAB)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=scaled(300), deadline=None)
 @given(
     logits=LOGITS,
     top_k=st.sampled_from([0, 1, 3, 10, 100]),

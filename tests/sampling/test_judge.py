@@ -6,6 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.scale import scaled
 from verispec.sampling.judge import judge
 from verispec.types import NO_PARENT, Draft, Verdict
 
@@ -29,7 +30,7 @@ def scored_drafts(draw: st.DrawFn) -> tuple[Draft, list[int]]:
     return Draft(tokens, parents), draws
 
 
-@settings(max_examples=500, deadline=None, derandomize=True)
+@settings(max_examples=scaled(500), deadline=None)
 @given(st.lists(scored_drafts(), max_size=6))
 def test_judge_equals_the_walk(batch: list[tuple[Draft, list[int]]]) -> None:
     found = judge([d for d, _ in batch], [np.array(draws, np.int64) for _, draws in batch])

@@ -1,17 +1,21 @@
-"""`verispec chat`: a conversation in the terminal. Ctrl-C stops the answer, not the program."""
+"""`verispec chat`: a conversation in the terminal. Ctrl-C stops the answer, not the program.
+
+Fed from a pipe it answers line by line; then a mistake ends it, as nobody is there to correct it.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import typer
 
-from verispec.cli import options
+from verispec.cli import options, terminal
 from verispec.config import DEFAULTS
-from verispec.errors import VerispecError
+from verispec.errors import InputError, VerispecError
 
 if TYPE_CHECKING:
     from verispec.llm import LLM
@@ -22,8 +26,10 @@ HELP = """\
 /system TEXT    set the system message and forget the conversation; without TEXT, remove it
 /seed N         set the seed; without N, a new random one for every answer
 /stats          figures of the last answer
+/help           this list
 /exit           leave (Ctrl-D does too)
-Ctrl-C          stop the answer; what was said of it stays in the conversation"""
+Ctrl-C          stop the answer; what was said of it stays in the conversation
+Arrow up, down  earlier lines"""
 
 
 @dataclass
@@ -32,24 +38,30 @@ class Conversation:
 
     llm: LLM
     params: SamplingParams
+    drafter: str
     system: str | None = None
     messages: list[dict[str, str]] = field(default_factory=list)
     last: SampleOutput | None = None
 
     def answer(self, text: str) -> None:
-        """Ask, stream the answer, and remember both."""
+        """Ask, stream the answer, and remember both; interrupted, remember what was said."""
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         asked = [*self.messages, {"role": "user", "content": text}]
         said = ""
         try:
-            for event in self.llm.chat_stream([*system, *asked], self.params):
+            for event in self.llm.chat_stream([*system, *asked], self.params, drafter=self.drafter):
                 said += event.text
-                _write(event.text)
                 self.last = event.output or self.last
+                terminal.out(event.text)
+                if event.output is not None and event.output.error is not None:
+                    raise VerispecError(event.output.error)
         except KeyboardInterrupt:
-            _write(" [stopped]")
-        _write("\n")
-        self.messages = [*asked, {"role": "assistant", "content": said}]
+            terminal.note(" [stopped]")
+            raise
+        finally:
+            if said:
+                self.messages = [*asked, {"role": "assistant", "content": said}]
+        terminal.out("\n")
 
     def command(self, line: str) -> None:
         """Carry out a line that starts with a slash."""
@@ -57,28 +69,36 @@ class Conversation:
         rest = rest.strip()
         if name == "/reset":
             self.messages = []
+            terminal.note("the conversation is forgotten")
         elif name == "/system":
             self.system, self.messages = rest or None, []
+            terminal.note("the system message is " + ("set" if rest else "removed") + ", the conversation forgotten")
         elif name == "/seed":
             self._set_seed(rest)
         elif name == "/stats":
             self._show_stats()
+        elif name == "/help":
+            terminal.note(HELP)
         else:
-            _note(HELP if name == "/help" else f"unknown command {name}\n{HELP}")
+            raise InputError(f"unknown command {name}; /help lists the commands")
 
     def _set_seed(self, text: str) -> None:
-        if text and not text.isdecimal():
-            _note(f"/seed takes a whole number, not {text!r}")
-            return
-        self.params = replace(self.params, seed=int(text) if text else None)
+        if text and not (text.isascii() and text.isdecimal() and len(text) < 100):
+            raise InputError(f"/seed takes a whole number, not {text[:100]!r}")
+        try:
+            self.params = replace(self.params, seed=int(text) if text else None)
+        except InputError as error:
+            raise InputError(f"/{error}") from error  # "seed must be ..."
+        terminal.note(f"the seed is {text}" if text else "every answer gets a random seed")
 
     def _show_stats(self) -> None:
         from verispec.cli.show import figures
 
-        _note("no answer yet" if self.last is None else figures(self.last, self.llm.profile))
+        terminal.note("no answer yet" if self.last is None else figures(self.last, self.llm.profile))
 
 
 def chat(
+    ctx: typer.Context,
     model: options.Model = "smollm2-135m",
     system: options.System = None,
     max_tokens: options.MaxTokens = 512,
@@ -90,78 +110,81 @@ def chat(
     presence_penalty: options.PresencePenalty = 0.0,
     frequency_penalty: options.FrequencyPenalty = 0.0,
     seed: options.Seed = None,
+    stop: options.Stop = None,
     drafter: options.Drafter = "ngram",
     draft_len: options.DraftLen = DEFAULTS.max_draft,
+    deterministic: options.Deterministic = True,
     backend: options.Backend = "numpy",
     threads: options.Threads = None,
     kv_slots: options.KVSlots = DEFAULTS.num_slots,
     max_len: options.MaxLen = None,
 ) -> None:
-    """Talk to the model, turn by turn. /help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves."""
-    from verispec.types import SamplingParams
+    """Talk to the model, turn by turn. /help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves.
 
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        seed=seed,
-    )
-
-    from verispec.cli.progress import LoadingDisplay
-    from verispec.llm import LLM
-
-    with LoadingDisplay() as display:
-        llm = LLM(
-            model,
-            drafter=drafter,
-            backend=backend,
-            threads=threads,
-            kv_slots=kv_slots,
-            max_len=max_len,
-            draft_len=draft_len,
-            progress=display.update,
-        )
-    _converse(Conversation(llm, params, system))
+    The commands: /reset, /system TEXT, /seed N, /stats, /help, /exit. Lines may be piped in, too.
+    """
+    params = options.sampling_params(ctx.params)
+    if system is not None:
+        terminal.checked(system, name="--system")
+    conversation = Conversation(options.load_llm(ctx.params), params, drafter, system)
+    if terminal.stdin_is_terminal():
+        _converse(conversation)
+    else:
+        _answer_lines(conversation)
 
 
 def _converse(conversation: Conversation) -> None:
-    interactive = sys.stdin.isatty()
-    if interactive:
-        with contextlib.suppress(ImportError):
-            import readline  # noqa: F401  (gives input() its history and arrow keys)
-        _note("/help lists the commands, Ctrl-D leaves")
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  (gives input() its history and arrow keys)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # every Ctrl-C counts here, however quick
+    terminal.note("/help lists the commands, Ctrl-D leaves")
     while True:
-        try:
-            line = input("> " if interactive else "").strip()
-        except EOFError:
+        # Whatever is to be said of an interrupt is said inside: here a second one can only be ignored.
+        with contextlib.suppress(KeyboardInterrupt):
+            if not _turn(conversation):
+                return
+
+
+def _turn(conversation: Conversation) -> bool:
+    """Ask for a line and serve it; False at the end."""
+    line = _ask()
+    if line is None or line == "/exit":
+        return False
+    try:
+        _serve(conversation, line)
+    except terminal.OutputError:
+        raise
+    except VerispecError as error:
+        terminal.note(f"verispec: {error}")
+    return True
+
+
+def _ask() -> str | None:
+    """The next line; None at the end of input. The prompt is no part of what goes to stdout."""
+    on_terminal = sys.stdout.isatty()
+    if not on_terminal and sys.stderr is not None:
+        sys.stderr.write("> ")
+        sys.stderr.flush()
+    try:
+        return input("> " if on_terminal else "").strip()
+    except EOFError:
+        terminal.note("")
+        return None
+    except KeyboardInterrupt:
+        terminal.note("\nCtrl-D or /exit leaves")
+        raise
+
+
+def _answer_lines(conversation: Conversation) -> None:
+    for line in sys.stdin or ():
+        if line.strip() == "/exit":
             return
-        except KeyboardInterrupt:
-            _write("\n")
-            continue
-        if line == "/exit":
-            return
-        if not line:
-            continue
-        try:
-            if line.startswith("/"):
-                conversation.command(line)
-            else:
-                conversation.answer(line)
-        except VerispecError as error:  # too long a conversation, say: it can be reset
-            _note(f"verispec: {error}")
+        _serve(conversation, line.strip())
 
 
-def _write(text: str) -> None:
-    from verispec.cli.show import safe
-
-    sys.stdout.write(safe(text) if sys.stdout.isatty() else text)
-    sys.stdout.flush()
-
-
-def _note(text: str) -> None:
-    typer.echo(text, err=True)
+def _serve(conversation: Conversation, line: str) -> None:
+    if line.startswith("/"):
+        conversation.command(line)
+    elif line:
+        conversation.answer(terminal.checked(line, name="the line"))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from verispec.cli import options
+from verispec.cli import options, terminal
 from verispec.config import DEFAULTS
 from verispec.errors import InputError, VerispecError
 
@@ -16,24 +14,32 @@ if TYPE_CHECKING:
     from verispec.llm import LLM
     from verispec.types import SamplingParams
 
-ACCEPTANCE_RULES = ("match",)
-
 
 def generate(
+    ctx: typer.Context,
     prompt: Annotated[str | None, typer.Argument(help="The prompt; read from stdin if absent or '-'.")] = None,
     prompts: Annotated[
         str | None,
         typer.Option(
-            help='A file of JSON lines, or -: {"prompt": ...}, {"token_ids": [...]} or {"messages": [...]}, plus any '
-            "sampling parameters. All lines run as one batch; one JSON line each comes out, in input order."
+            metavar="FILE.jsonl",
+            help='A file of JSON lines, or - for stdin: {"prompt": "..."}, {"token_ids": [...]} or {"messages": '
+            '[{"role": ..., "content": ...}]}, plus any sampling parameters ("max_tokens", "seed", ...), which win '
+            "over the options. All lines run as one batch; one JSON line each comes out, in input order. A bad line "
+            "gives an error object in its place, and exit code 2 in the end.",
         ),
     ] = None,
     model: options.Model = "smollm2-135m",
     system: options.System = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without chat template.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="Print one JSON object: text, token ids, log-probabilities, seed, digest, stats."),
+    ] = False,
     color: Annotated[
-        str | None, typer.Option(help="'drafts': accepted draft tokens in green, rejected ones struck through in red.")
+        options.Colour | None,
+        typer.Option(
+            help="drafts: accepted draft tokens in green, rejected ones struck through in red. Only on a terminal."
+        ),
     ] = None,
     quiet: Annotated[
         bool, typer.Option("-q", "--quiet", help="Only the text: no progress, no line of figures.")
@@ -52,7 +58,7 @@ def generate(
     n: options.Samples = 1,
     drafter: options.Drafter = "ngram",
     draft_len: options.DraftLen = DEFAULTS.max_draft,
-    accept: options.Accept = "match",
+    accept: options.Accept = options.Acceptance.MATCH,
     deterministic: options.Deterministic = True,
     backend: options.Backend = "numpy",
     threads: options.Threads = None,
@@ -62,52 +68,28 @@ def generate(
     """Generate text. Streams the answer to a prompt, then one line of figures on stderr.
 
     The digest in that line is over tokens and log-probabilities: the same prompt, parameters and seed give it again, in
-    any batch and with any drafter.
+    any batch and with any drafter. A prompt from stdin loses one line end at its end, as `echo` adds one.
+
+    A prompt that begins with a dash goes after --, as in: verispec generate --max-tokens 9 -- "-1 is"
     """
-    _check_choices(prompt, prompts, raw=raw, system=system, as_json=as_json, color=color, accept=accept, n=n)
-
-    from verispec.types import SamplingParams
-
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        seed=seed,
-        stop=tuple(stop or ()),
-        ignore_eos=ignore_eos,
-        n=n,
-        deterministic=deterministic,
-    )
-    text = _read_prompt(prompt) if prompts is None else ""
-    lines = _read_lines(prompts) if prompts is not None else []
-
-    from verispec.cli.progress import LoadingDisplay
-    from verispec.llm import LLM
-
-    with LoadingDisplay(quiet=quiet) as display:
-        llm = LLM(
-            model,
-            drafter=drafter,
-            backend=backend,
-            threads=threads,
-            kv_slots=kv_slots,
-            max_len=max_len,
-            draft_len=draft_len,
-            progress=display.update,
-        )
+    _check_choices(prompt, prompts, raw=raw, system=system, as_json=as_json, color=color, n=n)
+    params = options.sampling_params(ctx.params)
+    if system is not None:
+        terminal.checked(system, name="--system")
     if prompts is not None:
-        _run_file(llm, lines, params, raw=raw, system=system, drafter=drafter, quiet=quiet)
+        from verispec.cli.batch import read_lines, run_file
+
+        lines = read_lines(prompts)
+        llm = options.load_llm(ctx.params, quiet=quiet)
+        run_file(llm, lines, params, raw=raw, system=system, drafter=drafter, quiet=quiet, name=f"--prompts {prompts}")
         return
+    text = _read_prompt(prompt)
+    llm = options.load_llm(ctx.params, quiet=quiet)
     prompt_ids = llm.tokenizer.encode(text) if raw else _chat_ids(llm, system, text)
     if as_json:
         _print_json(llm, prompt_ids, params, drafter)
     else:
-        _print_stream(llm, prompt_ids, params, color=color, quiet=quiet)
+        _print_stream(llm, prompt_ids, params, drafter, color=color is not None, quiet=quiet)
 
 
 def _check_choices(
@@ -117,20 +99,15 @@ def _check_choices(
     raw: bool,
     system: str | None,
     as_json: bool,
-    color: str | None,
-    accept: str,
+    color: options.Colour | None,
     n: int,
 ) -> None:
-    if accept not in ACCEPTANCE_RULES:
-        raise InputError(f"--accept must be one of {', '.join(ACCEPTANCE_RULES)}, not {accept!r}")
-    if color not in (None, "drafts"):
-        raise InputError(f"--color must be 'drafts', not {color!r}")
     if raw and system is not None:
         raise InputError("--system needs the chat template, which --raw turns off")
     if prompts is not None and prompt is not None:
         raise InputError("--prompts takes its prompts from a file; leave the prompt argument out")
     if prompts is not None and (as_json or color):
-        raise InputError("--prompts prints JSON lines; leave --json and --color out")
+        raise InputError(f"--prompts prints JSON lines; leave {'--json' if as_json else '--color'} out")
     if as_json and color:
         raise InputError("--json and --color exclude each other")
     if n > 1 and not as_json and prompts is None:
@@ -138,22 +115,16 @@ def _check_choices(
 
 
 def _read_prompt(prompt: str | None) -> str:
+    if prompt is None and terminal.stdin_is_terminal():
+        raise InputError("no prompt: give one as an argument, or pipe it to stdin")
     if prompt is None or prompt == "-":
-        if prompt is None and sys.stdin.isatty():
-            raise InputError("no prompt: give one as an argument, or pipe it to stdin")
-        try:
-            prompt = sys.stdin.read()
-        except UnicodeDecodeError as error:
-            raise InputError(f"stdin: byte {error.start} is not UTF-8") from error
-    if not prompt.strip():
+        text = terminal.read_text("-", name="the prompt on stdin")
+        text = text.removesuffix("\n").removesuffix("\r")
+    else:
+        text = terminal.checked(prompt, name="the prompt argument")
+    if not text.strip():
         raise InputError("the prompt is empty")
-    return prompt
-
-
-def _read_lines(path: str) -> list[str]:
-    from verispec.cli.batch import read_lines
-
-    return read_lines(path)
+    return text
 
 
 def _chat_ids(llm: LLM, system: str | None, text: str) -> list[int]:
@@ -164,49 +135,32 @@ def _chat_ids(llm: LLM, system: str | None, text: str) -> list[int]:
 def _print_json(llm: LLM, prompt_ids: list[int], params: SamplingParams, drafter: str) -> None:
     from verispec.cli.show import as_object
 
-    (completion,) = llm.generate([prompt_ids], params)
-    sys.stdout.write(json.dumps(as_object(completion, drafter=drafter), ensure_ascii=False) + "\n")
+    (completion,) = llm.generate([prompt_ids], params, drafter=drafter)
+    terminal.out_json(as_object(completion, drafter=drafter))
     if completion.error is not None:
         raise VerispecError(completion.error)
 
 
-def _print_stream(llm: LLM, prompt_ids: list[int], params: SamplingParams, *, color: str | None, quiet: bool) -> None:
-    from verispec.cli.show import coloured, figures, safe
+def _print_stream(
+    llm: LLM, prompt_ids: list[int], params: SamplingParams, drafter: str, *, color: bool, quiet: bool
+) -> None:
+    from verispec.cli.show import coloured, figures
 
-    on_terminal = sys.stdout.isatty()
+    paint = color and terminal.shows_colour()
     output = None
+    begun = False
     try:
-        for event in llm.stream(prompt_ids, params):
-            if on_terminal and color:
-                sys.stdout.write(coloured(event, llm.tokenizer.token_text))
+        for event in llm.stream(prompt_ids, params, drafter=drafter):
+            begun = True
+            if paint:
+                terminal.styled_out(coloured(event, llm.tokenizer.token_text))
             else:
-                sys.stdout.write(safe(event.text) if on_terminal else event.text)
-            sys.stdout.flush()
+                terminal.out(event.text)
             output = event.output
     finally:
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+        if begun:  # an answer cut short ends its line too
+            terminal.out("\n")
     if output is not None and output.error is not None:
         raise VerispecError(output.error)
     if output is not None and not quiet:
-        typer.echo(figures(output, llm.profile), err=True)
-
-
-def _run_file(
-    llm: LLM, lines: list[str], params: SamplingParams, *, raw: bool, system: str | None, drafter: str, quiet: bool
-) -> None:
-    from verispec.cli.batch import OrderedPrinter, parse_line, run_batch
-    from verispec.cli.progress import BatchDisplay
-
-    def chat(text: str) -> list[int]:
-        return _chat_ids(llm, system, text)
-
-    def write(line: str) -> None:
-        sys.stdout.write(line)
-        sys.stdout.flush()
-
-    parsed = [parse_line(line, llm=llm, defaults=params, chat=None if raw else chat, drafter=drafter) for line in lines]
-    with BatchDisplay(len(parsed), quiet=quiet) as display:
-        failed = run_batch(llm, parsed, drafter=drafter, printer=OrderedPrinter(write), on_done=display.advance)
-    if failed and not quiet:
-        typer.echo(f"verispec: {failed} of {len(parsed)} lines failed; their objects say why", err=True)
+        terminal.note(figures(output, llm.profile))

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from verispec.cli import options
+from verispec.cli import options, terminal
 from verispec.config import DEFAULTS
 from verispec.errors import InputError
 
@@ -18,13 +15,16 @@ if TYPE_CHECKING:
     from verispec.llm import LLM
     from verispec.types import TokenLogprob
 
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
 
 def score(
+    ctx: typer.Context,
     file: Annotated[str, typer.Argument(help="A text file, or - for stdin.")],
     model: options.Model = "smollm2-135m",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
     window: Annotated[
-        int | None, typer.Option(help="Tokens scored together; longer texts are cut. Default: what fits.")
+        int | None, typer.Option(min=2, help="Tokens scored together; longer texts are cut. Default: what fits.")
     ] = None,
     backend: options.Backend = "numpy",
     threads: options.Threads = None,
@@ -32,79 +32,81 @@ def score(
 ) -> None:
     """Print the log-probability of every token of a text, and its perplexity.
 
-    A text longer than the window is scored in windows that share one token, so every token but the first has a value;
-    at the start of a window it has little context.
+    The text is taken as it is, without chat template. A text longer than the window is scored in windows that share
+    one token, so every token but the first has a value; at the start of a window it has little context.
     """
-    text = _read_text(file)
-    if window is not None and window < 2:
-        raise InputError(f"--window must be at least 2, not {window}")
-
-    from verispec.cli.progress import LoadingDisplay
-    from verispec.llm import LLM
-
-    with LoadingDisplay() as display:
-        llm = LLM(model, drafter="none", backend=backend, threads=threads, kv_slots=kv_slots, progress=display.update)
+    text = terminal.read_text(file, name=_name(file))
+    if not text:
+        raise InputError(f"{_name(file)} is empty")
+    llm = options.load_llm(ctx.params, drafter="none")
+    longest = llm.engine.max_len
+    if window is not None and window > longest:
+        raise InputError(f"--window is {window}, but at most {longest} tokens fit")
     ids = llm.tokenizer.encode(text)
     if len(ids) < 2:
-        raise InputError(f"{file} has {len(ids)} token; scoring needs at least two")
-    entries = _score_windows(llm, ids, min(window or llm.engine.max_len, llm.engine.max_len))
+        raise InputError(f"{_name(file)} has {len(ids)} token; scoring needs at least two")
+    entries = _score_windows(llm, ids, window or longest)
     perplexity = math.exp(-sum(entry.logprob for entry in entries) / len(entries))
     if as_json:
         result = {"token_ids": ids, "logprobs": [e.logprob for e in entries], "perplexity": perplexity}
-        typer.echo(json.dumps({**result, "profile": llm.profile}))
+        terminal.out_json({**result, "profile": llm.profile})
         return
-    for entry in entries:
-        typer.echo(f"{entry.logprob:10.4f}  {entry.token_id:6}  {llm.tokenizer.token_text(entry.token_id)!r}")
-    typer.echo(f"{len(ids)} tokens, perplexity {perplexity:.4f}, profile {llm.profile}", err=True)
+    rows = (f"{e.logprob:10.4f}  {e.token_id:6}  {llm.tokenizer.token_text(e.token_id)!r}\n" for e in entries)
+    terminal.out("".join(rows))
+    terminal.note(f"{len(ids)} tokens, perplexity {perplexity:.4f}, profile {llm.profile}")
+
+
+def _name(file: str) -> str:
+    return "stdin" if file == "-" else file
 
 
 def _score_windows(llm: LLM, ids: list[int], window: int) -> list[TokenLogprob]:
+    from verispec.cli.progress import CountDisplay
+
     entries: list[TokenLogprob] = []
     starts = range(0, len(ids) - 1, window - 1)
-    for start in starts:
-        entries += llm.score(ids[start : start + window]).logprobs
+    with CountDisplay("scoring", len(starts)) as display:
+        for start in starts:
+            entries += llm.score(ids[start : start + window]).logprobs
+            display.advance()
     return entries
 
 
-def _read_text(file: str) -> str:
-    try:
-        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"{file}: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"{file}: byte {error.start} is not UTF-8") from error
-    if not text:
-        raise InputError(f"{file} is empty")
-    return text
-
-
 def audit(
+    ctx: typer.Context,
     model: options.Model = "smollm2-135m",
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure again, whatever is cached.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
     backend: options.Backend = "numpy",
     threads: options.Threads = None,
 ) -> None:
-    """Show which pass shapes are row-pure here, the family that was chosen, what passes cost, and the profile."""
-    from verispec.cli.progress import LoadingDisplay
-    from verispec.llm import LLM
+    """Show which pass shapes are row-pure here, the family that was chosen, what passes cost, and the profile.
 
-    with LoadingDisplay() as display:
-        llm = LLM(model, backend=backend, threads=threads, fresh_audit=fresh, progress=display.update)
-    found = llm.calibration
+    A shape is a number of rows that a pass computes at once. It is row-pure if the bits of a row do not depend on the
+    other rows; shapes in one pair of braces give the same bits. Outputs can be equal only where the profile's hash is.
+    """
+    llm = options.load_llm(ctx.params, fresh_audit=fresh)
     if as_json:
-        typer.echo(json.dumps(_audit_object(llm)))
-        return
-    typer.echo("Shapes whose bits agree, kernel by kernel:")
-    typer.echo(found.audit.table())
-    typer.echo(f"\nCanonical family: {', '.join(map(str, found.family))}")
-    typer.echo("\nCost of a pass, T(M, context):\n    rows  ms  + us per context token")
-    for shape, base, slope in zip(found.cost.shapes, found.cost.base, found.cost.per_context_token, strict=True):
-        typer.echo(f"{shape:8} {base * 1e3:7.1f} {slope * 1e6:7.2f}")
-    typer.echo("\nProfile:")
-    for name, value in found.profile.fingerprint:
-        typer.echo(f"{name:>10}  {value}")
-    typer.echo(f"{'hash':>10}  {found.profile.hash}")
+        terminal.out_json(_audit_object(llm))
+    else:
+        terminal.out(_audit_text(llm))
+
+
+def _audit_text(llm: LLM) -> str:
+    found = llm.calibration
+    cost = zip(found.cost.shapes, found.cost.base, found.cost.per_context_token, strict=True)
+    lines = [
+        "Shapes whose bits agree, kernel by kernel:",
+        found.audit.table(),
+        f"\nCanonical family: {', '.join(map(str, found.family))}",
+        "\nCost of a pass, T(M, context):",
+        f"{'rows':>8} {'ms':>7} + us per context token",
+        *(f"{shape:8} {base * 1e3:7.1f} {slope * 1e6:7.2f}" for shape, base, slope in cost),
+        "\nProfile:",
+        *(f"{name:>10}  {value}" for name, value in found.profile.fingerprint),
+        f"{'hash':>10}  {found.profile.hash}",
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def _audit_object(llm: LLM) -> dict[str, Any]:

@@ -1,77 +1,66 @@
 """The `verispec` command. Heavy imports happen inside commands, so that help is instant.
 
 Text goes to stdout, everything else to stderr. A mistake becomes one sentence and exit code 2; --traceback, anywhere
-before a `--`, shows where it came from.
+before a `--`, shows where it came from. Even the commands are imported inside `run`: Ctrl-C may come that early.
 """
 
 from __future__ import annotations
 
-import os
+import math
+import signal
 import sys
-from typing import Annotated
+import time
+import traceback
+from types import FrameType
 
-import typer
-
-from verispec.cli import chat, generate, inspect, models
-from verispec.errors import VerispecError
-
+EXIT_DEFECT = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
-# Newer typer brings its own click, older versions import it: the classes are found through what both export.
-_ClickError: type[Exception] = typer.BadParameter.__mro__[2]
-
-app = typer.Typer(
-    help="verispec: LLM inference that is fast and bit-for-bit reproducible.",
-    epilog="A developer's option, anywhere: --traceback shows where an error came from.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-app.command()(generate.generate)
-app.command()(chat.chat)
-app.command()(inspect.score)
-app.command()(inspect.audit)
-app.add_typer(models.app, name="models")
-
-
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        from verispec.cli.version import describe
-
-        typer.echo(describe())
-        raise typer.Exit
-
-
-@app.callback()
-def common(
-    version: Annotated[
-        bool,
-        typer.Option("--version", callback=_show_version, is_eager=True, help="Show version, backend and profile."),
-    ] = False,
-) -> None:
-    """LLM inference that is fast and bit-for-bit reproducible."""
+_IMPATIENCE_SECONDS = 1.0
 
 
 def main() -> None:
-    """Run the command line."""
-    arguments, wants_traceback = _split_traceback(sys.argv[1:])
+    """Run the command line of this process."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # the shell may have it ignored
+        signal.signal(signal.SIGINT, _Interrupts())
     try:
+        code = run(sys.argv[1:])
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the interpreter's own shutdown is left
+    sys.exit(code)
+
+
+class _Interrupts:
+    """Ctrl-C. A second one right after the first is the same wish, and must not disturb a command that is ending."""
+
+    def __init__(self) -> None:
+        self._last = -math.inf
+
+    def __call__(self, signum: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if now - self._last > _IMPATIENCE_SECONDS:
+            self._last = now
+            raise KeyboardInterrupt
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command; returns the exit code, or raises KeyboardInterrupt."""
+    arguments, wants_traceback = _split_traceback(arguments)
+    try:
+        from verispec.cli import terminal
+        from verispec.cli.app import app
+
+        terminal.prepare()
         code = app(arguments, prog_name="verispec", standalone_mode=False)
-        _flush()
-        sys.exit(code if isinstance(code, int) else 0)
-    except (VerispecError, _ClickError, OSError, MemoryError) as error:
-        if isinstance(error, BrokenPipeError):
-            # The reader has gone (`| head`): nothing more to say, and nothing to flush at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            sys.exit(0)
+        terminal.styled_out("")  # flushes what a library wrote: a full disk is noticed here, not at exit
+        return code if isinstance(code, int) else 0
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except Exception as error:
         if wants_traceback:
-            raise
-        typer.echo(f"verispec: {_sentence(error)}", err=True)
-        sys.exit(EXIT_BAD_INPUT)
-    except (KeyboardInterrupt, typer.Abort):
-        if wants_traceback:
-            raise
-        sys.exit(EXIT_INTERRUPTED)
+            traceback.print_exc()
+        return _report(error)
 
 
 def _split_traceback(arguments: list[str]) -> tuple[list[str], bool]:
@@ -80,18 +69,30 @@ def _split_traceback(arguments: list[str]) -> tuple[list[str], bool]:
     return kept + arguments[end:], len(kept) < end
 
 
-def _flush() -> None:
-    """Write what is buffered now, so that a full disk or a closed pipe is noticed here and not at exit."""
-    sys.stdout.flush()
+def _report(error: Exception) -> int:
+    """Say what ended a command, in one sentence where there is something to say; returns the exit code."""
+    from verispec.cli import terminal
+    from verispec.cli.app import Abort, UsageMistake
+    from verispec.errors import VerispecError
 
-
-def _sentence(error: BaseException) -> str:
-    """What to say of an error: the message a user can act on."""
-    if isinstance(error, _ClickError):
-        return str(error.format_message())  # type: ignore[attr-defined]
-    if isinstance(error, MemoryError):
-        return "not enough memory; a smaller --kv-slots or a smaller model needs less"
-    if isinstance(error, OSError) and not isinstance(error, VerispecError):
+    if isinstance(error, Abort):  # what older versions of typer make of Ctrl-C
+        raise KeyboardInterrupt from error
+    if isinstance(error, OSError | terminal.OutputError):
+        terminal.drop_stdout()
+    if isinstance(error, terminal.ReaderGoneError):
+        return 0
+    if isinstance(error, UsageMistake):
+        sentence = error.format_message().replace("Value error, ", "")  # type: ignore[attr-defined]
+    elif isinstance(error, VerispecError):
+        sentence = str(error)
+    elif isinstance(error, MemoryError):
+        sentence = "not enough memory; a smaller --kv-slots or a smaller model needs less"
+    elif isinstance(error, OSError):
         place = f"{error.filename}: " if error.filename else ""
-        return f"{place}{error.strerror or error}"
-    return str(error)
+        sentence = f"{place}{error.strerror or error}"
+    else:
+        terminal.note(f"verispec: unexpected {type(error).__name__}: {error} (a defect; --traceback shows where)")
+        return EXIT_DEFECT
+    if sentence:  # a missing command has shown the help instead
+        terminal.note(f"verispec: {sentence}")
+    return EXIT_BAD_INPUT

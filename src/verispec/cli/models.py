@@ -6,11 +6,16 @@ from typing import Annotated
 
 import typer
 
+from verispec.cli import options
+from verispec.cli.terminal import out
 from verispec.errors import InputError
 
 app = typer.Typer(help="Models on this machine: list, pull, remove, path.", no_args_is_help=True)
 
-Name = Annotated[str, typer.Argument(help="A known model's name.")]
+Name = Annotated[
+    str,
+    typer.Argument(help="A known model's name, as `verispec models list` shows.", autocompletion=options.known_models),
+]
 
 
 @app.command("list")
@@ -21,41 +26,41 @@ def list_models() -> None:
     for model in REGISTRY.values():
         path = cached_path(model.name)
         state = f"here: {path}" if path is not None else "not fetched"
-        typer.echo(f"{model.name:16} {model.nbytes / 1e6:7.1f} MB  {model.licence:12} {state}")
+        out(f"{model.name:16} {model.nbytes / 1e6:7.1f} MB  {model.licence:12} {state}\n")
 
 
 @app.command()
-def pull(
-    name: Annotated[str, typer.Argument(help="A known name, or a hub id such as org/name.")] = "smollm2-135m",
-) -> None:
+def pull(name: Name = "smollm2-135m") -> None:
     """Fetch a model into the cache, if it is not there, and print its path."""
     from verispec.cli.progress import LoadingDisplay
-    from verispec.model.hub import resolve
+    from verispec.model.hub import cached_path, resolve
 
-    with LoadingDisplay() as display:
-        path = resolve(name, progress=lambda stage, done, total: display.update(stage, done / max(1, total)))
-    typer.echo(path)
+    path = cached_path(name)  # refuses what is not a known name: `resolve` alone would take any path
+    if path is None:
+        with LoadingDisplay() as display:
+            path = resolve(name, progress=lambda stage, done, total: display.update(stage, done / max(1, total)))
+    out(f"{path}\n")
 
 
 @app.command()
 def remove(name: Name) -> None:
-    """Delete a fetched model from the cache."""
-    from verispec.model.hub import cached_path
+    """Delete a fetched model from the cache; a damaged file, too."""
+    from verispec.model.hub import REGISTRY, cache_dir, cached_path
 
-    path = cached_path(name)
-    if path is None:
+    path = cached_path(name) or cache_dir() / REGISTRY[name].file_name
+    if not path.exists():
         raise InputError(f"{name} is not in the cache")
     nbytes = path.stat().st_size
     path.unlink()
-    typer.echo(f"removed {path} ({nbytes / 1e6:.1f} MB)")
+    out(f"removed {path} ({nbytes / 1e6:.1f} MB)\n")
 
 
 @app.command("path")
-def show_path(name: Name) -> None:
+def show_path(name: Name = "smollm2-135m") -> None:
     """Print where a fetched model is."""
     from verispec.model.hub import cached_path
 
     path = cached_path(name)
     if path is None:
         raise InputError(f"{name} is not in the cache; `verispec models pull {name}` fetches it")
-    typer.echo(path)
+    out(f"{path}\n")

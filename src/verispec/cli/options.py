@@ -1,26 +1,80 @@
-"""Options that several commands share, each described once. Knows typer; knows nothing of models."""
+"""Options that several commands share, each described once; and what becomes of them: parameters and a loaded model.
+
+Commands hand over `ctx.params`, all their options by name, so that no list of options is written twice. Errors about
+options speak of flags as they are typed: `naming_flags` is the one place that knows how fields are spelt there.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from verispec.errors import InputError
+
+if TYPE_CHECKING:
+    from verispec.llm import LLM
+    from verispec.types import SamplingParams
+
 _SAMPLING, _SPEED, _MODEL = "Sampling", "Drafting and speed", "Model"
+_MAX_SLOTS = 2**31 - 1
+
+# Fields whose flag is not their own name with dashes.
+_FLAGS = {"num_slots": "--kv-slots", "max_draft": "--draft-len", "n": "-n"}
+_OTHER_FIELDS = ("num_slots", "max_draft", "max_len", "threads", "drafter", "backend")
+_LOADING = ("model", "drafter", "backend", "threads", "kv_slots", "max_len", "draft_len")
+
+
+class Acceptance(StrEnum):
+    """The rules of --accept."""
+
+    MATCH = "match"
+
+
+class Colour(StrEnum):
+    """What --color can show."""
+
+    DRAFTS = "drafts"
+
+
+def known_models() -> list[str]:
+    """For shell completion."""
+    from verispec.model.hub import REGISTRY
+
+    return list(REGISTRY)
+
+
+def drafters() -> list[str]:
+    """For shell completion."""
+    from verispec.spec.registry import DRAFTERS
+
+    return list(DRAFTERS)
+
 
 Model = Annotated[
     str,
     typer.Option(
         "-m", "--model", rich_help_panel=_MODEL,
-        help="A known name, a GGUF file, a folder with safetensors, or a hub id such as org/name.",
+        help="A known name (`verispec models list`), a GGUF file, or a folder with config.json and safetensors.",
+        autocompletion=known_models,
     ),
 ]  # fmt: skip
-Backend = Annotated[str, typer.Option(rich_help_panel=_MODEL, help="What runs the model: numpy.")]
+Backend = Annotated[
+    str, typer.Option(rich_help_panel=_MODEL, help="What runs the model: numpy.", autocompletion=lambda: ["numpy"])
+]
 Threads = Annotated[
     int | None,
-    typer.Option(rich_help_panel=_MODEL, help="Threads of the arithmetic; part of the profile. Default: all cores."),
+    typer.Option(rich_help_panel=_MODEL, help="Threads that compute; their number changes no bit. Default: all cores."),
 ]
-KVSlots = Annotated[int, typer.Option(rich_help_panel=_MODEL, help="K/V capacity in tokens, for all requests.")]
+KVSlots = Annotated[
+    int,
+    typer.Option(rich_help_panel=_MODEL, max=_MAX_SLOTS, help="K/V capacity in tokens, for all requests together."),
+]
 MaxLen = Annotated[
     int | None,
     typer.Option(rich_help_panel=_MODEL, help="The most tokens of one request, prompt included. Default: the context."),
@@ -61,10 +115,16 @@ IgnoreEos = Annotated[
 Samples = Annotated[int, typer.Option("-n", rich_help_panel=_SAMPLING, help="Samples per prompt.")]
 
 Drafter = Annotated[
-    str, typer.Option(rich_help_panel=_SPEED, help="ngram or none. Changes the speed, never the output.")
+    str,
+    typer.Option(
+        rich_help_panel=_SPEED, help="ngram or none. Changes the speed, never the output.", autocompletion=drafters
+    ),
 ]
 DraftLen = Annotated[int, typer.Option(rich_help_panel=_SPEED, help="The most tokens to draft at once.")]
-Accept = Annotated[str, typer.Option(rich_help_panel=_SPEED, help="Rule that accepts drafts: match.")]
+Accept = Annotated[
+    Acceptance,
+    typer.Option(rich_help_panel=_SPEED, help="Rule that accepts drafts. match: those the model would have drawn."),
+]
 Deterministic = Annotated[
     bool,
     typer.Option(
@@ -73,3 +133,48 @@ Deterministic = Annotated[
     ),
 ]
 System = Annotated[str | None, typer.Option(help="System message for the chat template.")]
+
+
+def sampling_params(given: Mapping[str, Any]) -> SamplingParams:
+    """The sampling parameters among a command's options."""
+    from verispec.types import SamplingParams
+
+    names = {f.name for f in fields(SamplingParams)}
+    chosen = {name: value for name, value in given.items() if name in names}
+    with naming_flags():
+        return SamplingParams(**{**chosen, "stop": tuple(chosen.get("stop") or ())})
+
+
+def load_llm(given: Mapping[str, Any], *, quiet: bool = False, **more: Any) -> LLM:
+    """The model that a command's options name, loaded; how far it is shows on stderr."""
+    from verispec.cli.progress import LoadingDisplay
+    from verispec.llm import LLM
+
+    chosen = {name: given[name] for name in _LOADING if name in given}
+    with naming_flags(), LoadingDisplay(quiet=quiet) as display:
+        return LLM(progress=display.update, **chosen, **more)
+
+
+@contextmanager
+def naming_flags() -> Iterator[None]:
+    """Errors from inside name the flag as typed instead of the field."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(in_flags(str(error))) from error
+
+
+def in_flags(message: str) -> str:
+    """An error's sentence, which begins with a field (or "unknown", and then one), in terms of flags."""
+    from verispec.types import SamplingParams
+
+    names = {*_OTHER_FIELDS, *(f.name for f in fields(SamplingParams))}
+
+    def flag(match: re.Match[str]) -> str:
+        name = match[0]
+        return _FLAGS.get(name, "--" + name.replace("_", "-")) if name in names else name
+
+    if " nor a known model" in message:
+        return f"--model: {message}"
+    message = re.sub(r"(?<=^unknown )\w+|^\w+", flag, message)
+    return message.replace("to num_slots (", "to --kv-slots (")  # max_len is bounded by the capacity

@@ -1,8 +1,15 @@
-"""How waiting looks, on stderr: a bar on a terminal, plain lines for slow stages elsewhere."""
+"""How waiting looks, on stderr: a bar on a terminal, plain lines for slow stages elsewhere.
+
+While a bar is shown, rich would send what is written to stdout to the bar's console, which is stderr: hence
+`redirect_stdout=False`.
+"""
 
 from __future__ import annotations
 
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Self
 
 from rich.console import Console
@@ -16,16 +23,18 @@ class LoadingDisplay:
 
     def __init__(self, *, quiet: bool = False) -> None:
         self._console = Console(stderr=True, quiet=quiet)
+        self._is_terminal = _shows_bars(self._console)
         self._bar = Progress(
             TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"),
-            console=self._console, transient=True, disable=quiet or not self._console.is_terminal,
+            console=self._console, transient=True, redirect_stdout=False, redirect_stderr=False,
+            disable=quiet or not self._is_terminal,
         )  # fmt: skip
         self._task: TaskID | None = None
         self._shown = time.monotonic()
 
     def update(self, stage: str, share: float) -> None:
         """Show where loading stands."""
-        if self._console.is_terminal:
+        if self._is_terminal:
             if self._task is None:
                 self._task = self._bar.add_task(stage, total=1.0)
             self._bar.update(self._task, description=stage, completed=share)
@@ -41,20 +50,33 @@ class LoadingDisplay:
         self._bar.stop()
 
 
-class BatchDisplay:
-    """How many prompts of a batch are done, on stderr; a bar on a terminal, nothing elsewhere."""
+class CountDisplay:
+    """How many of something are done, on stderr; a bar on a terminal, nothing elsewhere."""
 
-    def __init__(self, total: int, *, quiet: bool = False) -> None:
+    def __init__(self, what: str, total: int, *, quiet: bool = False) -> None:
         console = Console(stderr=True, quiet=quiet)
         self._bar = Progress(
-            TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-            console=console, transient=True, disable=quiet or not console.is_terminal,
+            TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+            console=console, transient=True, redirect_stdout=False, redirect_stderr=False,
+            disable=quiet or not _shows_bars(console),
         )  # fmt: skip
-        self._task = self._bar.add_task("generating", total=total)
+        self._task = self._bar.add_task(what, total=total)
+        self.num_done = 0
 
     def advance(self) -> None:
         """One more is done."""
+        self.num_done += 1
         self._bar.advance(self._task)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Take the bar away while something is written to stdout, if both are on one terminal."""
+        if self._bar.disable or not sys.stdout.isatty():
+            yield
+            return
+        self._bar.stop()
+        yield
+        self._bar.start()
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -62,3 +84,8 @@ class BatchDisplay:
 
     def __exit__(self, *exc_info: object) -> None:
         self._bar.stop()
+
+
+def _shows_bars(console: Console) -> bool:
+    # rich takes FORCE_COLOR for a terminal; a bar in a log file helps nobody.
+    return console.is_interactive and sys.stderr is not None and sys.stderr.isatty()

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
+from verispec.cli.terminal import safe
 from verispec.llm import Completion
 from verispec.types import SampleOutput, TokenEvent, TokenLogprob
 
 GREEN, STRUCK_RED, PLAIN = "\x1b[32m", "\x1b[9;31m", "\x1b[0m"
-# A model's text may hold terminal commands; on a terminal they are shown as what they are.
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-
-
-def safe(text: str) -> str:
-    """Text for a terminal: control characters other than newline and tab as escapes."""
-    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 def coloured(event: TokenEvent, token_text: Callable[[int], str]) -> str:

@@ -1,0 +1,134 @@
+"""The standard streams and files as every command uses them: UTF-8 comes in, text goes out, a failure is one sentence.
+
+Text goes to stdout and nothing else does; notes go to stderr. Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from verispec.errors import InputError, VerispecError
+
+MAX_INPUT_NBYTES = 1 << 30
+_BOM = b"\xef\xbb\xbf"
+# A model's text may hold terminal commands; on a terminal they are shown as what they are.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_C1 = re.compile(r"[\x7f-\x9f]")
+
+
+class OutputError(VerispecError):
+    """What was to be written could not be written: a full disk, say."""
+
+
+class ReaderGoneError(OutputError):
+    """Nobody reads any more (`| head`), which is no mistake. Not an OSError: typer would end the program itself."""
+
+
+def prepare() -> None:
+    """Let no character that the streams cannot show stop the program, and bad bytes of stdin come in as marks."""
+    for stream, errors in ((sys.stdout, "backslashreplace"), (sys.stdin, "surrogateescape")):
+        if stream is not None and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors=errors)
+    if sys.stdout is None:
+        raise OutputError("stdout is closed; there is nowhere to write to")
+
+
+def safe(text: str) -> str:
+    """Text for a terminal: control characters other than newline and tab as escapes."""
+    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
+
+
+def out(text: str) -> None:
+    """Write to stdout now; on a terminal without the text's control characters."""
+    styled_out(safe(text) if sys.stdout.isatty() else text)
+
+
+def styled_out(text: str) -> None:
+    """Write to stdout now, escape sequences included."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError as error:
+        raise ReaderGoneError("the reader of stdout has gone") from error
+    except OSError as error:
+        raise OutputError(f"stdout: {error.strerror or error}") from error
+
+
+def out_json(value: dict[str, Any]) -> None:
+    """Write one JSON object on one line."""
+    is_utf8 = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+    text = json.dumps(value, ensure_ascii=not is_utf8)
+    # JSON escapes most control characters; a terminal would obey the others.
+    styled_out(_C1.sub(lambda match: f"\\u{ord(match[0]):04x}", text) + "\n")
+
+
+def note(text: str) -> None:
+    """A line on stderr. Where stderr is closed or full there is nobody to tell."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError):
+            sys.stderr.write(safe(text) + "\n")
+            sys.stderr.flush()
+
+
+def drop_stdout() -> None:
+    """Send what is still buffered nowhere: the reader has gone or the disk is full, and exiting must not try again."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        descriptor = sys.stdout.fileno()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+
+
+def shows_colour() -> bool:
+    """Whether stdout is a terminal that knows colours."""
+    return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+
+def stdin_is_terminal() -> bool:
+    """Whether a person types; False where stdin is closed."""
+    return sys.stdin is not None and sys.stdin.isatty()
+
+
+def read_bytes(file: str, *, name: str) -> bytes:
+    """A whole file; `-` is stdin. `name` is what messages call it."""
+    try:
+        if file != "-":
+            with Path(file).open("rb") as source:
+                data = source.read(MAX_INPUT_NBYTES + 1)
+        elif sys.stdin is None:
+            raise InputError(f"{name}: stdin is closed")
+        else:
+            data = sys.stdin.buffer.read(MAX_INPUT_NBYTES + 1)
+    except OSError as error:
+        raise InputError(f"{name}: {error.strerror or error}") from error
+    if len(data) > MAX_INPUT_NBYTES:
+        raise InputError(f"{name}: more than {MAX_INPUT_NBYTES} bytes")
+    return data
+
+
+def read_text(file: str, *, name: str) -> str:
+    """A whole file as text; a byte order mark is no part of it."""
+    return decode(read_bytes(file, name=name), name=name)
+
+
+def decode(data: bytes, *, name: str) -> str:
+    """UTF-8 bytes as text, without a byte order mark."""
+    start = len(_BOM) if data.startswith(_BOM) else 0
+    try:
+        return data[start:].decode("utf-8")
+    except UnicodeDecodeError as error:
+        position = error.start + start
+        raise InputError(f"{name}: byte {position} (0x{data[position]:02x}) is not UTF-8") from error
+
+
+def checked(text: str, *, name: str) -> str:
+    """Text from an argument or a typed line: Python marks bytes that are not UTF-8 by lone surrogates."""
+    try:
+        decode(text.encode("utf-8", "surrogateescape"), name=name)
+    except UnicodeEncodeError as error:
+        raise InputError(f"{name}: character {error.start} is half of a surrogate pair, not text") from error
+    return text

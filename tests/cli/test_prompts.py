@@ -1,0 +1,176 @@
+"""`generate --prompts`: a file of prompts as one batch. A line alone equals the line in the file."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.conftest import Cli
+from verispec.cli.batch import MAX_LINE_NBYTES, OrderedPrinter
+from verispec.engine import Engine
+from verispec.llm import LLM
+
+SAMPLED = ["--temperature", "1.2", "--max-tokens", "6"]
+
+
+def jsonl(path: Path, *objects: Any) -> str:
+    path.write_text("".join(json.dumps(each) + "\n" for each in objects))
+    return str(path)
+
+
+def test_a_line_alone_equals_the_line_in_the_file(cli: Cli, tmp_path: Path) -> None:
+    prompts = ["Name a river.", "Name a mountain.", "Count to three."]
+    alone = [cli("generate", prompt, "--json", "--seed", "7", *SAMPLED).json()["digest"] for prompt in prompts]
+    by_option = jsonl(tmp_path / "a.jsonl", *({"prompt": prompt} for prompt in prompts))
+    by_line = jsonl(tmp_path / "b.jsonl", *({"prompt": prompt, "seed": 7} for prompt in reversed(prompts)))
+    together = cli("generate", "--prompts", by_option, "--seed", "7", *SAMPLED).json_lines()
+    own_seeds = cli("generate", "--prompts", by_line, "--seed", "8", "--drafter", "none", *SAMPLED).json_lines()
+    other = cli("generate", "--prompts", by_option, "--seed", "8", *SAMPLED).json_lines()
+    assert [line["digest"] for line in together] == alone
+    assert [line["digest"] for line in reversed(own_seeds)] == alone
+    assert not {line["digest"] for line in other} & set(alone)
+    assert [line["index"] for line in together] == [0, 1, 2]
+
+
+def test_the_forms_of_a_prompt(cli: Cli, smollm2: LLM, tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    terse = [{"role": "system", "content": "Be terse."}, *messages]
+    forms = [{"prompt": "hi"}, {"messages": messages}, {"token_ids": smollm2.chat_ids(messages)}, {"messages": terse}]
+    file = jsonl(tmp_path / "a.jsonl", *forms)
+    plain = [line["digest"] for line in cli("generate", "--prompts", file, "--max-tokens", "3").json_lines()]
+    assert plain[0] == plain[1] == plain[2] != plain[3]
+    system = cli("generate", "--prompts", file, "--max-tokens", "3", "--system", "Be terse.").json_lines()
+    assert [line["digest"] for line in system] == [plain[3], plain[3], plain[2], plain[3]]
+    raw = cli("generate", "--prompts", file, "--max-tokens", "3", "--raw")
+    assert raw.code == 2
+    assert ["error" in line for line in raw.json_lines()] == [False, True, False, True]
+
+
+BAD_LINES = [
+    (b"", "the line is blank"),
+    (b"  \r", "the line is blank"),
+    (b"{", "the line is not JSON: Expecting property name enclosed in double quotes at byte 1"),
+    (b'{"prompt": "h\xc3\xa9", }', "at byte 18"),
+    (b'{"prompt": "\xff"}', "byte 12 (0xff) is not UTF-8"),
+    (b"[1]", "must be an object"),
+    (b"null", "must be an object"),
+    (b"[" * 100_000, "nested too deeply"),
+    (b'{"prompt": ' + b"9" * 5000 + b"}", "too many digits"),
+    (b'{"prompt": "x", "prompt": "y"}', "the key 'prompt' twice"),
+    (b'{"prompt": "x", "temperature": NaN}', "NaN"),
+    (b'{"prompt": "x", "temperature": -1}', "temperature must be in [0, 100]"),
+    (b'{"prompt": "x", "top_p": 2}', "top_p must be in (0, 1], not 2"),
+    (b'{"prompt": "x", "max_tokens": 0}', "max_tokens must be from 1"),
+    (b'{"prompt": "x", "max_tokens": "5"}', "max_tokens must be a whole number"),
+    (b'{"prompt": "x", "stop": 5}', "stop must be"),
+    (b'{"prompt": "x", "stop": null}', "stop must be"),
+    (b'{"prompt": "x", "stop_ids": 5}', "stop_ids must be"),
+    (b'{"prompt": "x", "logit_bias": [1]}', "logit_bias must be"),
+    (b'{"prompt": "x", "logit_bias": {"x": 1}}', "logit_bias must be"),
+    (b'{"prompt": "x", "logit_bias": {"99999999": 1}}', "logit_bias names token 99999999"),
+    (b'{"prompt": "x", "top-p": 1}', "unknown key 'top-p'"),
+    (b'{"prompt": ""}', "prompt must be text"),
+    (b'{"prompt": 5}', "prompt must be text"),
+    (b'{"prompt": "\\ud800"}', "surrogate"),
+    (b'{"seed": 1}', "exactly one of prompt, token_ids, messages; it has none"),
+    (b'{"prompt": "x", "token_ids": [1]}', "it has prompt, token_ids"),
+    (b'{"token_ids": [1.5]}', "token id 1.5"),
+    (b'{"token_ids": [-1]}', "token id -1"),
+    (b'{"token_ids": [true]}', "token id True"),
+    (b'{"token_ids": []}', "empty"),
+    (b'{"token_ids": 5}', "token_ids must be a list"),
+    (b'{"messages": []}', "messages must be a non-empty list"),
+    (b'{"messages": [5]}', "messages[0]"),
+    (b'{"messages": [{"role": "user"}]}', "messages[0].content"),
+    (b'{"prompt": "' + b"x" * MAX_LINE_NBYTES + b'"}', "the limit is"),
+]
+
+
+def test_a_bad_line_is_an_error_object_in_its_place(cli: Cli, tmp_path: Path) -> None:
+    good = b'{"prompt": "hi", "max_tokens": 1, "stop": "x", "stop_ids": [5], "logit_bias": {"7": 1}}'
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b"\xef\xbb\xbf" + b"\r\n".join([good, *(line for line, _ in BAD_LINES), good]) + b"\r\n\n\n")
+    done = cli("generate", "--prompts", str(file))
+    assert done.code == 2
+    assert done.err == f"verispec: --prompts {file}: 36 of 38 lines failed; line 2: the line is blank\n"
+    first, *bad, last = done.json_lines()
+    assert first["text"]
+    assert first["digest"] == last["digest"]
+    for index, (found, (line, words)) in enumerate(zip(bad, BAD_LINES, strict=True), start=1):
+        assert set(found) == {"index", "error"}, line[:50]
+        assert found["index"] == index
+        assert words in found["error"], line[:50]
+
+
+def test_files_that_cannot_be_used(bare_cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def sentence(file: str, stdin: bytes = b"") -> str:
+        done = bare_cli("generate", "--prompts", file, stdin=stdin)
+        assert (done.code, done.out) == (2, "")
+        return done.err.removeprefix(f"verispec: --prompts {file}: ")
+
+    (tmp_path / "blank.jsonl").write_bytes(b"\n \r\n")
+    (tmp_path / "utf16.jsonl").write_text('{"prompt": "x"}', encoding="utf-16")
+    assert sentence(str(tmp_path)) == "Is a directory\n"
+    assert sentence(str(tmp_path / "none.jsonl")) == "No such file or directory\n"
+    assert sentence(str(tmp_path / "blank.jsonl")) == "the file is empty\n"
+    assert "UTF-16" in sentence(str(tmp_path / "utf16.jsonl"))
+    assert sentence("-") == "the file is empty\n"
+
+    def refuse(*arguments: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    assert sentence("secret.jsonl") == "Permission denied\n"
+
+
+def test_ctrl_c_prints_what_is_finished(cli: Cli, smollm2: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(engine: Engine) -> Any:
+        nonlocal steps
+        steps += 1
+        if steps == 6:
+            raise KeyboardInterrupt
+        return real_step(engine)
+
+    steps, real_step = 0, Engine.step
+    lines = [{"prompt": "Count to 90.", "max_tokens": 40}, {"prompt": "hi", "max_tokens": 1}, {"prompt": ""}]
+    stdin = "\n".join(map(json.dumps, lines)).encode()
+    monkeypatch.setattr(Engine, "step", step)
+    done = cli("generate", "--prompts", "-", stdin=stdin)
+    assert done.code == 130
+    assert [line["index"] for line in done.json_lines()] == [1, 2]
+    assert done.err == "--prompts -: interrupted; 2 of 3 lines are finished\n"
+    assert smollm2.engine.num_running == smollm2.engine.num_waiting == 0
+    smollm2.engine.check()
+    monkeypatch.undo()
+
+
+def test_objects_come_in_order_as_soon_as_they_can() -> None:
+    seen: list[int] = []
+    printer = OrderedPrinter(lambda result: seen.append(result["index"]))
+    printer.put(2, {})
+    assert seen == []
+    printer.put(0, {})
+    assert seen == [0]
+    printer.put(1, {})
+    assert seen == [0, 1, 2]
+    printer.put(5, {})
+    printer.flush()
+    assert seen == [0, 1, 2, 5]
+
+
+def test_a_bar_on_the_terminal_and_the_lines_in_the_file(
+    terminal: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """stdout is redirected while stderr is a terminal: rich, left alone, would print the lines on the terminal."""
+    file = jsonl(tmp_path / "a.jsonl", {"prompt": "hi"}, {"prompt": "Say yes."})
+    inner = f"exec {sys.executable} -m verispec generate --prompts {file} --max-tokens 4 > {tmp_path}/out.jsonl"
+    shown = terminal(command=["bash", "-c", inner]).rest()
+    assert "generating" in shown
+    assert "2/2" in shown or "1/2" in shown or "0/2" in shown
+    assert "digest" not in shown
+    assert [json.loads(line)["index"] for line in (tmp_path / "out.jsonl").read_text().splitlines()] == [0, 1]
