@@ -70,7 +70,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["generate", "x", "--max-tokens"], "'--max-tokens' requires an argument"),
     (["generate", "x", "--seed", "-1"], "--seed must"),
     (["generate", "x", "--seed", "9" * 30], "--seed must"),
-    (["generate", "x", "--stop", ""], "--stop must hold non-empty strings"),
+    (["generate", "x", "--stop", ""], "--stop must be a string that is not empty"),
     (["generate", "x", "-n", "0"], "-n must"),
     (["generate", "x", "-n", "2"], "-n above 1 needs --json"),
     (["generate", "x", "--no-such-option"], "--no-such-option"),

@@ -155,17 +155,13 @@ def _content(key: str, value: Any) -> Any:
 
 
 def _typed(options: Mapping[str, Any]) -> dict[str, Any]:
-    """A line's sampling parameters, the containers among them checked; SamplingParams checks the rest."""
+    """A line's sampling parameters by name; SamplingParams checks their values."""
     unknown = sorted(set(options) - _PARAMETERS)
     if unknown:
         raise InputError(
             f"unknown key {unknown[0]!r}; a line takes a prompt and any of {', '.join(sorted(_PARAMETERS))}"
         )
     typed = dict(options)
-    if not isinstance(typed.get("stop", ""), str | list):
-        raise InputError("stop must be a string or a list of strings")
-    if not isinstance(typed.get("stop_ids", []), list):
-        raise InputError("stop_ids must be a list of token ids")
     if "logit_bias" in typed:
         typed["logit_bias"] = _bias(typed["logit_bias"])
     return typed
