@@ -16,12 +16,13 @@ LAYERS = [
     {"backends"},
     {"spec"},
     {"engine"},
-    {"llm", "text", "cli", "__main__", "__init__"},
+    {"llm", "interrupts", "text", "cli", "__main__", "__init__"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 # Each heavy or optional package is imported only where it is needed.
 HOMES = {
     "gguf": {"model"},
+    "huggingface_hub": {"model"},
     "tokenizers": {"model"},
     "jinja2": {"text"},
     "typer": {"cli"},

@@ -19,6 +19,7 @@ from verispec.backends.numpy_backend import LoadedModel, NumpyBackend
 from verispec.config import DEFAULTS, EngineConfig
 from verispec.engine import Engine, Request
 from verispec.errors import InputError, NumericError
+from verispec.interrupts import deferred_interrupt
 from verispec.model import DEFAULT_MODEL, Checkpoint, cache_dir, open_checkpoint, resolve
 from verispec.model.load import load_tokenizer
 from verispec.model.tokenizer import Tokenizer
@@ -306,10 +307,11 @@ class LLM:
             yield inbox.popleft()
 
     def _pump(self) -> None:
-        """One step of the engine; events go to whoever opened their request."""
-        for event in self.engine.step():
-            if event.request_id in self._inboxes:
-                self._inboxes[event.request_id].append(event)
+        """One step of the engine; events go to whoever opened their request. Ctrl-C waits for the step's end."""
+        with deferred_interrupt():
+            for event in self.engine.step():
+                if event.request_id in self._inboxes:
+                    self._inboxes[event.request_id].append(event)
 
     def _close(self, request_id: int) -> None:
         """Abort the request if it still runs, and drop its events."""

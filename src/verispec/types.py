@@ -18,6 +18,10 @@ from verispec.errors import InputError
 
 MAX_SEED = 2**64 - 1
 MAX_ALTERNATIVES = 64
+# Bounds on what one request may cost every step, for all others that run beside it.
+MAX_BIASED = 1024
+MAX_STOPS = 64
+MAX_STOP_CHARS = 1024
 NO_PARENT = -1
 
 
@@ -52,6 +56,8 @@ def _check_bias(value: Any) -> tuple[tuple[int, float], ...]:
     pairs = list(value.items()) if isinstance(value, Mapping) else value
     if not isinstance(pairs, list | tuple) or not all(isinstance(p, tuple) and len(p) == 2 for p in pairs):
         raise InputError("logit_bias must map token ids to numbers")
+    if len(pairs) > MAX_BIASED:
+        raise InputError(f"logit_bias may name at most {MAX_BIASED} tokens, not {len(pairs)}")
     checked = {}
     for token_id, bias in pairs:
         checked[_check_int("logit_bias token id", token_id, 0, 2**31 - 1)] = _check_number(
@@ -116,6 +122,8 @@ class SamplingParams:
         object.__setattr__(self, "stop", _check_stop(self.stop))
         if not isinstance(self.stop_ids, list | tuple):
             raise InputError("stop_ids must be a list of token ids")
+        if len(self.stop_ids) > MAX_STOPS:
+            raise InputError(f"stop_ids may name at most {MAX_STOPS} tokens, not {len(self.stop_ids)}")
         object.__setattr__(self, "stop_ids", tuple(_check_int("stop_ids", i, 0, 2**31 - 1) for i in self.stop_ids))
 
     @property
@@ -137,8 +145,8 @@ def _check_stop(value: Any) -> tuple[str, ...]:
     stops = (value,) if isinstance(value, str) else value
     if not isinstance(stops, list | tuple) or not all(isinstance(s, str) and s for s in stops):
         raise InputError("stop must be a string that is not empty, or a list of such strings")
-    if len(stops) > 64:
-        raise InputError(f"stop may hold at most 64 strings, not {len(stops)}")
+    if len(stops) > MAX_STOPS or any(len(s) > MAX_STOP_CHARS for s in stops):
+        raise InputError(f"stop may hold at most {MAX_STOPS} strings of at most {MAX_STOP_CHARS} characters")
     return tuple(stops)
 
 

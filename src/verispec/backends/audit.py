@@ -86,7 +86,7 @@ def audit(
         progress(f"auditing {probe.name}", i / len(probes))
         outcomes.append(_audit_kernel(probe, shapes))
     progress("audited", 1.0)
-    return Audit(tuple(outcomes), _intersect(outcomes, shapes))
+    return Audit(tuple(outcomes), common_families(outcomes))
 
 
 def _audit_kernel(probe: KernelProbe, shapes: Sequence[int]) -> ProbeOutcome:
@@ -137,16 +137,12 @@ def _bits_everywhere(probe: KernelProbe, row: NDArray[np.float32], shape: int) -
     return {first} | {np.ascontiguousarray(results[i]).tobytes() for i in differing}
 
 
-def _intersect(outcomes: Sequence[ProbeOutcome], shapes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+def common_families(outcomes: Sequence[ProbeOutcome]) -> tuple[tuple[int, ...], ...]:
     """Shapes that are in the same class of every kernel, as families in order of their smallest shape."""
+    shapes = sorted({shape for outcome in outcomes for c in outcome.classes for shape in c})
     families: dict[tuple[int, ...], list[int]] = {}
     for shape in shapes:
-        signature = []
-        for outcome in outcomes:
-            found = [i for i, c in enumerate(outcome.classes) if shape in c]
-            if not found:
-                break
-            signature += found
-        else:
-            families.setdefault(tuple(signature), []).append(shape)
+        found = [[i for i, c in enumerate(outcome.classes) if shape in c] for outcome in outcomes]
+        if all(found):
+            families.setdefault(tuple(i for (i,) in found), []).append(shape)
     return tuple(tuple(f) for f in families.values())

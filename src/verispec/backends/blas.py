@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -29,22 +30,40 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+class _BlasThreads:
+    """The process's BLAS thread count, set to one while anybody needs that: first in sets it, last out puts it back."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._before = 1
+
+    def enter(self) -> None:
+        with self._lock:
+            if self._users == 0:
+                self._before = int(_call("openblas_get_num_threads", ctypes.c_int) or 1)
+                if self._before != 1:
+                    _call("openblas_set_num_threads", None, 1)
+            self._users += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users == 0 and self._before != 1:
+                _call("openblas_set_num_threads", None, self._before)
+
+
+_threads = _BlasThreads()
+
+
 @contextmanager
 def single_threaded_blas() -> Iterator[None]:
-    """One thread per product, as far as the BLAS can be told: verispec shares out products itself.
-
-    The number of threads is the process's; it is put back as it was.
-    """
-    before = _call("openblas_get_num_threads", ctypes.c_int)
-    if before in (None, 1):
-        yield
-        return
-    assert isinstance(before, int)
-    _call("openblas_set_num_threads", None, 1)
+    """One thread per product, as far as the BLAS can be told: verispec shares out products itself."""
+    _threads.enter()
     try:
         yield
     finally:
-        _call("openblas_set_num_threads", None, before)
+        _threads.leave()
 
 
 def cpu_name() -> str:

@@ -8,17 +8,19 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 
-from verispec.backends.audit import CANDIDATE_SHAPES, Audit, ProbeOutcome, Progress, audit, no_progress
+from verispec.backends.audit import CANDIDATE_SHAPES, Audit, ProbeOutcome, Progress, audit, common_families, no_progress
 from verispec.backends.cost import CostTable, measure_cost
 from verispec.backends.protocol import Backend
 
 TIMED_SHAPES = tuple(m for m in CANDIDATE_SHAPES if m <= 128)  # larger ones are extrapolated
-FORMAT = 1  # raised when the audit or the file changes meaning
+FORMAT = 2  # raised when the audit or the file changes meaning
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +66,11 @@ def calibrate(
     """
     fingerprint = _ordered(backend.fingerprint())
     path = _path(cache_dir, fingerprint)
-    measured = None if fresh else _read(path)
+    measured = None if fresh else _read(path, fingerprint)
     if measured is None:
         found = audit(backend.probes(), progress=progress)
         measured = found, measure_cost(backend, TIMED_SHAPES, progress=progress)
-        _write(path, *measured)
+        _write(path, fingerprint, *measured)
     found, cost = measured
     return Calibration(found, cost, Profile(fingerprint, found.choose(family)))
 
@@ -76,7 +78,7 @@ def calibrate(
 def cached_profile(fingerprint: Mapping[str, str], cache_dir: Path) -> Profile | None:
     """The profile of a backend that was audited before, without loading it; None if it was not."""
     ordered = _ordered(fingerprint)
-    measured = _read(_path(cache_dir, ordered))
+    measured = _read(_path(cache_dir, ordered), ordered)
     return None if measured is None or not measured[0].families else Profile(ordered, measured[0].choose())
 
 
@@ -92,27 +94,37 @@ def _key(fingerprint: tuple[tuple[str, str], ...]) -> str:
     return hashlib.sha256(json.dumps([FORMAT, fingerprint]).encode()).hexdigest()[:32]
 
 
-def _read(path: Path | None) -> tuple[Audit, CostTable] | None:
+def _read(path: Path | None, fingerprint: tuple[tuple[str, str], ...]) -> tuple[Audit, CostTable] | None:
     if path is None:
         return None
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
+        if data["format"] != FORMAT or data["fingerprint"] != dict(fingerprint):
+            return None
         outcomes = tuple(
-            ProbeOutcome(o["name"], tuple(map(tuple, o["classes"])), tuple(o["impure"])) for o in data["outcomes"]
+            ProbeOutcome(str(o["name"]), tuple(map(tuple, o["classes"])), tuple(o["impure"])) for o in data["outcomes"]
         )
-        cost = CostTable(**{name: tuple(values) for name, values in data["cost"].items()})
-        return Audit(outcomes, tuple(map(tuple, data["families"]))), cost
+        cost = CostTable(*(tuple(data["cost"][name]) for name in ("shapes", "base", "per_context_token")))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
+    seconds = (*cost.base, *cost.per_context_token)
+    is_sound = (
+        all({*chain(*o.classes), *o.impure} == set(CANDIDATE_SHAPES) for o in outcomes)
+        and cost.shapes == TIMED_SHAPES
+        and len(seconds) == 2 * len(TIMED_SHAPES)
+        and all(isinstance(s, float) and 0 <= s < math.inf for s in seconds)
+    )
+    return (Audit(outcomes, common_families(outcomes)), cost) if is_sound else None
 
 
-def _write(path: Path | None, found: Audit, cost: CostTable) -> None:
+def _write(path: Path | None, fingerprint: tuple[tuple[str, str], ...], found: Audit, cost: CostTable) -> None:
     """Best effort: without a writable cache the next start measures again."""
     if path is None:
         return
     data = {
+        "format": FORMAT,
+        "fingerprint": dict(fingerprint),
         "outcomes": [o._asdict() for o in found.outcomes],
-        "families": found.families,
         "cost": asdict(cost),
     }
     partial = path.with_suffix(f".{os.getpid()}.partial")

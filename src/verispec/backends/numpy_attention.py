@@ -14,11 +14,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from verispec.backends.numpy_dense import Workers
 from verispec.backends.protocol import Rows
+from verispec.backends.workers import Workers
 from verispec.kv import ZERO_SLOT
 
 TILE = 128
+_MAX_GATHERED = 1 << 18  # floats of K gathered at a time
 _MIN_SHARED_WORK = 8 * TILE  # rows times positions below which threads cost more than they give
 Float32 = NDArray[np.float32]
 Int = NDArray[np.int64]
@@ -99,10 +100,15 @@ def _attend_bucket(
     """Write the rows of one bucket into `out`, shared out by groups, or by rows where one group has them all."""
     num_groups, group_rows = bucket.rows.shape
 
+    # A gathered context should stay in the cache: groups are taken so many at a time.
+    step = max(1, _MAX_GATHERED // (bucket.slots.shape[1] * k_store.shape[1] * k_store.shape[2]))
+
     def by_groups(start: int, end: int) -> None:
-        rows, slots = bucket.rows[start:end], bucket.slots[start:end]
-        k, v = _gather(k_store, slots), _gather(v_store, slots)
-        out[rows] = _attend_tiles(q[rows], k, v, bucket.hidden[start:end]).reshape(*rows.shape, -1)
+        for first in range(start, end, step):
+            part = slice(first, min(first + step, end))
+            rows, slots = bucket.rows[part], bucket.slots[part]
+            k, v = _gather(k_store, slots), _gather(v_store, slots)
+            out[rows] = _attend_tiles(q[rows], k, v, bucket.hidden[part]).reshape(*rows.shape, -1)
 
     if bucket.rows.size * bucket.slots.shape[1] < _MIN_SHARED_WORK:
         by_groups(0, num_groups)

@@ -18,10 +18,11 @@ from verispec.backends.audit import KernelProbe
 from verispec.backends.blas import blas_name, cpu_name, num_cores, single_threaded_blas
 from verispec.backends.checks import check_pass
 from verispec.backends.numpy_attention import TILE, attend, group_contexts
-from verispec.backends.numpy_dense import COLUMN_BLOCK, ROW_BLOCK, Workers
+from verispec.backends.numpy_dense import COLUMN_BLOCK, ROW_BLOCK
 from verispec.backends.numpy_model import Float32, NumpyModel, Reader
 from verispec.backends.outputs import Outputs
 from verispec.backends.protocol import BackendLimits, Pass, ReadyTicket, RowsBuilder
+from verispec.backends.workers import Workers
 from verispec.errors import InputError
 from verispec.kv import NUM_RESERVED
 from verispec.model.architecture import Architecture
@@ -30,6 +31,7 @@ from verispec.sampling.rows import History, SampleKey, SamplingRowsBuilder
 from verispec.types import SamplingParams
 
 KERNELS = "2"  # raised when a kernel here changes bits
+_PROBED_LENGTHS = (1, 127, 129, 300, 520)  # context lengths at which the audit measures attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,26 +111,37 @@ class NumpyBackend:
         return [_as_in_a_pass(probe) for probe in probes]
 
     def _probe_attention(self, x: Float32) -> Float32:
-        """Rows of four sequences, some sharing a context, over scratch K/V; a row's context depends on its content."""
+        """Attention at several context lengths over scratch K/V, each row's context chosen by its own content.
+
+        Lengths lie on both sides of tile borders, some contexts end in a tail, and about half of the neighbours stand
+        in the same sequence. The outputs of all lengths are joined.
+        """
         arch = self._models[0].architecture
+        num_slots = min(self.limits.num_slots, self.limits.context_len, max(_PROBED_LENGTHS))
+        lengths = [min(length, num_slots) for length in _PROBED_LENGTHS]
         rng = np.random.default_rng(1)
-        num_slots = min(self.limits.num_slots, 300)
         store = rng.standard_normal((2, num_slots + NUM_RESERVED, arch.num_kv_heads, arch.head_dim)).astype(np.float32)
         store[:, :NUM_RESERVED] = 0
-        table = rng.integers(NUM_RESERVED, num_slots + NUM_RESERVED, (5, num_slots)).astype(np.int32)
-        builder = RowsBuilder()
-        for row in x:
-            seed = int(np.frombuffer(row[:4].tobytes(), np.uint32).sum())
-            length = 1 + seed % min(num_slots, self.limits.context_len)
-            builder.add(
-                token_id=0,
-                position=length - 1,
-                slot=int(table[seed % 5, length - 1]),
-                seq_row=seed % 5,
-                prefix_len=length,
-            )
-        buckets = group_contexts(builder.build(len(x)), table)
-        return attend(x.reshape(len(x), arch.num_heads, arch.head_dim), store[0], store[1], buckets, self._workers)
+        table = rng.integers(NUM_RESERVED, num_slots + NUM_RESERVED, (3, num_slots)).astype(np.int32)
+        seeds = [int(np.frombuffer(row[:4].tobytes(), np.uint32).sum()) for row in x]
+        q = x.reshape(len(x), arch.num_heads, arch.head_dim)
+        outputs = []
+        for turn in range(len(lengths)):
+            rows = RowsBuilder()
+            for seed in seeds:
+                length, context = lengths[(seed + turn) % len(lengths)], table[1 + seed % 2]
+                tail_len = min(length, (seed + turn) % 3)
+                rows.add(
+                    token_id=0,
+                    position=length - 1,
+                    slot=int(context[length - 1]),
+                    seq_row=1 + seed % 2,
+                    prefix_len=length - tail_len,
+                    tail=tuple(context[length - tail_len : length].tolist()),
+                )
+            buckets = group_contexts(rows.build(len(x)), table)
+            outputs.append(attend(q, store[0], store[1], buckets, self._workers))
+        return np.concatenate(outputs, axis=1)
 
     def close(self) -> None:
         """Drop weights and stores, end the threads."""
@@ -170,9 +183,26 @@ def fingerprint(architectures: Sequence[Architecture]) -> dict[str, str]:
         "blas": blas_name(),
         "dtype": "float32",
         "kv_dtype": "float32",
+        "arithmetic": _arithmetic(),
         "kernels": f"{KERNELS}, blocks of {ROW_BLOCK} x {COLUMN_BLOCK}, attention tile {TILE}",
         "shapes": hashlib.sha256(shapes.encode()).hexdigest()[:16],
     }
+
+
+def _arithmetic() -> str:
+    """A hash of what exp, log, sums, sines and quotients give here: they differ by libm, compiler and vector unit."""
+    x = np.linspace(-30, 30, 4099, dtype=np.float32)
+    angles = np.linspace(0, 9000, 4099)
+    results = [
+        np.exp(x),
+        np.log(np.abs(x) + 1),
+        np.sum(x * x),
+        np.sqrt(x * x),
+        1 / (x + 31),
+        np.sin(angles),
+        np.cos(angles),
+    ]
+    return hashlib.sha256(b"".join(np.asarray(r).tobytes() for r in results)).hexdigest()[:16]
 
 
 def _as_in_a_pass(probe: KernelProbe) -> KernelProbe:

@@ -8,44 +8,16 @@ rows the pass has, neither do its bits. Blocks are shared out to threads; which 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
-
 import numpy as np
 from numpy.typing import NDArray
+
+from verispec.backends.workers import Workers
 
 Float32 = NDArray[np.float32]
 
 ROW_BLOCK = 8
 COLUMN_BLOCK = 64
 _MIN_THREADED_ROWS = 12  # fewer rows are limited by memory traffic, which one thread saturates
-
-
-class Workers:
-    """A fixed set of threads; the caller's own is one of them."""
-
-    def __init__(self, num_threads: int) -> None:
-        self.num_threads = num_threads
-        self._pool = ThreadPoolExecutor(num_threads - 1, "verispec") if num_threads > 1 else None
-
-    def share(self, count: int, work: Callable[[int, int], None]) -> None:
-        """Call `work(start, end)` over ranges that cover `count` items, and wait for all."""
-        if self._pool is None:
-            work(0, count)
-            return
-        bounds = [count * i // self.num_threads for i in range(self.num_threads + 1)]
-        others = [self._pool.submit(work, start, end) for start, end in pairwise(bounds[1:])]
-        try:
-            work(bounds[0], bounds[1])
-        finally:
-            for other in others:
-                other.result()
-
-    def close(self) -> None:
-        """End the threads."""
-        if self._pool is not None:
-            self._pool.shutdown()
 
 
 class Dense:

@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verispec.backends.audit import KernelProbe
-from verispec.backends.numpy_dense import Dense, Workers
+from verispec.backends.numpy_dense import Dense
+from verispec.backends.workers import Workers
 from verispec.model.architecture import Architecture, inverse_frequencies
 
 Float32 = NDArray[np.float32]

@@ -17,7 +17,7 @@ from verispec.backends.protocol import Backend
 from verispec.config import EngineConfig
 from verispec.engine.planner import Planner
 from verispec.engine.scheduler import Scheduler
-from verispec.engine.sequence import Sequence
+from verispec.engine.sequence import Prompt, Sequence
 from verispec.errors import InputError, QueueFullError
 from verispec.kv import NUM_RESERVED, NoPrefixCache, PrefixCache, RadixPrefixCache, SlotPool
 from verispec.sampling.judge import judge
@@ -112,7 +112,9 @@ class Engine:
         params = request.params
         request_id, self._next_request_id = self._next_request_id, self._next_request_id + 1
         seed = self._random_seed() if params.seed is None else params.seed
-        limit = self.max_len if params.max_tokens is None else len(request.prompt_ids) + params.max_tokens
+        prompt = Prompt.of(request.prompt_ids)
+        limit = self.max_len if params.max_tokens is None else len(prompt.token_ids) + params.max_tokens
+        stopping_ids = frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else frozenset(request.eos_ids))
         samples: list[Sequence] = []
         for sample_index in range(params.n):  # all are made before any is queued: making one may fail
             sequence = Sequence(
@@ -120,13 +122,13 @@ class Engine:
                 request_id=request_id,
                 sample_key=SampleKey(seed, sample_index),
                 params=params,
-                prompt_ids=tuple(map(int, request.prompt_ids)),
-                eos_ids=frozenset(request.eos_ids),
+                prompt=prompt,
+                stopping_ids=stopping_ids,
                 max_len=min(self.max_len, limit),
                 drafter=request.drafter or self._drafters.names[0],
                 text_sink=request.text(),
                 stats=SequenceStats(arrival_time=self._clock()),
-                leader=samples[0] if samples else None,
+                leader=samples[0] if samples and self._config.prefix_cache else None,
             )
             samples.append(sequence)
         for sequence in samples:
@@ -141,9 +143,9 @@ class Engine:
         drafts = self._drafters.advance(plan)
         scores = self._verifier.run(plan, drafts)
         verdicts = _judge(plan, drafts, scores)
-        changed = self._scheduler.commit(plan, drafts, scores, verdicts)
+        self._scheduler.commit(plan, drafts, scores, verdicts)
         self._drafters.observe(plan, drafts, verdicts)
-        return self._events(changed)
+        return self._events()
 
     def abort(self, request_id: int) -> bool:
         """End a request now and free its slots. Its last events come with the next step. False if it has ended."""
@@ -151,6 +153,7 @@ class Engine:
         for sequence in samples:
             sequence.finish(FinishReason.ABORT)
             self._scheduler.remove(sequence)
+            self._scheduler.changed.pop(sequence.sequence_id, None)
             self._ended.append(self._event(sequence))
         return bool(samples)
 
@@ -170,9 +173,12 @@ class Engine:
         if any(s.slots or s.lease for s in self._scheduler.waiting):
             raise AssertionError("a waiting sequence holds slots")
 
-    def _events(self, changed: Iterable[Sequence]) -> list[TokenEvent]:
-        events, self._ended = self._ended, []
-        return events + [self._event(sequence) for sequence in changed]
+    def _events(self) -> list[TokenEvent]:
+        """What nobody has been told yet, also of a commit that was interrupted."""
+        events = self._ended + [self._event(sequence) for sequence in self._scheduler.changed.values()]
+        self._ended = []
+        self._scheduler.changed.clear()
+        return events
 
     def _event(self, sequence: Sequence) -> TokenEvent:
         now = self._clock()

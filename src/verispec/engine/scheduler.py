@@ -46,6 +46,7 @@ class Scheduler:
         self._row_budget = row_budget
         self._max_draft = max_draft
         self._free_seq_rows = list(range(max_running, 0, -1))  # row 0 of the table is the padding's
+        self.changed: dict[int, Sequence] = {}  # by sequence id: committed to, or ended, since events were last made
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
 
@@ -65,28 +66,32 @@ class Scheduler:
 
     def commit(
         self, plan: Plan, drafts: SequenceOf[Draft], scores: SequenceOf[Score], verdicts: SequenceOf[Verdict | None]
-    ) -> list[Sequence]:
-        """Turn verdicts into committed tokens and slots. Returns the sequences that changed visibly."""
-        changed = []
+    ) -> None:
+        """Turn verdicts into committed tokens and slots; `changed` lists the sequences that clients should hear of."""
         canonical = set(map(id, plan.canonical))
         for p, draft, score, verdict in zip(plan.sequences, drafts, scores, verdicts, strict=True):
             sequence = p.sequence
             assert isinstance(sequence, Sequence)
             if sequence.epoch != p.epoch:
                 continue  # aborted or preempted since: its lease is gone, the result is stale
-            self._commit_slots(p, sequence, verdict.path if verdict else (), is_canonical=id(p) in canonical)
+            if verdict is not None:
+                self.changed[sequence.sequence_id] = sequence
             try:
+                self._commit_slots(p, sequence, verdict.path if verdict else (), is_canonical=id(p) in canonical)
                 _commit_tokens(sequence, p.start, draft, score, verdict)
             except Exception as error:  # one request's text or stop rules may fail; that request alone ends
                 logger.exception("request %d failed", sequence.request_id)
                 sequence.fail(f"{type(error).__name__}: {error}")
+            except BaseException:  # interrupted half-way: this request's state cannot be trusted any more
+                sequence.fail("interrupted while its tokens were committed")
+                self.changed[sequence.sequence_id] = sequence
+                self._release(sequence)
+                raise
             if sequence.finish_reason is not None:
+                self.changed[sequence.sequence_id] = sequence
                 self._release(sequence)
             elif p.start < sequence.prompt_len <= sequence.computed_len:
                 self._publish(sequence)  # the prompt is complete: others may share it from now on
-            if verdict is not None or sequence.finish_reason is not None:
-                changed.append(sequence)
-        return changed
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence wherever it is: waiting, running or in flight."""
@@ -180,6 +185,7 @@ class Scheduler:
             lease=sequence.lease,
             table_start=sequence.synced_len,
             table_slots=table_slots,
+            completes=sequence.computed_len + num_pending == sequence.committed_len,
         )
 
     def _take(self, sequence: Sequence, count: int) -> bool:

@@ -7,8 +7,10 @@ those below `canonical_len` hold K/V from canonical passes.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from verispec.kv import Lease
 from verispec.sampling.rows import History, SampleKey
@@ -24,6 +26,19 @@ from verispec.types import (
 )
 
 
+class Prompt(NamedTuple):
+    """The prompt's tokens, made once for all samples of a request."""
+
+    token_ids: tuple[int, ...]
+    distinct_ids: frozenset[int]
+
+    @classmethod
+    def of(cls, token_ids: Iterable[int]) -> Prompt:
+        """From any integers."""
+        ids = tuple(map(int, token_ids))
+        return cls(ids, frozenset(ids))
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """A sample of a request, from the queue to its last token."""
@@ -32,8 +47,8 @@ class Sequence:
     request_id: int
     sample_key: SampleKey
     params: SamplingParams
-    prompt_ids: tuple[int, ...]
-    eos_ids: frozenset[int]
+    prompt: Prompt
+    stopping_ids: frozenset[int]  # tokens that end the request
     max_len: int
     drafter: str
     text_sink: TextSink
@@ -55,7 +70,6 @@ class Sequence:
     lease: Lease | None = None
 
     _output_counts: Counter[int] = field(default_factory=Counter)
-    _prompt_set: frozenset[int] = frozenset()
     # What no event carries yet: output entries, the text they released, and the draft they came from.
     _unreported: int = 0
     _unreported_pieces: list[str] = field(default_factory=list)
@@ -63,13 +77,12 @@ class Sequence:
     _rejected_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        self.token_ids = list(self.prompt_ids)
-        self._prompt_set = frozenset(self.prompt_ids)
+        self.token_ids = list(self.prompt.token_ids)
 
     @property
     def prompt_len(self) -> int:
         """Tokens of the prompt."""
-        return len(self.prompt_ids)
+        return len(self.prompt.token_ids)
 
     @property
     def committed_len(self) -> int:
@@ -96,14 +109,9 @@ class Sequence:
         """Committed tokens that still need a row. Scoring needs none for the prompt's last token."""
         return self.committed_len - self.scores_only - self.computed_len
 
-    @property
-    def stopping_ids(self) -> frozenset[int]:
-        """Tokens that end the request."""
-        return frozenset(self.params.stop_ids) | (frozenset() if self.params.ignore_eos else self.eos_ids)
-
     def history(self) -> History:
         """Committed tokens as penalties see them."""
-        return History(self._prompt_set, self._output_counts, len(self.output))
+        return History(self.prompt.distinct_ids, self._output_counts, len(self.output))
 
     def append(self, entry: TokenLogprob) -> None:
         """Commit one token, and decide whether it is the last. Blocks of tokens come through here one by one."""

@@ -129,14 +129,18 @@ class RadixPrefixCache:
         return held + slots[len(held) :]
 
     def evict(self, count: int) -> int:
-        """Free at least `count` slots if that many are unreferenced; returns how many were freed."""
+        """Free `count` slots, or as many as are unreferenced; returns how many. Leaves lose their ends first."""
         leaves = [(n.last_used, n.slots[0], n) for n in self._nodes() if not n.children and self._is_unreferenced(n)]
         heapq.heapify(leaves)
         freed = 0
         while leaves and freed < count:
             _, _, node = heapq.heappop(leaves)
-            freed += len(node.slots)
-            self._pool.unmark_cached(node.slots)
+            kept = max(0, len(node.slots) - (count - freed))
+            freed += len(node.slots) - kept
+            self._pool.unmark_cached(node.slots[kept:])
+            if kept:
+                node.token_ids, node.slots = node.token_ids[:kept], node.slots[:kept]
+                break
             parent = node.parent
             assert parent is not None
             del parent.children[node.token_ids[0]]

@@ -1,4 +1,4 @@
-"""Opens a model of either format and serves its weights under verispec's names.
+"""Opens a model of either format and serves its weights, all of them finite, under verispec's names.
 
 All tensors are matched against the architecture when the checkpoint is opened, from the headers alone: a missing,
 misshapen or unknown tensor is reported before anything large is read. Knows nothing of backends or tokenizers.
@@ -9,13 +9,14 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NoReturn, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from verispec.errors import InputError, ModelFileError, UnsupportedModelError
 from verispec.model.architecture import Architecture, expected_tensors, format_shape
+from verispec.model.fields import quoted
 from verispec.model.folder_model import FolderWeights
 from verispec.model.gguf_file import MAGIC, GGUFFile
 from verispec.model.gguf_model import GGUFWeights
@@ -24,8 +25,9 @@ from verispec.model.safetensors_folder import SafetensorsFolder
 
 @dataclass(frozen=True, slots=True)
 class GGUFTokenizerSource:
-    """The tokenizer is in this GGUF metadata, under the keys tokenizer.*"""
+    """The tokenizer is in the metadata of this GGUF file, under the keys tokenizer.*"""
 
+    path: Path
     metadata: Mapping[str, Any]
 
 
@@ -58,6 +60,10 @@ class Weights(Protocol):
         """The values of a tensor, by verispec's name, in verispec's layout."""
         ...
 
+    def file_of(self, name: str) -> Path:
+        """The file that holds a tensor of verispec's."""
+        ...
+
     def contents(self) -> Sequence[memoryview]:
         """The bytes of every file that decides what the model computes."""
         ...
@@ -82,7 +88,19 @@ class Checkpoint:
         """The tensor's values, C-contiguous; read-only where the file holds them in this very form."""
         if name not in self._shapes:
             raise InputError(f"{name!r} is not a tensor of this model; see expected_tensors")
-        return self._weights.read(name)
+        values = self._weights.read(name)
+        # NaN and infinity both survive min or max, which need no array of flags beside the weights.
+        if not (np.isfinite(values.min()) and np.isfinite(values.max())):
+            self._refuse_not_finite(name, values)
+        return values
+
+    def _refuse_not_finite(self, name: str, values: npt.NDArray[np.float32]) -> NoReturn:
+        row = next(i for i in np.ndindex(values.shape[:-1]) if not np.isfinite(values[i]).all())
+        column = int(np.isfinite(values[row]).argmin())
+        raise ModelFileError(
+            f"{self._weights.file_of(name)}: tensor {quoted(self._weights.stored_name(name))} holds "
+            f"{values[(*row, column)]} at index {format_shape((*row, column))}"
+        )
 
     def fingerprint(self) -> str:
         """SHA-256 of the GGUF file, or of the sizes and bytes of a folder's config.json and weight files in order."""
@@ -110,13 +128,15 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     path = Path(path)
     if not os.path.exists(path):
         raise ModelFileError(f"{path}: no such file or folder")
+    if not (path.is_dir() or path.is_file()):
+        raise ModelFileError(f"{path}: neither a file nor a folder")  # reading a pipe would wait for ever
     try:
         if path.is_dir() or path.suffix == ".safetensors":
             folder = SafetensorsFolder.open(path)
             return Checkpoint(path, FolderWeights(folder), FolderTokenizerSource(folder.folder))
         if _starts_with_magic(path):
             file = GGUFFile.open(path)
-            return Checkpoint(path, GGUFWeights(file), GGUFTokenizerSource(file.metadata))
+            return Checkpoint(path, GGUFWeights(file), GGUFTokenizerSource(path, file.metadata))
     except InputError as error:
         # The sizes a file claims were refused by `Architecture`.
         raise ModelFileError(f"{path}: {error}") from error
@@ -144,6 +164,6 @@ def _check_tensors(weights: Weights, expected: Mapping[str, tuple[int, ...]]) ->
             )
     if unknown := sorted(weights.shapes.keys() - stored_names.keys() - weights.ignored):
         raise UnsupportedModelError(
-            f"{weights.location}: {len(unknown)} unknown tensors, first {unknown[0]!r}; supported: those of "
+            f"{weights.location}: {len(unknown)} unknown tensors, first {quoted(unknown[0])}; supported: those of "
             f"{weights.architecture.family} models"
         )

@@ -1,15 +1,37 @@
 """Typed reads from an untrusted mapping: GGUF metadata, or a Hugging Face config.json.
 
-A missing or mistyped value is a `ModelFileError` that names the file, the key and what was found.
+A missing or mistyped value is a `ModelFileError` that names the file, the key and what was found. What a file says is
+quoted in messages only through `quoted`: it may be megabytes long, or hold line breaks and terminal codes.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from typing import Any, NoReturn
 
 from verispec.errors import ModelFileError
 
 _REQUIRED = object()
+_MAX_QUOTED_CHARS = 80
+_MAX_QUOTED_ITEMS = 8
+
+
+def quoted(value: object) -> str:
+    """A value of an untrusted file as messages show it: one line, printable, short."""
+    if isinstance(value, list) and len(value) <= _MAX_QUOTED_ITEMS:
+        return _shortened(f"[{', '.join(map(_quoted_scalar, value))}]")
+    return _quoted_scalar(value)
+
+
+def _quoted_scalar(value: object) -> str:
+    if isinstance(value, str):
+        return _shortened(repr(value[: _MAX_QUOTED_CHARS + 1]))
+    if value is None or isinstance(value, int | float):
+        return _shortened(repr(value))
+    return f"{type(value).__name__} of {len(value)} items" if isinstance(value, Sized) else type(value).__name__
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _MAX_QUOTED_CHARS else text[:_MAX_QUOTED_CHARS] + "..."
 
 
 class Fields:
@@ -23,8 +45,7 @@ class Fields:
 
     def fail(self, key: str, expected: str) -> NoReturn:
         """Refuse the value of `key`."""
-        found = repr(self.mapping.get(key))
-        raise ModelFileError(f"{self.where}: {key} must be {expected}, not {found[:100]}")
+        raise ModelFileError(f"{self.where}: {key} must be {expected}, not {quoted(self.mapping.get(key))}")
 
     def _get(self, key: str, default: Any) -> Any:
         if key in self:

@@ -6,6 +6,7 @@ without an error.
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy.typing as npt
 
 from verispec.errors import UnsupportedModelError
 from verispec.model.architecture import Architecture, Family, LinearScaling, Llama3Scaling, Rope, RopeScaling
-from verispec.model.fields import Fields
+from verispec.model.fields import Fields, quoted
 from verispec.model.safetensors_folder import CONFIG_NAME, SafetensorsFolder
 
 _FAMILIES: Mapping[str, Family] = {
@@ -67,6 +68,10 @@ class FolderWeights:
         """The tensor's values."""
         return self._folder.read(self.stored_name(name))
 
+    def file_of(self, name: str) -> Path:
+        """The safetensors file that holds the tensor."""
+        return self._folder.tensors[self.stored_name(name)].file.path
+
     def contents(self) -> list[memoryview]:
         """The bytes of config.json and of every weight file."""
         return self._folder.contents()
@@ -84,7 +89,7 @@ def _architecture(folder: SafetensorsFolder) -> Architecture:
     config = Fields(folder.config, str(folder.folder / CONFIG_NAME))
     names = config.strings("architectures")
     if len(names) != 1 or names[0] not in _FAMILIES:
-        _refuse(config, f"architectures {str(names)[:100]}", ", ".join(_FAMILIES))
+        _refuse(config, f"architectures {quoted(names)}", ", ".join(_FAMILIES))
     family = _FAMILIES[names[0]]
     _refuse_unsupported(config)
     hidden_size = config.integer("hidden_size")
@@ -112,16 +117,18 @@ def _architecture(folder: SafetensorsFolder) -> Architecture:
 def _refuse_unsupported(config: Fields) -> None:
     if "quantization_config" in config:
         method = config.table("quantization_config").text("quant_method", "unnamed")
-        _refuse(config, f"quantization_config ({method[:40]})", "F32, F16 and BF16 weights, or a quantised GGUF file")
+        _refuse(
+            config, f"quantization_config ({quoted(method)})", "F32, F16 and BF16 weights, or a quantised GGUF file"
+        )
     for option in ("attention_bias", "mlp_bias", "rope_interleaved"):
         if config.flag(option, default=False):
             _refuse(config, f"{option} true", f"{option} false")
     if (activation := config.text("hidden_act", "silu")) != "silu":
-        _refuse(config, f"hidden_act {activation[:40]!r}", "silu")
+        _refuse(config, f"hidden_act {quoted(activation)}", "silu")
     if (fraction := config.real("partial_rotary_factor", 1.0)) != 1.0:
         _refuse(config, f"partial_rotary_factor {fraction}", "1.0")
     if unknown := set(config.strings("layer_types")) - _LAYER_TYPES:
-        _refuse(config, f"layer type {min(unknown)[:40]!r}", ", ".join(sorted(_LAYER_TYPES)))
+        _refuse(config, f"layer type {quoted(min(unknown))}", ", ".join(sorted(_LAYER_TYPES)))
 
 
 def _context_len(config: Fields, family: Family) -> int:
@@ -143,7 +150,7 @@ def _rope(config: Fields) -> Rope:
     if (fraction := rope.real("partial_rotary_factor", 1.0)) != 1.0:
         _refuse(rope, f"partial_rotary_factor {fraction}", "1.0")
     if nested := [key for key, value in rope.mapping.items() if isinstance(value, dict)]:
-        _refuse(rope, f"separate rope for {nested[0][:40]!r} layers", "one rope for all layers")
+        _refuse(rope, f"separate rope for {quoted(nested[0])} layers", "one rope for all layers")
     return Rope(theta=theta, scaling=_rope_scaling(rope))
 
 
@@ -163,4 +170,4 @@ def _rope_scaling(rope: Fields) -> RopeScaling | None:
                 original_context_len=rope.integer("original_max_position_embeddings"),
             )
         case _:
-            _refuse(rope, f"rope type {kind[:40]!r}", "default, linear, llama3")
+            _refuse(rope, f"rope type {quoted(kind)}", "default, linear, llama3")

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from verispec.errors import ModelFileError, UnsupportedModelError
 from verispec.model.blocks import FORMATS, to_float32
+from verispec.model.fields import quoted
 from verispec.model.mapped_file import MappedFile, Span, check_no_overlap
 
 MAGIC = b"GGUF"
@@ -214,8 +215,8 @@ def _read_metadata(reader: _Reader, num_pairs: int) -> dict[str, MetadataValue]:
     for i in range(num_pairs):
         key = reader.string(f"metadata key {i}", max_len=_MAX_NAME_LEN)
         if key in metadata:
-            reader.fail(f"metadata key {key!r} appears twice")
-        what = f"metadata {key!r}"
+            reader.fail(f"metadata key {quoted(key)} appears twice")
+        what = f"metadata {quoted(key)}"
         metadata[key] = reader.value(reader.number(_U32, what), what)
     return metadata
 
@@ -223,7 +224,7 @@ def _read_metadata(reader: _Reader, num_pairs: int) -> dict[str, MetadataValue]:
 def _alignment(reader: _Reader, metadata: dict[str, MetadataValue]) -> int:
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
     if type(alignment) is not int or not 1 <= alignment <= _MAX_ALIGNMENT or alignment & (alignment - 1):
-        reader.fail(f"general.alignment must be a power of two up to {_MAX_ALIGNMENT}, not {alignment!r}")
+        reader.fail(f"general.alignment must be a power of two up to {_MAX_ALIGNMENT}, not {quoted(alignment)}")
     return alignment
 
 
@@ -232,16 +233,18 @@ def _read_tensor_table(reader: _Reader, num_tensors: int, alignment: int) -> dic
     for i in range(num_tensors):
         info = _read_tensor_info(reader, i)
         if info.name in relative:
-            reader.fail(f"tensor {info.name!r} appears twice")
+            reader.fail(f"tensor {quoted(info.name)} appears twice")
         relative[info.name] = info
     # Offsets count from the first aligned byte after the table, which is known only now.
     base = -(-reader.pos // alignment) * alignment
     tensors: dict[str, TensorInfo] = {}
     for name, info in relative.items():
         if info.offset % alignment:
-            reader.fail(f"tensor {name!r} starts at {info.offset}, which is not a multiple of {alignment}")
+            reader.fail(f"tensor {quoted(name)} starts at {info.offset}, which is not a multiple of {alignment}")
         if base + info.offset + info.nbytes > reader.size:
-            reader.fail(f"tensor {name!r} needs bytes up to {base + info.offset + info.nbytes}; the file is truncated")
+            reader.fail(
+                f"tensor {quoted(name)} needs bytes up to {base + info.offset + info.nbytes}; the file is truncated"
+            )
         tensors[name] = TensorInfo(name, info.type_name, info.shape, base + info.offset, info.nbytes)
     check_no_overlap([Span(t.offset, t.offset + t.nbytes, t.name) for t in tensors.values()], reader.path)
     return tensors
@@ -249,7 +252,7 @@ def _read_tensor_table(reader: _Reader, num_tensors: int, alignment: int) -> dic
 
 def _read_tensor_info(reader: _Reader, index: int) -> TensorInfo:
     name = reader.string(f"name of tensor {index}", max_len=_MAX_NAME_LEN)
-    what = f"tensor {name!r}"
+    what = f"tensor {quoted(name)}"
     num_dims: int = reader.number(_U32, what)
     if not 1 <= num_dims <= _MAX_DIMS:
         reader.fail(f"{what} has {num_dims} dimensions; allowed: 1 to {_MAX_DIMS}")
@@ -271,4 +274,4 @@ def _refuse_type(path: Path, name: str, type_id: int) -> NoReturn:
 
     names = {int(member): member.name for member in GGMLQuantizationType}
     found = names.get(type_id, f"unknown type {type_id}")
-    raise UnsupportedModelError(f"{path}: tensor {name!r} is stored as {found}; supported: {', '.join(FORMATS)}")
+    raise UnsupportedModelError(f"{path}: tensor {quoted(name)} is stored as {found}; supported: {', '.join(FORMATS)}")

@@ -5,6 +5,7 @@ is not implemented is refused by name, because ignoring it would give wrong text
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,7 @@ from verispec.model.architecture import (
     RopeScaling,
     format_shape,
 )
-from verispec.model.fields import Fields
+from verispec.model.fields import Fields, quoted
 from verispec.model.gguf_file import GGUFFile
 
 _FAMILIES: Mapping[str, Family] = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
@@ -75,6 +76,10 @@ class GGUFWeights:
             return _unpermute(values, arch.num_kv_heads)
         return values
 
+    def file_of(self, name: str) -> Path:
+        """The one file."""
+        return self._file.path
+
     def contents(self) -> list[memoryview]:
         """The bytes of the one file."""
         return [self._file.content()]
@@ -96,7 +101,7 @@ def _architecture(file: GGUFFile) -> Architecture:
     name = meta.text("general.architecture")
     if name not in _FAMILIES:
         raise UnsupportedModelError(
-            f"{file.path}: architecture {name[:40]!r}; supported in GGUF files: {', '.join(_FAMILIES)}"
+            f"{file.path}: architecture {quoted(name)}; supported in GGUF files: {', '.join(_FAMILIES)}"
         )
     _refuse_unsupported(file, meta, name)
     if (embed := file.tensors.get(_TOP_NAMES["embed"])) is None:
@@ -143,7 +148,7 @@ def _rope_scaling(file: GGUFFile, meta: Fields, name: str, head_dim: int) -> Rop
     kind = meta.text(f"{name}.rope.scaling.type", "linear")
     if kind not in ("none", "linear"):
         raise UnsupportedModelError(
-            f"{file.path}: rope scaling {kind[:40]!r}; supported: none, linear, {_ROPE_FACTORS} (Llama 3)"
+            f"{file.path}: rope scaling {quoted(kind)}; supported: none, linear, {_ROPE_FACTORS} (Llama 3)"
         )
     # The second key is how files of 2023 spelled the first.
     factor = meta.real(f"{name}.rope.scaling.factor", meta.real(f"{name}.rope.scale_linear", 1.0))

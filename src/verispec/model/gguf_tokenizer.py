@@ -14,6 +14,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from verispec.errors import ModelFileError, UnsupportedModelError
+from verispec.model.fields import quoted
 from verispec.model.tokenizer import Tokenizer, byte_level_bytes, byte_token_bytes, sentencepiece_bytes
 
 
@@ -32,6 +33,9 @@ _SPECIAL = frozenset({_TokenType.UNKNOWN, _TokenType.CONTROL})
 
 # Some converters write "no such token" as -1 in an unsigned field.
 _NO_TOKEN = 2**32 - 1
+
+# A token is tried at every cut, so a token of megabytes would never end; published ones have up to a few dozen.
+_MAX_SCORED_CHARS = 1024
 
 _EOS_KEYS = ("eos_token_id", "eos_token_ids", "eot_token_id", "eom_token_id")
 
@@ -81,7 +85,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
         return _byte_level(metadata, _read_vocab(metadata))
     if model == "llama":
         return _sentencepiece(metadata, _read_vocab(metadata))
-    raise UnsupportedModelError(f"tokenizer.ggml.model {model!r} is not supported; supported: gpt2, llama")
+    raise UnsupportedModelError(f"tokenizer.ggml.model {quoted(model)} is not supported; supported: gpt2, llama")
 
 
 def _byte_level(metadata: Mapping[str, Any], vocab: _Vocab) -> Tokenizer:
@@ -89,7 +93,7 @@ def _byte_level(metadata: Mapping[str, Any], vocab: _Vocab) -> Tokenizer:
     kind = _BYTE_LEVEL_KINDS.get(name)
     if kind is None:
         supported = ", ".join(sorted(_BYTE_LEVEL_KINDS))
-        raise UnsupportedModelError(f"tokenizer.ggml.pre {name!r} is not supported; supported: {supported}")
+        raise UnsupportedModelError(f"tokenizer.ggml.pre {quoted(name)} is not supported; supported: {supported}")
     ids = vocab.by_piece()
     merges = _read_merges(metadata, ids)
     backend = tokenizers.Tokenizer(models.BPE(vocab=ids, merges=merges, ignore_merges=kind.ignore_merges))
@@ -130,7 +134,7 @@ def _sentencepiece(metadata: Mapping[str, Any], vocab: _Vocab) -> Tokenizer:
     for token_id in vocab.ids_of({_TokenType.BYTE}):
         value = byte_token_bytes(vocab.pieces[token_id])
         if value is None:
-            raise ModelFileError(f"token {token_id} is marked as a byte but reads {vocab.pieces[token_id]!r}")
+            raise ModelFileError(f"token {token_id} is marked as a byte but reads {quoted(vocab.pieces[token_id])}")
         table[token_id] = value
     return _assemble(metadata, vocab, backend, table, add_bos=True, strips_leading_space=prefix)
 
@@ -145,6 +149,8 @@ def _merges_from_scores(vocab: _Vocab, scores: list[float]) -> list[tuple[str, s
     merges: list[tuple[str, str]] = []
     for token_id in sorted(normal, key=lambda token_id: (-scores[token_id], token_id)):
         piece = vocab.pieces[token_id]
+        if len(piece) > _MAX_SCORED_CHARS:
+            raise ModelFileError(f"token {token_id} has {len(piece)} characters; the limit is {_MAX_SCORED_CHARS}")
         cuts = ((piece[:cut], piece[cut:]) for cut in range(len(piece) - 1, 0, -1))
         merges += [(left, right) for left, right in cuts if left in known and right in known]
     return merges
@@ -195,7 +201,9 @@ def _read_vocab(metadata: Mapping[str, Any]) -> _Vocab:
     if len(set(pieces)) != len(pieces):
         for token_id, piece in enumerate(pieces):
             if seen.setdefault(piece, token_id) != token_id:
-                raise ModelFileError(f"tokenizer.ggml.tokens: ids {seen[piece]} and {token_id} are both {piece!r}")
+                raise ModelFileError(
+                    f"tokenizer.ggml.tokens: ids {seen[piece]} and {token_id} are both {quoted(piece)}"
+                )
     if "tokenizer.ggml.token_type" not in metadata:
         return _Vocab(pieces, [_TokenType.NORMAL] * len(pieces))
     codes = _array(metadata, "tokenizer.ggml.token_type")
@@ -215,7 +223,9 @@ def _read_merges(metadata: Mapping[str, Any], ids: Mapping[str, int]) -> list[tu
         cut = merge.find(" ", 1) if isinstance(merge, str) else -1
         left, right = (merge[:cut], merge[cut + 1 :]) if cut > 0 else ("", "")
         if left not in ids or right not in ids or left + right not in ids or not left or not right:
-            raise ModelFileError(f"tokenizer.ggml.merges[{index}] {merge!r} does not join two tokens into a third")
+            raise ModelFileError(
+                f"tokenizer.ggml.merges[{index}] {quoted(merge)} does not join two tokens into a third"
+            )
         merges.append((left, right))
     return merges
 

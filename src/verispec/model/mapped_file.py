@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from verispec.errors import ModelFileError
+from verispec.model.fields import quoted
 
 
 class Span(NamedTuple):
@@ -54,4 +55,5 @@ def check_no_overlap(spans: Sequence[Span], path: Path) -> None:
     ordered = sorted(spans)
     for before, after in itertools.pairwise(ordered):
         if after.start < before.end:
-            raise ModelFileError(f"{path}: tensors {before.name!r} and {after.name!r} overlap at byte {after.start}")
+            names = f"{quoted(before.name)} and {quoted(after.name)}"
+            raise ModelFileError(f"{path}: tensors {names} overlap at byte {after.start}")

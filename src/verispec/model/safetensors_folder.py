@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from verispec.errors import ModelFileError, UnsupportedModelError
 from verispec.model.blocks import to_float32
+from verispec.model.fields import quoted
 from verispec.model.mapped_file import MappedFile, Span, check_no_overlap
 
 CONFIG_NAME = "config.json"
@@ -33,8 +34,8 @@ _MAX_JSON_DEPTH = 16
 _MAX_DIMS = 8
 _MAX_SHARDS = 512
 # Possessive, and content with an unterminated string: linear in time and constant in memory on any input.
-_JSON_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
-_JSON_BRACKET = re.compile(rb"[][{}]")
+_JSON_STRING_OR_BRACKET = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[][{}]', re.DOTALL)
+_DEPTH_CHANGES = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ class SafetensorsFolder:
             said = placed.get(name)
             found = folder.tensors[name].file.path.name if name in folder.tensors else None
             if said != found:
-                raise ModelFileError(f"{index_path}: tensor {name!r} is listed in {said} but found in {found}")
+                raise ModelFileError(f"{index_path}: tensor {quoted(name)} is listed in {said} but found in {found}")
         return folder
 
     def read(self, name: str) -> npt.NDArray[np.float32]:
@@ -108,12 +109,10 @@ class SafetensorsFolder:
 
 
 def parse_json(data: bytes, where: Path) -> dict[str, Any]:
-    """A JSON object from an untrusted file, with its size and nesting bounded and no key twice."""
-    if len(data) > _MAX_JSON_NBYTES:
-        raise ModelFileError(f"{where}: {len(data)} bytes of JSON; the limit is {_MAX_JSON_NBYTES}")
+    """A JSON object from an untrusted file, with its nesting bounded and no key twice; the caller bounds its size."""
     depth = 0
-    for bracket in _JSON_BRACKET.finditer(_JSON_STRING.sub(b"", data)):
-        depth += 1 if bracket.group() in b"[{" else -1
+    for match in _JSON_STRING_OR_BRACKET.finditer(data):
+        depth += _DEPTH_CHANGES.get(data[match.start()], 0)
         if depth > _MAX_JSON_DEPTH:
             raise ModelFileError(f"{where}: JSON nested deeper than {_MAX_JSON_DEPTH}")
 
@@ -136,7 +135,12 @@ def parse_json(data: bytes, where: Path) -> dict[str, Any]:
 def _read_small(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
-            return file.read(_MAX_JSON_NBYTES + 1)
+            nbytes = file.seek(0, 2)
+            if nbytes > _MAX_JSON_NBYTES:
+                raise ModelFileError(f"{path}: {nbytes} bytes of JSON; the limit is {_MAX_JSON_NBYTES}")
+            file.seek(0)
+            # `read` allocates all it is asked for, so it is asked for no more than there is.
+            return file.read(nbytes)
     except (OSError, ValueError) as error:
         raise ModelFileError(f"{path}: cannot be read: {error}") from error
 
@@ -148,7 +152,8 @@ def _parse_weight_map(data: bytes, where: Path) -> dict[str, str]:
     for name, file_name in placed.items():
         if not isinstance(file_name, str) or not _is_plain_name(file_name):
             raise ModelFileError(
-                f"{where}: tensor {name!r} is placed in {file_name!r}; allowed: .safetensors files of this folder"
+                f"{where}: tensor {quoted(name)} is placed in {quoted(file_name)}; "
+                "allowed: .safetensors files of this folder"
             )
     if len(set(placed.values())) > _MAX_SHARDS:
         raise ModelFileError(f"{where}: more than {_MAX_SHARDS} shards")
@@ -175,16 +180,17 @@ def _read_header(file: MappedFile) -> dict[str, StoredTensor]:
 
 
 def _parse_entry(file: MappedFile, base: int, name: str, entry: object) -> StoredTensor:
-    where = f"{file.path}: tensor {name!r}"
+    where = f"{file.path}: tensor {quoted(name)}"
     if not isinstance(entry, dict) or not isinstance(type_name := entry.get("dtype"), str):
         raise ModelFileError(f"{where} has no dtype")
     if type_name not in _ITEM_NBYTES:
-        raise UnsupportedModelError(f"{where} is stored as {type_name[:40]}; supported: {', '.join(_ITEM_NBYTES)}")
+        found = quoted(type_name).strip("'")
+        raise UnsupportedModelError(f"{where} is stored as {found}; supported: {', '.join(_ITEM_NBYTES)}")
     shape, offsets = entry.get("shape"), entry.get("data_offsets")
     if not _is_size_list(shape) or len(shape) > _MAX_DIMS or not all(shape):
-        raise ModelFileError(f"{where} has shape {str(shape)[:100]}; allowed: up to {_MAX_DIMS} positive sizes")
+        raise ModelFileError(f"{where} has shape {quoted(shape)}; allowed: up to {_MAX_DIMS} positive sizes")
     if not _is_size_list(offsets) or len(offsets) != 2:
-        raise ModelFileError(f"{where} has data_offsets {str(offsets)[:100]}; expected two byte positions")
+        raise ModelFileError(f"{where} has data_offsets {quoted(offsets)}; expected two byte positions")
     start, end = offsets
     nbytes = math.prod(shape) * _ITEM_NBYTES[type_name]
     if end - start != nbytes:
@@ -203,6 +209,8 @@ def _merge(headers: list[dict[str, StoredTensor]]) -> dict[str, StoredTensor]:
     for header in headers:
         for name, stored in header.items():
             if name in merged:
-                raise ModelFileError(f"{stored.file.path}: tensor {name!r} is also in {merged[name].file.path.name}")
+                raise ModelFileError(
+                    f"{stored.file.path}: tensor {quoted(name)} is also in {merged[name].file.path.name}"
+                )
             merged[name] = stored
     return merged

@@ -7,7 +7,8 @@ chat, streaming or the engine.
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,15 @@ from typing import Any
 import tokenizers
 
 from verispec.errors import InputError, ModelFileError, UnsupportedModelError
+from verispec.model.fields import quoted
 
 # The largest published tokenizer.json files are about 35 MB.
 _MAX_JSON_BYTES = 256 * 1024 * 1024
+
+# Ids may have holes, where tokens were removed or a vocabulary was padded, but not more of them than this and tokens.
+_MAX_HOLES = 1 << 16
+
+_MAX_NAMED_STEPS = 8
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -47,7 +54,9 @@ class Tokenizer:
         for name, ids in named.items():
             for token_id in ids:
                 if not 0 <= token_id < self.vocab_size:
-                    raise ModelFileError(f"{name} token id {token_id} is outside the vocabulary of {self.vocab_size}")
+                    raise ModelFileError(
+                        f"{name} token id {quoted(token_id)} is outside the vocabulary of {self.vocab_size}"
+                    )
         if self.add_bos and self.bos_id is None:
             raise ModelFileError("the tokenizer wants a BOS token before the text but names none")
 
@@ -73,6 +82,8 @@ class Tokenizer:
             ids = self.backend.encode(text, add_special_tokens=False).ids
         except TypeError:  # the library's answer to a str that has no UTF-8 form
             raise InputError("text to encode holds a lone surrogate, which is not Unicode text") from None
+        except Exception as error:  # the library raises nothing narrower
+            raise InputError(f"text to encode does not fit the model's vocabulary: {quoted(str(error))}") from error
         if add_special and self.add_bos and self.bos_id is not None:
             return [self.bos_id, *ids]
         return list(ids)
@@ -134,27 +145,68 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
     description = _read_json(path)
     if description is None:
         raise ModelFileError(f"{path}: missing; only models with a tokenizer.json are supported")
-    try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing narrower
-        raise ModelFileError(f"{path}: not a tokenizer: {str(error)[:200]}") from error
+    backend = _load_backend(path, description)
     backend.no_truncation()
     backend.no_padding()
 
     config = _read_json(folder / "tokenizer_config.json") or {}
     added = backend.get_added_tokens_decoder()
     alphabet = _folder_alphabet(path, description.get("decoder"))
-    bos_id = _named_id(backend, config, "bos_token")
-    return Tokenizer(
-        backend=backend,
-        table=_folder_table(backend, added, byte_level=alphabet.byte_level),
-        special_texts={token_id: token.content for token_id, token in added.items() if token.special},
-        bos_id=bos_id,
-        eos_ids=_folder_eos_ids(folder, backend, config),
-        add_bos=_folder_add_bos(folder, backend, config, bos_id),
-        strips_leading_space=alphabet.strips_leading_space,
-        chat_template=_folder_chat_template(folder, config),
-    )
+    bos_id = _named_id(folder, backend, config, "bos_token")
+    eos_ids = _folder_eos_ids(folder, backend, config)
+    add_bos = _folder_add_bos(folder, backend, config, bos_id)
+    table = _folder_table(path, backend, added, byte_level=alphabet.byte_level)
+    chat_template = _folder_chat_template(folder, config)
+    try:
+        return Tokenizer(
+            backend=backend,
+            table=table,
+            special_texts={token_id: token.content for token_id, token in added.items() if token.special},
+            bos_id=bos_id,
+            eos_ids=eos_ids,
+            add_bos=add_bos,
+            strips_leading_space=alphabet.strips_leading_space,
+            chat_template=chat_template,
+        )
+    except ModelFileError as error:  # ids that do not fit together, from any of the folder's files
+        raise ModelFileError(f"{folder}: {error}") from error
+
+
+def _load_backend(path: Path, description: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    model = description.get("model")
+    for key in ("continuing_subword_prefix", "end_of_word_suffix"):
+        if isinstance(model, dict) and model.get(key):
+            raise UnsupportedModelError(f"{path}: model.{key} {quoted(model[key])}; supported: none")
+    with _library_errors(path):
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    unknown = model.get("unk_token") if isinstance(model, dict) else None
+    if isinstance(unknown, str) and backend.token_to_id(unknown) is None:
+        raise ModelFileError(f"{path}: model.unk_token {quoted(unknown)} is not in the vocabulary")
+    _check_post_processor(path, description.get("post_processor"))
+    return backend
+
+
+def _check_post_processor(path: Path, processor: object) -> None:
+    """Refuse a template of undeclared tokens, over which the library panics."""
+    steps = processor.get("processors", [processor]) if isinstance(processor, dict) else []
+    for step in steps:  # the library has checked all types
+        for piece in (
+            [*step.get("single", ()), *step.get("pair", ())] if step.get("type") == "TemplateProcessing" else ()
+        ):
+            name = piece.get("SpecialToken", {}).get("id")
+            if name is not None and name not in step["special_tokens"]:
+                raise ModelFileError(f"{path}: the post_processor does not declare its token {quoted(name)}")
+
+
+@contextmanager
+def _library_errors(path: Path) -> Iterator[None]:
+    """What `tokenizers` raises over a file, its panics included, which are no `Exception`, as `ModelFileError`."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise ModelFileError(f"{path}: not a tokenizer: {quoted(str(error))}") from error
 
 
 @dataclass(frozen=True)
@@ -168,7 +220,7 @@ def _folder_alphabet(path: Path, decoder: object) -> _Alphabet:
     steps = decoder.get("decoders", [decoder]) if isinstance(decoder, dict) else []
     if not isinstance(steps, list):
         raise ModelFileError(f"{path}: decoder.decoders is not a list")
-    by_type = {step.get("type"): step for step in steps if isinstance(step, dict)}
+    by_type = {str(step.get("type")): step for step in steps if isinstance(step, dict)}
     if "ByteLevel" in by_type:
         return _Alphabet(byte_level=True, strips_leading_space=False)
     if "Metaspace" in by_type:
@@ -180,15 +232,18 @@ def _folder_alphabet(path: Path, decoder: object) -> _Alphabet:
         return _Alphabet(
             byte_level=False, strips_leading_space=strip.get("content") == " " and bool(strip.get("start"))
         )
-    found = ", ".join(str(kind) for kind in by_type) or "none"
+    found = ", ".join(map(quoted, [*by_type][:_MAX_NAMED_STEPS])) or "none"
     raise UnsupportedModelError(f"{path}: decoder {found}; supported: ByteLevel, ByteFallback, Metaspace")
 
 
 def _folder_table(
-    backend: tokenizers.Tokenizer, added: Mapping[int, tokenizers.AddedToken], *, byte_level: bool
+    path: Path, backend: tokenizers.Tokenizer, added: Mapping[int, tokenizers.AddedToken], *, byte_level: bool
 ) -> tuple[bytes, ...]:
     vocab = backend.get_vocab(with_added_tokens=True)
-    table = [b""] * (max(vocab.values(), default=-1) + 1)
+    last_id = max(vocab.values(), default=-1)
+    if last_id >= 2 * len(vocab) + _MAX_HOLES:
+        raise ModelFileError(f"{path}: token id {last_id} in a vocabulary of {len(vocab)} tokens")
+    table = [b""] * (last_id + 1)
     for piece, token_id in vocab.items():
         token = added.get(token_id)
         if token is not None:
@@ -209,7 +264,7 @@ def _folder_eos_ids(folder: Path, backend: tokenizers.Tokenizer, config: Mapping
         if not all(type(item) is int for item in listed):
             raise ModelFileError(f"{folder / name}: eos_token_id is neither an integer nor a list of them")
         ids += listed
-    eos_id = _named_id(backend, config, "eos_token")
+    eos_id = _named_id(folder, backend, config, "eos_token")
     return tuple(dict.fromkeys(ids if eos_id is None else [*ids, eos_id]))
 
 
@@ -217,13 +272,15 @@ def _folder_add_bos(folder: Path, backend: tokenizers.Tokenizer, config: Mapping
     """An explicit `add_bos_token` wins; otherwise what the post-processor does to an empty text."""
     explicit = config.get("add_bos_token")
     if explicit is None:
-        return bos_id is not None and backend.encode("", add_special_tokens=True).ids[:1] == [bos_id]
+        with _library_errors(folder / "tokenizer.json"):
+            first_ids = backend.encode("", add_special_tokens=True).ids[:1]
+        return bos_id is not None and first_ids == [bos_id]
     if not isinstance(explicit, bool):
         raise ModelFileError(f"{folder / 'tokenizer_config.json'}: add_bos_token is not true or false")
     return explicit and bos_id is not None
 
 
-def _named_id(backend: tokenizers.Tokenizer, config: Mapping[str, Any], name: str) -> int | None:
+def _named_id(folder: Path, backend: tokenizers.Tokenizer, config: Mapping[str, Any], name: str) -> int | None:
     """Id of the token that tokenizer_config.json names as a string or as an object with its content."""
     value = config.get(name)
     content = value.get("content") if isinstance(value, dict) else value
@@ -231,7 +288,8 @@ def _named_id(backend: tokenizers.Tokenizer, config: Mapping[str, Any], name: st
         return None
     token_id = backend.token_to_id(content) if isinstance(content, str) else None
     if token_id is None:
-        raise ModelFileError(f"tokenizer_config.json: {name} {content!r} is not in the vocabulary")
+        path = folder / "tokenizer_config.json"
+        raise ModelFileError(f"{path}: {name} {quoted(content)} is not in the vocabulary")
     return token_id
 
 

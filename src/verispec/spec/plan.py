@@ -23,9 +23,6 @@ class PlannedSequence(SequenceView, Protocol):
     def sample_key(self) -> SampleKey: ...
     @property
     def stopping_ids(self) -> Iterable[int]: ...
-    @property
-    def prompt_ids(self) -> Sequence[int]: ...
-
     def history(self) -> History: ...
 
 
@@ -46,11 +43,7 @@ class SequencePlan:
     lease: Lease
     table_start: int
     table_slots: Sequence[int]
-
-    @property
-    def completes(self) -> bool:
-        """Whether every pending token gets its row, so that the target draws a new token."""
-        return self.start + self.num_pending == len(self.sequence.token_ids)
+    completes: bool  # whether every pending token gets its row, so that the target draws a new token
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,11 @@ from verispec.text.chat_sandbox import Meter, MeteredEnvironment
 
 MAX_TEMPLATE_CHARS = 128 * 1024
 MAX_PROMPT_CHARS = 16 * 1024 * 1024  # also the cap on everything that goes in
-# Two million steps take about two seconds; ordinary templates need a few hundred and a few dozen per message.
-BASE_STEPS = 2_000_000
-STEPS_PER_INPUT_STEP = 50
+# They take less than a tenth of a second and hold at most 128 characters each; ordinary templates need a few hundred
+# steps, and a few dozen per message.
+BASE_STEPS = 200_000
+STEPS_PER_INPUT_STEP = 100
+_MAX_BRIEF_CHARS = 200
 
 _MONTHS = (
     *("January", "February", "March", "April", "May", "June"),
@@ -57,7 +59,7 @@ class ChatTemplate:
         try:
             code = self._environment.compile_metered(template)
         except TemplateSyntaxError as error:
-            raise ModelFileError(f"the chat template, line {error.lineno}: {error.message}") from error
+            raise ModelFileError(f"the chat template, line {error.lineno}: {_one_line(error.message or '')}") from error
         except Exception as error:  # a template is a program we did not write: too deeply nested, for one
             raise ModelFileError(f"the chat template cannot be compiled: {_brief(error)}") from error
         self._template = Template.from_code(self._environment, code, self._environment.globals)
@@ -160,5 +162,10 @@ def _format_date(date: datetime.date, pattern: str) -> str:
 
 
 def _brief(error: Exception) -> str:
-    text = str(error) or type(error).__name__
-    return text if len(text) <= 200 else text[:200] + "..."
+    return _one_line(str(error) or type(error).__name__)
+
+
+def _one_line(text: str) -> str:
+    """What an error says, printable and short: templates may put anything into it."""
+    shown = "".join(c if c.isprintable() else " " for c in text[:_MAX_BRIEF_CHARS])
+    return shown if len(text) <= _MAX_BRIEF_CHARS else shown + "..."

@@ -21,6 +21,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 MAX_DEPTH = 64
+# Compiling costs up to 0.1 ms per token; 40 KB of dense template have about as many.
+MAX_TOKENS = 16_000
 _CHARS_PER_STEP = 128  # copying this many characters takes less time than one charged operation
 _MAX_INT_BITS = 4096
 _MAX_INDENT = 16
@@ -122,6 +124,9 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
 
     def compile_metered(self, source: str) -> CodeType:
         """Refuses what cannot be bounded and compiles the rest with a charge on all that repeats or builds."""
+        for count, _ in enumerate(self.lex(source)):
+            if count == MAX_TOKENS:
+                raise TemplateSyntaxError(f"more than {MAX_TOKENS} tokens", 1)
         template = self.parse(source)
         for node in template.find_all(_FORBIDDEN):
             raise TemplateSyntaxError(f"{type(node).__name__} is not allowed", node.lineno)
