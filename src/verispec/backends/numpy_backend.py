@@ -95,7 +95,7 @@ class NumpyBackend:
         return self._stores[store].k[:, slots], self._stores[store].v[:, slots]
 
     def fingerprint(self) -> dict[str, str]:
-        """Device, libraries, threads, dtypes, kernels and model shapes."""
+        """Device, libraries, arithmetic, dtypes, kernels and model shapes."""
         return fingerprint([m.architecture for m in self._models])
 
     def probes(self) -> list[KernelProbe]:

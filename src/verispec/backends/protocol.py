@@ -208,7 +208,7 @@ class Backend(Protocol):
         """Start a pass. Raises InputError for arrays that do not fit the limits."""
 
     def fingerprint(self) -> dict[str, str]:
-        """Everything a float result of this backend depends on: device, library versions, threads, dtype, shapes."""
+        """Everything a float result of this backend depends on: device, libraries, arithmetic, dtypes, model shapes."""
 
     def probes(self) -> list[KernelProbe]:
         """Every kind of row kernel the audit has to measure."""

@@ -33,9 +33,11 @@ def list_models() -> None:
 def pull(name: Name = "smollm2-135m") -> None:
     """Fetch a model into the cache, if it is not there, and print its path."""
     from verispec.cli.progress import LoadingDisplay
+    from verispec.model.hf_hub import is_hub_id
     from verispec.model.hub import cached_path, resolve
 
-    path = cached_path(name)  # refuses what is not a known name: `resolve` alone would take any path
+    # What is neither a hub id nor a known name is refused: `resolve` alone would take any path.
+    path = None if is_hub_id(name) else cached_path(name)
     if path is None:
         with LoadingDisplay() as display:
             path = resolve(name, progress=lambda stage, done, total: display.update(stage, done / max(1, total)))

@@ -60,7 +60,8 @@ Model = Annotated[
     str,
     typer.Option(
         "-m", "--model", rich_help_panel=_MODEL,
-        help="A known name (`verispec models list`), a GGUF file, or a folder with config.json and safetensors.",
+        help="A known name (`verispec models list`), a GGUF file, a folder with config.json and safetensors, or a hub "
+        "id (org/name).",
         autocompletion=known_models,
     ),
 ]  # fmt: skip
