@@ -40,8 +40,10 @@ def prompts(llm: LLM, kind: str, count: int, length: int) -> list[list[int]]:
     return made
 
 
-def run(llm: LLM, batch: list[list[int]], drafter: str, num_new: int) -> tuple[float, list[str], float]:
-    params = SamplingParams(max_tokens=num_new, ignore_eos=True, seed=0)
+def run(
+    llm: LLM, batch: list[list[int]], drafter: str, num_new: int, temperature: float
+) -> tuple[float, list[str], float]:
+    params = SamplingParams(max_tokens=num_new, ignore_eos=True, seed=0, temperature=temperature)
     start = time.perf_counter()
     done = llm.generate(batch, params, drafter=drafter)
     seconds = time.perf_counter() - start
@@ -58,6 +60,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--prompt-len", type=int, default=128)
     parser.add_argument("--new", type=int, default=128)
+    parser.add_argument("--temperature", type=float, default=0.0)
     options = parser.parse_args()
     llm = LLM(options.model, drafter="none", prefix_cache=False)
     print(f"{cpu_name()}; {blas_name()}; Python {platform.python_version()}; {options.model}; profile {llm.profile}")
@@ -71,7 +74,7 @@ def main() -> None:
             digests = set()
             for _ in range(options.repeats):
                 for drafter, found in speeds.items():
-                    speed, digest, per_pass[drafter] = run(llm, batch, drafter, options.new)
+                    speed, digest, per_pass[drafter] = run(llm, batch, drafter, options.new, options.temperature)
                     found.append(speed)
                     digests.add(tuple(digest))
             assert len(digests) == 1, "drafters gave different bits"

@@ -52,7 +52,8 @@ def test_a_broken_row_breaks_nobody_else(bad: float) -> None:
     assert np.array_equal(results["good"], results["bad"])
 
 
-def test_threads_change_no_bit() -> None:
+def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numpy_attention, "_MIN_SHARED_WORK", 0)
     prompt = np.random.default_rng(2).integers(0, 16, 300).tolist()
     results = set()
     for threads in (1, 2, 3):
@@ -66,8 +67,9 @@ def test_threads_change_no_bit() -> None:
 
 @pytest.mark.parametrize("threads", [2, 16])
 @pytest.mark.parametrize("num_rows", [1, 3, 10])
-def test_more_threads_than_rows(threads: int, num_rows: int) -> None:
-    """One row over a long context is shared out too, and parts must not be empty."""
+def test_more_threads_than_rows(threads: int, num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row over a long context may be shared out too, and parts must not be empty."""
+    monkeypatch.setattr(numpy_attention, "_MIN_SHARED_WORK", 0)
     prompt = np.random.default_rng(3).integers(0, 16, 1100).tolist()
     results = []
     for count in (1, threads):

@@ -20,7 +20,7 @@ from verispec.kv import ZERO_SLOT
 
 TILE = 128
 _MAX_GATHERED = 1 << 18  # floats of K gathered at a time
-_MIN_SHARED_WORK = 8 * TILE  # rows times positions below which threads cost more than they give
+_MIN_SHARED_WORK = 32 * TILE  # rows times positions below which threads cost more than they give
 Float32 = NDArray[np.float32]
 Int = NDArray[np.int64]
 

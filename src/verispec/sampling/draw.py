@@ -109,19 +109,15 @@ def noisy_logits(xp: Any, z: Array, rows: SamplingRows) -> Array:
     return noisy
 
 
-def smallest_argmax(xp: Any, values: Array) -> Array:
-    """argmax of each row, the smallest index on a tie, said explicitly: libraries do not all promise it."""
-    ids = xp.arange(values.shape[-1])
-    is_best = values == xp.max(values, axis=-1)[:, None]
-    return xp.min(xp.where(is_best, ids, xp.full_like(ids, values.shape[-1])), axis=-1)
-
-
 def draw(xp: Any, logits: Array, rows: SamplingRows) -> Draws:
-    """Sample one token per row. A row with NaN, or with nothing finite to choose from, gives NO_TOKEN."""
+    """Sample one token per row. A row with NaN, or with nothing finite to choose from, gives NO_TOKEN.
+
+    argmax gives the first of equal maxima (the array API says so): the smallest id wins a tie.
+    """
     edited = process(xp, logits, rows)
     noisy = noisy_logits(xp, scaled_logits(xp, edited, rows), rows)
     usable = xp.isfinite(xp.max(noisy, axis=-1)) & xp.isfinite(xp.max(edited, axis=-1))
-    chosen = xp.where(usable, smallest_argmax(xp, noisy), 0)
+    chosen = xp.where(usable, xp.argmax(noisy, axis=-1), 0)
     return Draws(xp.where(usable, chosen, NO_TOKEN), logprobs_of(xp, logits, chosen))
 
 
