@@ -52,6 +52,7 @@ class _PassBuilder:
     draw_rows: list[int] = field(default_factory=list)
     given_rows: list[int] = field(default_factory=list)
     given_ids: list[int] = field(default_factory=list)
+    given_counts: list[int] = field(default_factory=list)  # per sequence, how many of the given rows are its own
     top_rows: list[int] = field(default_factory=list)
     top_k: int = 0
     updates: list[tuple[int, int, int]] = field(default_factory=list)
@@ -59,6 +60,7 @@ class _PassBuilder:
     def add(self, plan: SequencePlan, draft: Draft) -> None:
         """Add a sequence's pending rows and, if they complete, its draft's nodes."""
         sequence, params = plan.sequence, plan.sequence.params
+        given_before = len(self.given_rows)
         self.updates += [(plan.seq_row, plan.table_start + i, slot) for i, slot in enumerate(plan.table_slots)]
         for i in range(plan.num_pending):
             position = plan.start + i
@@ -71,6 +73,7 @@ class _PassBuilder:
             )
             if params.prompt_logprobs is not None and position + 1 < sequence.prompt_len:
                 self._want_given(row, sequence.token_ids[position + 1], params.prompt_logprobs)
+        self.given_counts.append(len(self.given_rows) - given_before)
         if plan.completes:
             self._want_draw(plan, row, path_ids=())
             self._add_nodes(plan, draft)
@@ -173,9 +176,8 @@ def _scores(
             alternatives[row] = list(zip(ids.tolist(), values.tolist(), strict=True))
     next_draw, next_given = 0, 0
     scores = []
-    for plan, draft in zip(plans, drafts, strict=True):
+    for plan, draft, num_given in zip(plans, drafts, builder.given_counts, strict=True):
         params = plan.sequence.params
-        num_given = _num_given(plan)
         prompt = []
         for i in range(next_given, next_given + num_given):
             assert result.logprobs is not None
@@ -192,10 +194,3 @@ def _scores(
         draws = np.array([entry.token_id for entry in drawn], np.int64)
         scores.append(Score(draws, tuple(drawn), tuple(prompt)))
     return scores
-
-
-def _num_given(plan: SequencePlan) -> int:
-    """How many of the plan's pending rows score a prompt token."""
-    if plan.sequence.params.prompt_logprobs is None:
-        return 0
-    return max(0, min(plan.start + plan.num_pending, plan.sequence.prompt_len - 1) - plan.start)
