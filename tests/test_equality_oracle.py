@@ -19,7 +19,7 @@ from verispec.config import EngineConfig
 from verispec.engine import Engine, Request
 from verispec.llm import LLM
 from verispec.spec.drafter import Drafter, Offer
-from verispec.spec.registry import DRAFTERS
+from verispec.spec.registry import DRAFTERS, make_drafters
 from verispec.types import NO_PARENT, Draft, FinishReason, SampleOutput, SamplingParams, SequenceView, Verdict
 
 VOCAB = 80
@@ -38,7 +38,7 @@ class World:
         return Engine(
             self.backend,
             family=self.family,
-            drafters=drafters or {name: make() for name, make in DRAFTERS.items()},
+            drafters=drafters or make_drafters(),
             config=EngineConfig(**options),  # type: ignore[arg-type]
         )
 
@@ -186,7 +186,7 @@ def test_no_drafter_changes_anything(world: World, spoil: str) -> None:
     requests = [r for r in make_requests(10, seed=5) if r.params.n == 1]
     expected = [world.alone(request) for request in requests]
     truth = {tuple(r.prompt_ids): out[0].token_ids for r, out in zip(requests, expected, strict=True)}
-    engine = world.engine({"adversary": Adversary(spoil, truth), "none": DRAFTERS["none"]()})
+    engine = world.engine({"adversary": Adversary(spoil, truth), "none": DRAFTERS["none"](None)})
     outputs = run(engine, requests)
     assert [bits(o) for o in outputs] == [bits(o) for o in expected]
     accepted = sum(o.stats.accepted for outs in outputs for o in outs)

@@ -11,12 +11,12 @@ import verispec
 
 ROOT = Path(verispec.__file__).parent
 LAYERS = [
-    {"errors", "types", "config"},
+    {"errors", "types", "config", "strict_json"},
     {"kv", "sampling", "model"},
     {"backends"},
     {"spec"},
     {"engine"},
-    {"llm", "interrupts", "text", "cli", "__main__", "__init__"},
+    {"llm", "demonstration", "interrupts", "receipt", "text", "cli", "__main__", "__init__"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 # Each heavy or optional package is imported only where it is needed.
@@ -77,6 +77,19 @@ def test_imports_point_one_way(path: Path) -> None:
 )
 def test_the_check_finds_a_wrong_import(layer: str, line: str) -> None:
     assert violations(layer, line)
+
+
+# What a receipt is, and how one is read, can be understood without knowing how answers are made.
+RECEIPT_VALUES = [ROOT / "receipt" / "values.py", ROOT / "receipt" / "reading.py"]
+
+
+@pytest.mark.parametrize("path", RECEIPT_VALUES, ids=lambda p: p.name)
+def test_receipts_are_values_that_know_no_engine(path: Path) -> None:
+    assert violations("backends", path.read_text(encoding="utf-8").replace("verispec.receipt", "receipt")) == []
+
+
+def test_every_module_has_a_layer() -> None:
+    assert {layer_of(path) for path in ROOT.rglob("*.py")} <= set(RANK)
 
 
 def test_no_code_is_evaluated_at_run_time() -> None:

@@ -13,7 +13,8 @@ class EngineConfig:
 
     `num_slots` is the K/V capacity in tokens. `max_len` bounds prompt plus output of one request (None: the model's
     context or the capacity, whichever is less). `row_budget` bounds the rows of one canonical pass, `max_running` the
-    sequences that run at once, `max_waiting` the queue behind them, `max_draft` the nodes of one draft.
+    sequences that run at once, `max_waiting` the queue behind them, `max_draft` the nodes of one draft
+    (None: each drafter's own default).
     """
 
     num_slots: int = 8192
@@ -21,7 +22,7 @@ class EngineConfig:
     row_budget: int = 128
     max_running: int = 32
     max_waiting: int = 4096
-    max_draft: int = 16
+    max_draft: int | None = None
     prefix_cache: bool = True
 
     def __post_init__(self) -> None:
@@ -33,6 +34,8 @@ class EngineConfig:
             ("max_draft", 0),
         ):
             value = getattr(self, name)
+            if value is None and name == "max_draft":
+                continue
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise InputError(f"{name} must be a whole number of at least {low}, not {value!r}")
         if self.max_len is not None and not 2 <= self.max_len <= self.num_slots:

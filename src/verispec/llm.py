@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from numbers import Integral
 from pathlib import Path
 from typing import Any, Self
@@ -21,9 +22,13 @@ from verispec.engine import Engine, Request
 from verispec.errors import InputError, NumericError
 from verispec.interrupts import deferred_interrupt
 from verispec.model import DEFAULT_MODEL, Checkpoint, cache_dir, open_checkpoint, resolve
+from verispec.model.hub import label
+from verispec.model.identity import ModelIdentity
 from verispec.model.load import load_tokenizer
 from verispec.model.tokenizer import Tokenizer
-from verispec.spec.registry import DRAFTERS
+from verispec.receipt.values import Receipt, check_recordable, make_receipt
+from verispec.spec.drafter import Drafter
+from verispec.spec.registry import DRAFTER_NAMES, make_drafters
 from verispec.text.chat import ChatTemplate
 from verispec.text.detokenizer import TextStream
 from verispec.types import FinishReason, SampleOutput, SamplingParams, SequenceStats, TokenEvent, TokenLogprob
@@ -36,11 +41,15 @@ LoadProgress = Callable[[str, float], None]
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """All samples of one prompt, with what is needed to get them again. The short names speak of sample 0."""
+    """All samples of one prompt, with what is needed to get them again. The short names speak of sample 0.
+
+    `receipts` are those that were asked for, one per sample; a sample that failed has none.
+    """
 
     prompt_ids: tuple[int, ...]
     samples: tuple[SampleOutput, ...]
     profile: str
+    receipts: tuple[Receipt, ...] = ()
 
     @property
     def text(self) -> str:
@@ -105,10 +114,10 @@ class LLM:
     """A loaded model, ready to generate.
 
     `model` is a known name, a GGUF file or a folder with safetensors. `drafter` is the default of every request; no
-    drafter changes the output. `kv_slots` is the K/V capacity in tokens, `max_len` the most a request may hold,
-    prompt included. `threads` is how many compute (default: all cores); it changes no bit. `family`
-    names canonical shapes other than the audit's choice, `fresh_audit` measures again. `progress(stage, share)`
-    reports loading.
+    drafter changes the output. `draft_len` is the most tokens of one draft (default: the drafter's own). `kv_slots` is
+    the K/V capacity in tokens, `max_len` the most a request may hold, prompt included. `threads` is how many compute
+    (default: all cores); it changes no bit. `family` names canonical shapes other than the audit's choice,
+    `fresh_audit` measures again. `progress(stage, share)` reports loading.
     """
 
     def __init__(
@@ -122,7 +131,7 @@ class LLM:
         max_len: int | None = None,
         max_running: int = DEFAULTS.max_running,
         row_budget: int = DEFAULTS.row_budget,
-        draft_len: int = DEFAULTS.max_draft,
+        draft_len: int | None = DEFAULTS.max_draft,
         prefix_cache: bool = True,
         family: Sequence[int] | None = None,
         fresh_audit: bool = False,
@@ -131,8 +140,8 @@ class LLM:
         report = progress or (lambda stage, share: None)
         if backend not in BACKENDS:
             raise InputError(f"unknown backend {backend!r}; known: {', '.join(BACKENDS)}")
-        if drafter not in DRAFTERS:
-            raise InputError(f"unknown drafter {drafter!r}; known: {', '.join(DRAFTERS)}")
+        if drafter not in DRAFTER_NAMES:
+            raise InputError(f"unknown drafter {drafter!r}; known: {', '.join(DRAFTER_NAMES)}")
         config = EngineConfig(
             num_slots=kv_slots,
             max_len=max_len,
@@ -148,6 +157,7 @@ class LLM:
         with open_checkpoint(path) as checkpoint:
             self.tokenizer: Tokenizer = load_tokenizer(checkpoint.tokenizer_source)
             _check_vocabulary(self.tokenizer, checkpoint)
+            self.identity = ModelIdentity.of(checkpoint, name=label(model, path))
             loaded = LoadedModel(checkpoint.architecture, checkpoint.tensor)
             self._backend = NumpyBackend(
                 [loaded], num_slots=config.num_slots, num_seq_rows=max_running, threads=threads
@@ -155,14 +165,9 @@ class LLM:
         self.calibration: Calibration = calibrate(
             self._backend, cache_dir=cache_dir(), family=family, fresh=fresh_audit, progress=report
         )
-        drafters = {drafter: DRAFTERS[drafter](), **{n: make() for n, make in DRAFTERS.items() if n != drafter}}
-        self.engine = Engine(
-            self._backend,
-            family=self.calibration.family,
-            cost=self.calibration.cost,
-            drafters=drafters,
-            config=config,
-        )
+        self._config = config
+        self._drafter = drafter
+        self.engine = self.fresh_engine()
         self._inboxes: dict[int, deque[TokenEvent]] = {}
         self._chat_template: ChatTemplate | None = None
 
@@ -171,6 +176,46 @@ class LLM:
         """The hash of the numeric profile: equal hashes give equal bytes."""
         return self.calibration.profile.hash
 
+    @property
+    def vocab_size(self) -> int:
+        """Tokens the model has logits for."""
+        return self._backend.limits.vocab_size
+
+    @property
+    def longest(self) -> int:
+        """The most `max_len` an engine of this LLM can have: the model's context, or the K/V capacity."""
+        return min(self._backend.limits.context_len, self._config.num_slots)
+
+    def fresh_engine(self, *, drafters: Mapping[str, Drafter] | None = None, **changes: Any) -> Engine:
+        """A further engine on the same weights, with an empty cache; `changes` are fields of EngineConfig.
+
+        `drafters` stand in for the known ones. All engines of one LLM share the K/V store: use one at a time, to its
+        end.
+        """
+        config = replace(self._config, **changes)
+        return Engine(
+            self._backend,
+            family=self.calibration.family,
+            cost=self.calibration.cost,
+            drafters=drafters or make_drafters(config.max_draft),
+            default_drafter=None if drafters else self._drafter,
+            config=config,
+            no_family_reason=f"no shape of a pass is row-pure for every kernel\n{self.calibration.audit.table()}\n",
+        )
+
+    @contextmanager
+    def separate_engine(self, *, drafters: Mapping[str, Drafter] | None = None, **changes: Any) -> Iterator[Engine]:
+        """A `fresh_engine` to use inside the block. This LLM's own starts anew behind it, with an empty cache.
+
+        Raises InputError while streams are open: their K/V would be overwritten.
+        """
+        if self._inboxes:
+            raise InputError(f"{len(self._inboxes)} streams of this LLM are open; close them first")
+        try:
+            yield self.fresh_engine(drafters=drafters, **changes)
+        finally:
+            self.engine = self.fresh_engine()
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -178,23 +223,32 @@ class LLM:
         *,
         drafter: str | None = None,
         on_finish: Callable[[int, Completion], None] | None = None,
+        receipts: bool = False,
     ) -> list[Completion]:
         """Complete one prompt or many as one batch; results in input order.
 
         Prompts are text or token ids. One set of parameters serves all prompts, or there is one per prompt.
-        `on_finish(index, completion)` is called as each ends. Interrupted, it frees everything it started.
+        `on_finish(index, completion)` is called as each ends. Interrupted, it frees everything it started. With
+        `receipts`, which only deterministic requests can have, each completion holds one per sample.
         """
         listed = _as_list(prompts)
         each = [params or SamplingParams()] * len(listed) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(listed):
             raise InputError(f"{len(listed)} prompts but {len(each)} sets of sampling parameters")
         requests = [self.request(prompt, p, drafter=drafter) for prompt, p in zip(listed, each, strict=True)]
-        return self.run(requests, on_finish=on_finish)
+        return self.run(requests, on_finish=on_finish, receipts=receipts)
 
     def run(
-        self, requests: Sequence[Request], *, on_finish: Callable[[int, Completion], None] | None = None
+        self,
+        requests: Sequence[Request],
+        *,
+        on_finish: Callable[[int, Completion], None] | None = None,
+        receipts: bool = False,
     ) -> list[Completion]:
         """`generate` for requests made by `request`: a batch whose prompts may name different drafters."""
+        if receipts:
+            for request in requests:
+                check_recordable(request.params)
         waiting = deque(enumerate(requests))
         live: dict[int, int] = {}
         samples: dict[int, list[SampleOutput]] = {}
@@ -211,7 +265,7 @@ class LLM:
                     if len(samples.get(request_id, ())) == requests[live[request_id]].params.n:
                         index = live.pop(request_id)
                         self._close(request_id)
-                        done[index] = self._completion(requests[index], samples.pop(request_id))
+                        done[index] = self._completion(requests[index], samples.pop(request_id), receipts=receipts)
                         if on_finish is not None:
                             on_finish(index, done[index])
                 if live or waiting:
@@ -261,6 +315,10 @@ class LLM:
         self.engine.validate(request)
         return request
 
+    def receipt(self, prompt: Prompt, params: SamplingParams, output: SampleOutput) -> Receipt:
+        """The receipt of an answer that was streamed; `output` came with its last event."""
+        return self._receipt(self.request(prompt, params), output)
+
     def score(self, prompt: Prompt, *, alternatives: int = 0) -> ScoreResult:
         """Log-probabilities of the given tokens under the model, in parallel canonical passes."""
         params = SamplingParams(max_tokens=0, prompt_logprobs=alternatives)
@@ -292,9 +350,23 @@ class LLM:
         finally:
             self._close(request_id)
 
-    def _completion(self, request: Request, samples: Iterable[SampleOutput]) -> Completion:
+    def _completion(self, request: Request, samples: Iterable[SampleOutput], *, receipts: bool) -> Completion:
         ordered = tuple(sorted(samples, key=lambda s: s.sample_index))
-        return Completion(tuple(request.prompt_ids), ordered, self.profile)
+        recorded = [s for s in ordered if receipts and s.finish_reason is not FinishReason.ERROR]
+        return Completion(
+            tuple(request.prompt_ids), ordered, self.profile, tuple(self._receipt(request, s) for s in recorded)
+        )
+
+    def _receipt(self, request: Request, output: SampleOutput) -> Receipt:
+        return make_receipt(
+            model=self.identity,
+            profile=self.calibration.profile,
+            prompt_ids=request.prompt_ids,
+            params=request.params,
+            max_len=self.engine.max_len,
+            eos_ids=request.eos_ids,
+            output=output,
+        )
 
     def _open(self, request: Request) -> int:
         request_id = self.engine.add(request)

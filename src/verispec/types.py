@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -38,7 +39,7 @@ def _check_number(name: str, value: Any, low: float, high: float, *, low_open: b
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InputError(f"{name} must be a number, not {type(value).__name__}")
     below = value <= low if low_open else value < low
-    if not math.isfinite(value) or below or value > high:
+    if below or value > high or not math.isfinite(value):  # in this order: a huge whole number is no float
         opening = "(" if low_open else "["
         raise InputError(f"{name} must be in {opening}{low:g}, {high:g}], not {value!r}")
     return float(value)
@@ -169,6 +170,19 @@ class Draft:
     def __len__(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def is_chain(self) -> bool:
+        """Whether every node hangs under the one before it."""
+        return self.parents == tuple(range(-1, len(self.token_ids) - 1))
+
+    @property
+    def depth(self) -> int:
+        """Nodes on the longest path from the root down."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent == NO_PARENT else depths[parent] + 1)
+        return max(depths, default=0)
+
     def path_to(self, node: int) -> tuple[int, ...]:
         """Node indices from the root's child down to `node`, inclusive; () for NO_PARENT."""
         path: list[int] = []
@@ -221,10 +235,16 @@ class TextSink(Protocol):
 
     def push(self, token_id: int, *, may_stop: bool = True) -> TextPiece: ...
     def finish(self) -> str: ...
+    def fork(self) -> TextSink:
+        """A sink that goes on from here on its own: to look for a stop in tokens that may never be committed."""
 
 
 class NoText:
     """The text of a request that has none: for engines run on token ids alone."""
+
+    def fork(self) -> NoText:
+        """It has no state."""
+        return self
 
     def push(self, token_id: int, *, may_stop: bool = True) -> TextPiece:
         """Release nothing."""
@@ -247,8 +267,12 @@ class TokenLogprob(NamedTuple):
 class SequenceStats:
     """Counters of one sequence. Reported, never read by a decision.
 
-    `passes` and `fast_passes` are the canonical and fast passes of the target the sequence took part in, `draft_passes`
-    those of a drafter's model. `no_draft_reason` says why the last step that could have drafted did not.
+    `passes` are the canonical passes of the target the sequence took part in, `fast_passes` its fast ones, those of
+    regular decoding included, `draft_passes` those of a drafter's own model. `replays` are the canonical passes that
+    verified regularly decoded tokens, `mismatches` those of them that found another token, and `recomputed` the tokens
+    dropped for that. `longest_stall` is the longest this sequence, running in fast passes, waited for a replay of
+    others, `stall_caused` its share of the time that its replays made such sequences wait. `chosen` counts the steps by
+    what was planned for the sequence; `chosen_because` and `no_draft_reason` speak of the last step they apply to.
     """
 
     passes: int = 0
@@ -256,7 +280,13 @@ class SequenceStats:
     draft_passes: int = 0
     drafted: int = 0
     accepted: int = 0
+    replays: int = 0
+    mismatches: int = 0
     recomputed: int = 0
+    longest_stall: float = 0.0
+    stall_caused: float = 0.0
+    chosen: Counter[str] = field(default_factory=Counter)
+    chosen_because: str = ""
     no_draft_reason: str = ""
     preemptions: int = 0
     cached_tokens: int = 0
@@ -271,6 +301,11 @@ class SequenceStats:
         """Seconds from arrival to the first committed token."""
         return None if self.first_token_time is None else self.first_token_time - self.arrival_time
 
+    @property
+    def longest_gap(self) -> float:
+        """The longest time between two commits, in seconds."""
+        return max(self.gaps, default=0.0)
+
     def record_commit(self, now: float, num_tokens: int) -> None:
         """Note that tokens became visible at `now`."""
         if not num_tokens:
@@ -280,6 +315,41 @@ class SequenceStats:
         elif self.last_token_time is not None:
             self.gaps.append(now - self.last_token_time)
         self.last_token_time = now
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counters of many sequences together; the names are those of SequenceStats."""
+
+    sequences: int = 0
+    committed: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    replays: int = 0
+    mismatches: int = 0
+    recomputed: int = 0
+    preemptions: int = 0
+    longest_gap: float = 0.0
+    longest_stall: float = 0.0
+    stall_caused: float = 0.0
+
+    def add(self, stats: SequenceStats, num_tokens: int) -> None:
+        """Count one sequence."""
+        self.sequences += 1
+        self.committed += num_tokens
+        for name in ("drafted", "accepted", "replays", "mismatches", "recomputed", "preemptions", "stall_caused"):
+            setattr(self, name, getattr(self, name) + getattr(stats, name))
+        for name in ("longest_gap", "longest_stall"):
+            setattr(self, name, max(getattr(self, name), getattr(stats, name)))
+
+    def copy(self) -> Totals:
+        """The same counts."""
+        return replace(self)
+
+    @property
+    def recomputed_fraction(self) -> float:
+        """Tokens that replays dropped, of all that were committed or dropped."""
+        return self.recomputed / max(1, self.recomputed + self.committed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,13 +89,13 @@ def test_help_is_quick_because_it_loads_nothing() -> None:
     assert loaded.stdout.strip() == "False"
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "score", "audit", "models"])
+@pytest.mark.parametrize("command", ["generate", "chat", "score", "audit", "models", "replay"])
 def test_every_option_has_a_text(bare_cli: Cli, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     done = bare_cli(command, "--help")
     assert done.code == 0
     for line in re.findall(r"│ +(--\S+.*?)│", done.out):
-        assert re.search(r"(<\w.*?>|FILE.jsonl)( \[.*?\])? +\w", line), line
+        assert re.search(r"(<\w.*?>|FILE(\.jsonl)?)( \[.*?\])? +\w", line), line
 
 
 def test_nothing_asked_is_answered_with_help(bare_cli: Cli) -> None:

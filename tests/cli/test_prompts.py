@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from tests.cli.conftest import Cli
-from verispec.cli.batch import MAX_LINE_NBYTES, OrderedPrinter
+from verispec.cli.batch import OrderedPrinter
 from verispec.engine import Engine
 from verispec.llm import LLM
+from verispec.strict_json import MAX_OBJECT_NBYTES
 
 SAMPLED = ["--temperature", "1.2", "--max-tokens", "6"]
 
@@ -87,7 +88,7 @@ BAD_LINES = [
     (b'{"messages": []}', "messages must be a non-empty list"),
     (b'{"messages": [5]}', "messages[0]"),
     (b'{"messages": [{"role": "user"}]}', "messages[0].content"),
-    (b'{"prompt": "' + b"x" * MAX_LINE_NBYTES + b'"}', "the limit is"),
+    (b'{"prompt": "' + b"x" * MAX_OBJECT_NBYTES + b'"}', "the limit is"),
 ]
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.fake_backend import FakeBackend
 from verispec.engine import Engine, Request
-from verispec.spec.registry import DRAFTERS
+from verispec.spec.registry import DRAFTERS, make_drafters
 from verispec.types import SampleOutput, SamplingParams
 
 VOCAB = 4
@@ -27,7 +27,7 @@ def run(requests: list[Request]) -> list[SampleOutput]:
     engine = Engine(
         FakeBackend(vocab_size=VOCAB, model_seed=5),
         family=(4, 8, 16, 32, 64),
-        drafters={name: make() for name, make in DRAFTERS.items()},
+        drafters=make_drafters(),
     )
     found: dict[int, SampleOutput] = {}
     ids = []

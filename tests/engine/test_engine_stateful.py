@@ -28,6 +28,7 @@ from tests.support.adversaries import (
     FAMILY,
     VOCAB_SIZE,
     FinishFails,
+    ForkFails,
     LetterText,
     PushFails,
     StopText,
@@ -43,11 +44,15 @@ from verispec.backends.protocol import Pass, PassKind, ReadyTicket, RowsBuilder,
 from verispec.config import EngineConfig
 from verispec.engine import Engine, Request
 from verispec.engine.scheduler import NO_DRAW
+from verispec.engine.window import Window
 from verispec.kv import NUM_RESERVED, RadixPrefixCache
+from verispec.spec.drafter import AUTO
 from verispec.types import FinishReason, SampleOutput, SamplingParams, TokenEvent, TokenLogprob
 
 MAX_LEN = 24
 NAN_TOKEN = 6
+MAX_DRAFT = 12
+DECODING = ("decode", AUTO)  # the drafters that may use regular decoding
 MIN_RULES = 20_000  # this file's share of the 10^5 rules that the stateful tests of kv/ and engine/ execute
 CI = settings(
     max_examples=scaled(640),
@@ -81,12 +86,12 @@ def random_request(seed: int) -> Request:
         deterministic=rng.random() < 0.75,
     )
     prompt = tuple(rng.choices(range(3), weights=(6, 2, 1), k=rng.randint(2, 14)))
-    text = rng.choices((LetterText, StopText, PushFails, FinishFails), weights=(8, 3, 1, 1))[0]
+    text = rng.choices((LetterText, StopText, PushFails, FinishFails, ForkFails), weights=(8, 3, 1, 1, 1))[0]
     return Request(prompt, params, eos_ids=rng.choice(((), (7,))), text=text)
 
 
 MENU = tuple(random_request(seed) for seed in range(320))  # few enough that the oracle runs each of them once
-orders = st.tuples(st.integers(0, len(MENU) - 1), st.sampled_from(DRAFTER_NAMES))
+NAMES = DRAFTER_NAMES + DECODING * 6  # regular decoding lives over many steps: more can go wrong
 
 
 class RecordingBackend(FakeBackend):
@@ -106,7 +111,8 @@ class RecordingBackend(FakeBackend):
             assert len(pass_.rows) in FAMILY
             assert pass_.head_shape in (0, *FAMILY)
         else:
-            assert not any(s.params.deterministic for s in rows.values()), "a deterministic row in a fast pass"
+            exact = [s for s in rows.values() if s.params.deterministic]
+            assert all(s.drafter in DECODING for s in exact), "a deterministic row in a fast pass"
         self.drawn: set[tuple[int, int, int, PassKind]] = getattr(self, "drawn", set())
         if draw is not None:
             for row, t, token_id in zip(draw.rows, draw.sampling.t, ticket.result().draw.token_ids, strict=True):
@@ -184,7 +190,7 @@ class EngineMachine(RuleBasedStateMachine):
         num_slots=st.integers(MAX_LEN, 64),
         row_budget=st.sampled_from((4, 8, 16)),
         max_running=st.sampled_from((1, 3, 16)),
-        max_draft=st.sampled_from((1, 4, 12)),
+        max_draft=st.sampled_from((1, 4, MAX_DRAFT)),
         prefix_cache=st.sampled_from((True, True, False)),
         nan_token=st.sampled_from((None, None, NAN_TOKEN)),
     )
@@ -204,7 +210,7 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.engine._live) < 8)
     @rule(
         orders=st.lists(
-            st.tuples(st.integers(0, len(MENU) - 1), st.sampled_from(DRAFTER_NAMES)), min_size=1, max_size=3
+            st.tuples(st.integers(0, len(MENU) - 1), st.sampled_from(NAMES)), min_size=1, max_size=3
         )
     )
     def add(self, orders: list[tuple[int, str]]) -> None:
@@ -215,7 +221,12 @@ class EngineMachine(RuleBasedStateMachine):
             for i, text in enumerate(beyond(request, max_len=MAX_LEN, nan_token=self.nan_token)):
                 self.expected[first + i] = text
             # Oldest first: the oldest sequence gets a row in every step and needs one less than its longest length.
-            work = sum(s.max_len - 1 for samples in self.engine._live.values() for s in samples)
+            # Regular decoding may take a whole window of steps for one token.
+            work = sum(
+                (s.max_len - 1) * (MAX_DRAFT + 1 if s.drafter in DECODING else 1)
+                for samples in self.engine._live.values()
+                for s in samples
+            )
             self.due[request_id] = self.num_steps + work + 1  # one more for the events of an abort
             self.committed |= {request.prompt_ids[:i] for i in range(1, len(request.prompt_ids) + 1)}
 
@@ -242,15 +253,18 @@ class EngineMachine(RuleBasedStateMachine):
         self.is_broken = False
         self.num_steps += 1
         after = self.computed_lens()
-        assert not had_work or events or any(after[i] > before.get(i, 0) for i in after), "a step advanced nothing"
+        assert not had_work or events or any(after[i] > before.get(i, (0, 0)) for i in after), "a step advanced nothing"
         for event in events:
             self.receive(event)
         self.backend.poison(self.engine._pool._free)
         late = [i for i in self.engine._live if self.num_steps > self.due[i]]
         assert not late, f"requests {late} take too long"
 
-    def computed_lens(self) -> dict[int, int]:
-        return {s.sequence_id: s.computed_len for s in self.engine._scheduler.running}
+    def computed_lens(self) -> dict[int, tuple[int, int]]:
+        def decoded(window: Window | None) -> int:
+            return 0 if window is None else len(window) + window.is_over
+
+        return {s.sequence_id: (s.computed_len, decoded(s.window)) for s in self.engine._scheduler.running}
 
     def receive(self, event: TokenEvent) -> None:
         """Invariants 1, 3, 4 and 6, as seen by the client."""
@@ -283,6 +297,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.seen["accepted"] += stats.accepted
         self.seen["rejected"] += stats.drafted - stats.accepted
         self.seen["fast passes"] += stats.fast_passes
+        self.seen["replays"] += stats.replays
+        self.seen["mismatches"] += stats.mismatches
 
     @invariant()
     def invariant_5_the_books_balance(self) -> None:
@@ -333,7 +349,10 @@ def test_the_invariants_hold_after_every_rule() -> None:
     run_state_machine_as_test(EngineMachine, settings=CI)
     seen = EngineMachine.seen
     assert EngineMachine.num_rules >= MIN_RULES
-    happened = [*FinishReason, "preemptions", "evictions", "cached tokens", "accepted", "rejected", "fast passes"]
+    happened = [
+        *FinishReason, "preemptions", "evictions", "cached tokens", "accepted", "rejected", "fast passes", "replays",
+        "mismatches",
+    ]  # fmt: skip
     errors = [f"error: {NO_DRAW}", "error: UnicodeError: no such letter", "error: UnicodeError: no end"]
     assert {name: seen[name] for name in happened + errors if seen[name] < 50} == {}
 

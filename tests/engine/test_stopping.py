@@ -67,7 +67,7 @@ class Oracle:
 def run(
     params: SamplingParams, *, truth: tuple[int, ...] | None = None, eos: tuple[int, ...] = (), context_len: int = 128
 ) -> tuple[SampleOutput, list[TokenEvent]]:
-    drafters = {"none": DRAFTERS["none"]()} if truth is None else {"oracle": Oracle(truth)}
+    drafters = {"none": DRAFTERS["none"](None)} if truth is None else {"oracle": Oracle(truth)}
     engine = Engine(FakeBackend(model_seed=4, context_len=context_len), family=(4, 8, 32), drafters=drafters)
     request = Request(PROMPT, params, eos_ids=eos, text=lambda: TextStream(ToyTokenizer(), params.stop))
     engine.add(request)
@@ -163,4 +163,4 @@ def test_requests_at_the_context_limit(below: int) -> None:
 def test_blocks_are_really_committed() -> None:
     """The control of this file: the oracle drafter does commit many tokens at once."""
     _, events = run(SamplingParams(max_tokens=60, temperature=1.0, seed=3), truth=TRUTH)
-    assert max(len(e.token_ids) for e in events) == 17
+    assert max(len(e.token_ids) for e in events) >= 17

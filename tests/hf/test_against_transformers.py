@@ -19,7 +19,7 @@ from verispec.engine import Engine, Request
 from verispec.model import Architecture, Llama3Scaling, inverse_frequencies, open_checkpoint
 from verispec.sampling import draw, noise
 from verispec.sampling.rows import History, SampleKey, SamplingRowsBuilder
-from verispec.spec.registry import DRAFTERS
+from verispec.spec.registry import DRAFTERS, make_drafters
 from verispec.types import SamplingParams
 
 pytestmark = pytest.mark.hf
@@ -135,7 +135,7 @@ def test_greedy_tokens(pair: Pair, torch: Any) -> None:
     )
     wanted = theirs.sequences[0, NUM_PROMPT:].tolist()
     family = audit(pair.ours.probes(), shapes=(4, 8, 16)).choose()
-    engine = Engine(pair.ours, family=family, drafters={name: make() for name, make in DRAFTERS.items()})
+    engine = Engine(pair.ours, family=family, drafters=make_drafters())
     for name in DRAFTERS:
         engine.add(Request(pair.prompt_ids, SamplingParams(max_tokens=NUM_NEW), drafter=name))
     outputs = []

@@ -6,6 +6,7 @@ sequence. `expected` maps a sequence id to its prompt plus the oracle's tokens; 
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import math
@@ -18,7 +19,8 @@ from verispec.backends.protocol import PassKind
 from verispec.config import EngineConfig
 from verispec.engine import Engine, Request
 from verispec.engine.engine import _judge
-from verispec.spec.drafter import Drafter, Offer
+from verispec.spec.decode import DecodeDrafter
+from verispec.spec.drafter import AUTO, Drafter, Offer
 from verispec.spec.ngram import NgramDrafter
 from verispec.spec.none import NoDrafter
 from verispec.types import (
@@ -126,6 +128,7 @@ def adversaries(expected: Expected, vocab_size: int = VOCAB_SIZE) -> dict[str, D
     return {
         "none": NoDrafter(),
         "ngram": NgramDrafter(),
+        "decode": DecodeDrafter(),
         "perfect": Adversary(perfect),
         "wrong": Adversary(chain(wrong)),
         "random": Adversary(chain(lambda sequence, depth: rng.randrange(vocab_size))),
@@ -157,7 +160,7 @@ def adversaries(expected: Expected, vocab_size: int = VOCAB_SIZE) -> dict[str, D
     }
 
 
-DRAFTER_NAMES = tuple(adversaries({}))
+DRAFTER_NAMES = (*adversaries({}), AUTO)
 
 
 class LetterText:
@@ -165,6 +168,9 @@ class LetterText:
 
     def __init__(self) -> None:
         self._held = ""
+
+    def fork(self) -> LetterText:
+        return copy.deepcopy(self)
 
     def push(self, token_id: int, *, may_stop: bool = True) -> TextPiece:
         released, self._held = self._held, chr(ord("a") + token_id)
@@ -197,6 +203,13 @@ class PushFails(LetterText):
         if next(self._pushes) == 3:
             raise UnicodeError("no such letter")
         return super().push(token_id)
+
+
+class ForkFails(LetterText):
+    """Cannot be asked what it would say."""
+
+    def fork(self) -> LetterText:
+        raise UnicodeError("no second text")
 
 
 class FinishFails(LetterText):
@@ -320,7 +333,7 @@ class Bench:
         scores = self.engine._verifier.run(plan, drafts)
 
         def commit() -> list:
-            self.engine._scheduler.commit(plan, drafts, scores, _judge(plan, drafts, scores))
+            self.engine._scheduler.commit(plan, drafts, scores, _judge(plan, drafts, scores.judged))
             return list(self.engine._scheduler.changed.values())
 
         return commit

@@ -61,8 +61,8 @@ def calibrate(
 ) -> Calibration:
     """Audit and time the backend, or read what was measured before under the same fingerprint.
 
-    `family` names canonical shapes instead of the fixed rule's, `fresh` measures again. Raises DeterminismError if no
-    shape is pure.
+    `family` names canonical shapes instead of the fixed rule's, `fresh` measures again. The family is empty if no shape
+    is pure.
     """
     fingerprint = _ordered(backend.fingerprint())
     path = _path(cache_dir, fingerprint)
@@ -79,7 +79,7 @@ def cached_profile(fingerprint: Mapping[str, str], cache_dir: Path) -> Profile |
     """The profile of a backend that was audited before, without loading it; None if it was not."""
     ordered = _ordered(fingerprint)
     measured = _read(_path(cache_dir, ordered), ordered)
-    return None if measured is None or not measured[0].families else Profile(ordered, measured[0].choose())
+    return None if measured is None else Profile(ordered, measured[0].choose())
 
 
 def _ordered(fingerprint: Mapping[str, str]) -> tuple[tuple[str, str], ...]:

@@ -42,6 +42,10 @@ class CostTable:
         """The cheapest of the shapes given, the smallest on a tie."""
         return min(sorted(candidates), key=lambda m: self.seconds(m, context_tokens))
 
+    def fast_shape(self, num_rows: int) -> int:
+        """The shape a fast pass of so many rows runs in: its own, or a larger one that costs less."""
+        return self.cheapest((num_rows, *(m for m in self.shapes if num_rows < m <= 2 * num_rows)))
+
 
 # What is assumed of a backend that nobody timed: a pass costs a pass.
 FLAT_COST = CostTable((1, 1 << 20), (1.0, 1.0), (0.0, 0.0))

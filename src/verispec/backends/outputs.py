@@ -21,7 +21,7 @@ from verispec.sampling import draw
 from verispec.sampling.noise import Array
 
 
-class _Handle:
+class Handle:
     """Distributions of one pass, until the next one."""
 
     def __init__(self, probabilities: Array) -> None:
@@ -41,7 +41,7 @@ class Outputs:
 
     def __init__(self, xp: Any) -> None:
         self._xp = xp
-        self._handle: _Handle | None = None
+        self._handle: Handle | None = None
 
     def collect(self, wanted: Wanted, head_rows: Any, logits: Array) -> PassResult:
         """`logits[i]` are those of row `head_rows[i]` of the pass; `head_rows` is ascending."""
@@ -73,5 +73,5 @@ class Outputs:
         if wanted.distribution is None:
             return None
         rows, sampling = wanted.distribution
-        self._handle = _Handle(draw.probabilities(self._xp, at(rows), sampling))
+        self._handle = Handle(draw.probabilities(self._xp, at(rows), sampling))
         return self._handle

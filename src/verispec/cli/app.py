@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from verispec.cli import chat, generate, inspect, models
+from verispec.cli import chat, generate, inspect, models, replay, verify
 from verispec.cli.terminal import out
 
 # Newer typer brings its own click, older versions import it: the classes are found through what both export.
@@ -17,7 +17,7 @@ app = typer.Typer(
     help="LLM inference that is fast and bit-for-bit reproducible.",
     epilog='Start with: verispec generate "Why is the sky blue?". Each command has its own --help. An option for '
     "developers, with any command: --traceback shows where an error came from. Exit codes: 0 done, 1 a defect of "
-    "verispec, 2 bad input or a failed request, 130 interrupted.",
+    "verispec or a difference that replay found, 2 bad input or a failed request, 130 interrupted.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -26,6 +26,8 @@ app.command()(generate.generate)
 app.command()(chat.chat)
 app.command()(inspect.score)
 app.command()(inspect.audit)
+app.command()(verify.verify)
+app.command()(replay.replay)
 app.add_typer(models.app, name="models")
 
 

@@ -6,20 +6,21 @@ printed all the same. Errors of a line name its fields, not the command line's f
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, NoReturn
+from typing import Any
 
 from verispec.cli import terminal
 from verispec.cli.progress import CountDisplay
+from verispec.cli.receipt_file import NoReceipts, ReceiptFile
 from verispec.cli.show import as_object
 from verispec.engine import Request
 from verispec.errors import InputError, VerispecError
 from verispec.llm import LLM, Completion
+from verispec.receipt.values import check_recordable
+from verispec.strict_json import load_object, numbered
 from verispec.types import SamplingParams
 
-MAX_LINE_NBYTES = 16 * 1024 * 1024
 _PROMPT_KEYS = ("prompt", "token_ids", "messages")
 _PARAMETERS = {f.name for f in fields(SamplingParams)}
 
@@ -53,12 +54,14 @@ def run_file(
     system: str | None,
     drafter: str,
     quiet: bool,
+    receipts: NoReceipts | ReceiptFile,
     name: str,
 ) -> None:
     """Run all lines as one batch and print their objects; afterwards raise if some failed."""
     prepend = () if system is None else ({"role": "system", "content": system},)
     to_ids = _raw_ids if raw else lambda llm, messages: _chat_ids(llm, prepend, messages)
-    parsed = [parse_line(line, llm=llm, defaults=params, to_ids=to_ids, drafter=drafter) for line in lines]
+    check = check_recordable if receipts.wanted else _take_any
+    parsed = [parse_line(line, llm=llm, defaults=params, to_ids=to_ids, drafter=drafter, check=check) for line in lines]
     with CountDisplay("generating", len(parsed), quiet=quiet) as display:
 
         def put(result: dict[str, Any]) -> None:
@@ -67,7 +70,7 @@ def run_file(
             display.advance()
 
         try:
-            bad = run_batch(llm, parsed, drafter=drafter, put=put)
+            bad = run_batch(llm, parsed, drafter=drafter, put=put, receipts=receipts)
         except KeyboardInterrupt:
             terminal.note(f"{name}: interrupted; {display.num_done} of {len(parsed)} lines are finished")
             raise
@@ -93,8 +96,23 @@ def _chat_ids(llm: LLM, prepend: Sequence[Mapping[str, str]], content: str | lis
     return llm.chat_ids(messages if has_system or not messages else [*prepend, *messages])
 
 
-def parse_line(line: bytes, *, llm: LLM, defaults: SamplingParams, to_ids: ToIds, drafter: str) -> BatchLine:
-    """A line as a request; `to_ids` turns the text of "prompt", or "messages", into what the model gets."""
+def _take_any(params: SamplingParams) -> None:
+    pass
+
+
+def parse_line(
+    line: bytes,
+    *,
+    llm: LLM,
+    defaults: SamplingParams,
+    to_ids: ToIds,
+    drafter: str,
+    check: Callable[[SamplingParams], None],
+) -> BatchLine:
+    """A line as a request; `to_ids` turns the text of "prompt", or "messages", into what the model gets.
+
+    `check` raises for parameters that the command cannot serve.
+    """
     try:
         data = load_line(line)
         given = [key for key in _PROMPT_KEYS if key in data]
@@ -104,6 +122,7 @@ def parse_line(line: bytes, *, llm: LLM, defaults: SamplingParams, to_ids: ToIds
             )
         content = _content(given[0], data.pop(given[0]))
         params = replace(defaults, **_typed(data))
+        check(params)
         prompt = content if given[0] == "token_ids" else to_ids(llm, content)
         return BatchLine(llm.request(prompt, params, drafter=drafter))
     except VerispecError as error:
@@ -111,38 +130,8 @@ def parse_line(line: bytes, *, llm: LLM, defaults: SamplingParams, to_ids: ToIds
 
 
 def load_line(line: bytes) -> dict[str, Any]:
-    """The object on a line: strict JSON, no key twice."""
-    if len(line) > MAX_LINE_NBYTES:
-        raise InputError(f"the line has {len(line)} bytes; the limit is {MAX_LINE_NBYTES}")
-    text = terminal.decode(line, name="the line").rstrip()
-    if not text:
-        raise InputError("the line is blank")
-    try:
-        data = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
-    except InputError:
-        raise
-    except json.JSONDecodeError as error:
-        raise InputError(f"the line is not JSON: {error.msg} at byte {len(text[: error.pos].encode())}") from error
-    except RecursionError as error:
-        raise InputError("the line is nested too deeply") from error
-    except ValueError as error:  # Python's limit on the digits of a number
-        raise InputError("the line holds a number with too many digits") from error
-    if not isinstance(data, dict):
-        raise InputError('the line must be an object such as {"prompt": "..."}')
-    return data
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise InputError(f"the line has the key {key!r} twice")
-        found[key] = value
-    return found
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise InputError(f"the line is not JSON: {name} is not a number there")
+    """The object on a line."""
+    return load_object(line, name="the line", example='{"prompt": "..."}')
 
 
 def _content(key: str, value: Any) -> Any:
@@ -163,15 +152,8 @@ def _typed(options: Mapping[str, Any]) -> dict[str, Any]:
         )
     typed = dict(options)
     if "logit_bias" in typed:
-        typed["logit_bias"] = _bias(typed["logit_bias"])
+        typed["logit_bias"] = numbered(typed["logit_bias"], name="logit_bias")
     return typed
-
-
-def _bias(value: Any) -> dict[int, Any]:
-    """JSON's keys are strings: {"42": -1.5} is token 42."""
-    if not isinstance(value, dict) or not all(key.isascii() and key.isdecimal() and len(key) < 12 for key in value):
-        raise InputError('logit_bias must be an object from token ids to numbers, such as {"42": -1.5}')
-    return {int(key): bias for key, bias in value.items()}
 
 
 class OrderedPrinter:
@@ -205,6 +187,7 @@ def run_batch(
     *,
     drafter: str,
     put: Callable[[dict[str, Any]], None],
+    receipts: NoReceipts | ReceiptFile,
 ) -> dict[int, str]:
     """Run all requests as one batch; returns what went wrong, by line."""
     printer = OrderedPrinter(put)
@@ -217,13 +200,15 @@ def run_batch(
         printer.put(index, result)
 
     def finished(position: int, completion: Completion) -> None:
+        receipts.put(indices[position], completion.receipts)
         finish(indices[position], as_object(completion, drafter=drafter), completion.error)
 
     for i, line in enumerate(lines):
         if line.request is None:
             finish(i, {"error": line.error}, line.error)
     try:
-        llm.run([line.request for line in lines if line.request is not None], on_finish=finished)
+        requests = [line.request for line in lines if line.request is not None]
+        llm.run(requests, on_finish=finished, receipts=receipts.wanted)
     except terminal.OutputError:
         raise
     except BaseException:  # Ctrl-C above all: what is finished is not lost

@@ -112,7 +112,7 @@ def chat(
     seed: options.Seed = None,
     stop: options.Stop = None,
     drafter: options.Drafter = "ngram",
-    draft_len: options.DraftLen = DEFAULTS.max_draft,
+    draft_len: options.DraftLen = None,
     deterministic: options.Deterministic = True,
     backend: options.Backend = "numpy",
     threads: options.Threads = None,

@@ -11,8 +11,11 @@ from verispec.config import DEFAULTS
 from verispec.errors import InputError, VerispecError
 
 if TYPE_CHECKING:
+    from verispec.cli.receipt_file import NoReceipts, ReceiptFile
     from verispec.llm import LLM
     from verispec.types import SamplingParams
+
+    Receipts = NoReceipts | ReceiptFile
 
 
 def generate(
@@ -44,6 +47,17 @@ def generate(
     quiet: Annotated[
         bool, typer.Option("-q", "--quiet", help="Only the text: no progress, no line of figures.")
     ] = False,
+    receipt: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write a receipt, which `verispec replay` checks: the answer and everything it is a function of. With "
+            "-n above 1 or --prompts, one per line.",
+        ),
+    ] = None,
+    receipt_private: Annotated[
+        bool, typer.Option("--receipt-private", help="The receipt holds a hash of the prompt instead of the prompt.")
+    ] = False,
     max_tokens: options.MaxTokens = 256,
     temperature: options.Temperature = 0.0,
     top_k: options.TopK = 0,
@@ -57,7 +71,7 @@ def generate(
     ignore_eos: options.IgnoreEos = False,
     n: options.Samples = 1,
     drafter: options.Drafter = "ngram",
-    draft_len: options.DraftLen = DEFAULTS.max_draft,
+    draft_len: options.DraftLen = None,
     accept: options.Accept = options.Acceptance.MATCH,
     deterministic: options.Deterministic = True,
     backend: options.Backend = "numpy",
@@ -73,6 +87,7 @@ def generate(
     A prompt that begins with a dash goes after --, as in: verispec generate --max-tokens 9 -- "-1 is"
     """
     _check_choices(prompt, prompts, raw=raw, system=system, as_json=as_json, color=color, n=n)
+    _check_receipt(receipt, receipt_private, deterministic)
     params = options.sampling_params(ctx.params)
     if system is not None:
         terminal.checked(system, name="--system")
@@ -80,16 +95,21 @@ def generate(
         from verispec.cli.batch import read_lines, run_file
 
         lines = read_lines(prompts)
-        llm = options.load_llm(ctx.params, quiet=quiet)
-        run_file(llm, lines, params, raw=raw, system=system, drafter=drafter, quiet=quiet, name=f"--prompts {prompts}")
+        with _receipts(receipt, private=receipt_private, quiet=quiet) as receipts:
+            llm = options.load_llm(ctx.params, quiet=quiet)
+            run_file(
+                llm, lines, params, raw=raw, system=system, drafter=drafter, quiet=quiet, receipts=receipts,
+                name=f"--prompts {prompts}",
+            )  # fmt: skip
         return
     text = _read_prompt(prompt)
-    llm = options.load_llm(ctx.params, quiet=quiet)
-    prompt_ids = llm.tokenizer.encode(text) if raw else _chat_ids(llm, system, text)
-    if as_json:
-        _print_json(llm, prompt_ids, params, drafter)
-    else:
-        _print_stream(llm, prompt_ids, params, drafter, color=color is not None, quiet=quiet)
+    with _receipts(receipt, private=receipt_private, quiet=quiet) as receipts:
+        llm = options.load_llm(ctx.params, quiet=quiet)
+        prompt_ids = llm.tokenizer.encode(text) if raw else _chat_ids(llm, system, text)
+        if as_json:
+            _print_json(llm, prompt_ids, params, drafter, receipts)
+        else:
+            _print_stream(llm, prompt_ids, params, drafter, receipts, color=color is not None, quiet=quiet)
 
 
 def _check_choices(
@@ -114,6 +134,21 @@ def _check_choices(
         raise InputError("-n above 1 needs --json or --prompts: one text cannot stream several samples")
 
 
+def _check_receipt(receipt: str | None, private: bool, deterministic: bool) -> None:
+    if private and receipt is None:
+        raise InputError("--receipt-private needs --receipt FILE")
+    if receipt is not None and not deterministic:
+        raise InputError("--receipt needs an answer that can be had again, which --no-deterministic gives up")
+    if receipt in ("", "-"):
+        raise InputError("--receipt takes the name of a file; stdout is the answer's")
+
+
+def _receipts(path: str | None, *, private: bool, quiet: bool) -> Receipts:
+    from verispec.cli.receipt_file import open_receipts
+
+    return open_receipts(path, private=private, quiet=quiet)
+
+
 def _read_prompt(prompt: str | None) -> str:
     if prompt is None and terminal.stdin_is_terminal():
         raise InputError("no prompt: give one as an argument, or pipe it to stdin")
@@ -132,17 +167,25 @@ def _chat_ids(llm: LLM, system: str | None, text: str) -> list[int]:
     return llm.chat_ids([*messages, {"role": "user", "content": text}])
 
 
-def _print_json(llm: LLM, prompt_ids: list[int], params: SamplingParams, drafter: str) -> None:
+def _print_json(llm: LLM, prompt_ids: list[int], params: SamplingParams, drafter: str, receipts: Receipts) -> None:
     from verispec.cli.show import as_object
 
-    (completion,) = llm.generate([prompt_ids], params, drafter=drafter)
+    (completion,) = llm.generate([prompt_ids], params, drafter=drafter, receipts=receipts.wanted)
+    receipts.put(0, completion.receipts)
     terminal.out_json(as_object(completion, drafter=drafter))
     if completion.error is not None:
         raise VerispecError(completion.error)
 
 
 def _print_stream(
-    llm: LLM, prompt_ids: list[int], params: SamplingParams, drafter: str, *, color: bool, quiet: bool
+    llm: LLM,
+    prompt_ids: list[int],
+    params: SamplingParams,
+    drafter: str,
+    receipts: Receipts,
+    *,
+    color: bool,
+    quiet: bool,
 ) -> None:
     from verispec.cli.show import coloured, figures
 
@@ -162,5 +205,7 @@ def _print_stream(
             terminal.out("\n")
     if output is not None and output.error is not None:
         raise VerispecError(output.error)
+    if output is not None and receipts.wanted:
+        receipts.put(0, [llm.receipt(prompt_ids, params, output)])
     if output is not None and not quiet:
         terminal.note(figures(output, llm.profile))

@@ -14,6 +14,7 @@ import traceback
 from types import FrameType
 
 EXIT_DEFECT = 1
+EXIT_DIFFERENT = 1  # what `replay` found is not what was recorded
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 _IMPATIENCE_SECONDS = 1.0

@@ -51,9 +51,9 @@ def known_models() -> list[str]:
 
 def drafters() -> list[str]:
     """For shell completion."""
-    from verispec.spec.registry import DRAFTERS
+    from verispec.spec.registry import DRAFTER_NAMES
 
-    return list(DRAFTERS)
+    return list(DRAFTER_NAMES)
 
 
 Model = Annotated[
@@ -118,10 +118,19 @@ Samples = Annotated[int, typer.Option("-n", rich_help_panel=_SAMPLING, help="Sam
 Drafter = Annotated[
     str,
     typer.Option(
-        rich_help_panel=_SPEED, help="ngram or none. Changes the speed, never the output.", autocompletion=drafters
+        rich_help_panel=_SPEED,
+        help="none: plain decoding. ngram: what followed the last words before. decode: regular decoding in batches of "
+        "any shape, replayed in canonical passes. auto: what is predicted to be fastest. Changes the speed, never the "
+        "output.",
+        autocompletion=drafters,
     ),
 ]
-DraftLen = Annotated[int, typer.Option(rich_help_panel=_SPEED, help="The most tokens to draft at once.")]
+DraftLen = Annotated[
+    int | None,
+    typer.Option(
+        rich_help_panel=_SPEED, help="The most tokens to draft before they are verified. Default: ngram 16, decode 32."
+    ),
+]
 Accept = Annotated[
     Acceptance,
     typer.Option(rich_help_panel=_SPEED, help="Rule that accepts drafts. match: those the model would have drawn."),

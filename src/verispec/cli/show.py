@@ -28,6 +28,8 @@ def figures(output: SampleOutput, profile: str) -> str:
     drafts = f"drafts {stats['accepted']}/{stats['drafted']} accepted"
     if not stats["drafted"]:
         drafts = f"nothing drafted ({stats['no_draft_reason']})" if stats["no_draft_reason"] else "nothing drafted"
+    if stats["replays"]:
+        drafts += f", {stats['replays']} replays with {stats['mismatches']} mismatches"
     return (
         f"{len(output.token_ids)} tokens, {stats['tokens_per_second']:.1f} tok/s, "
         f"{stats['tokens_per_pass']:.2f} per pass, {drafts}, seed {output.seed}, digest {output.digest[:16]}, "
@@ -47,11 +49,20 @@ def numbers(output: SampleOutput) -> dict[str, Any]:
         "draft_passes": stats.draft_passes,
         "drafted": stats.drafted,
         "accepted": stats.accepted,
+        "replays": stats.replays,
+        "mismatches": stats.mismatches,
         "recomputed": stats.recomputed,
+        "recomputed_fraction": stats.recomputed / max(1, stats.recomputed + num_tokens),
+        "accepted_per_replay": stats.accepted / stats.replays if stats.replays else None,
         "preemptions": stats.preemptions,
         "tokens_per_pass": num_tokens / max(1, passes),
         "tokens_per_second": num_tokens / seconds,
         "time_to_first_token": stats.time_to_first_token,
+        "longest_gap": stats.longest_gap,
+        "longest_stall": stats.longest_stall,
+        "stall_caused": stats.stall_caused,
+        "chosen": dict(stats.chosen),
+        "chosen_because": stats.chosen_because or None,
         "no_draft_reason": stats.no_draft_reason if not stats.drafted else None,
     }
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from verispec.errors import InputError, VerispecError
+from verispec.strict_json import decode
 
 MAX_INPUT_NBYTES = 1 << 30
-_BOM = b"\xef\xbb\xbf"
 # A model's text may hold terminal commands; on a terminal they are shown as what they are.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _C1 = re.compile(r"[\x7f-\x9f]")
@@ -113,16 +113,6 @@ def read_bytes(file: str, *, name: str) -> bytes:
 def read_text(file: str, *, name: str) -> str:
     """A whole file as text; a byte order mark is no part of it."""
     return decode(read_bytes(file, name=name), name=name)
-
-
-def decode(data: bytes, *, name: str) -> str:
-    """UTF-8 bytes as text, without a byte order mark."""
-    start = len(_BOM) if data.startswith(_BOM) else 0
-    try:
-        return data[start:].decode("utf-8")
-    except UnicodeDecodeError as error:
-        position = error.start + start
-        raise InputError(f"{name}: byte {position} (0x{data[position]:02x}) is not UTF-8") from error
 
 
 def checked(text: str, *, name: str) -> str:

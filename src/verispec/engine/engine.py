@@ -15,17 +15,28 @@ from numbers import Integral
 from verispec.backends.cost import FLAT_COST, CostTable
 from verispec.backends.protocol import Backend
 from verispec.config import EngineConfig
+from verispec.engine.assignment import Assigner
 from verispec.engine.planner import Planner
 from verispec.engine.scheduler import Scheduler
 from verispec.engine.sequence import Prompt, Sequence
-from verispec.errors import InputError, QueueFullError
+from verispec.errors import DeterminismError, InputError, QueueFullError
 from verispec.kv import NUM_RESERVED, NoPrefixCache, PrefixCache, RadixPrefixCache, SlotPool
 from verispec.sampling.judge import judge
 from verispec.sampling.rows import SampleKey
 from verispec.spec.drafter import Drafter, DrafterSet
 from verispec.spec.plan import Plan
-from verispec.spec.verifier import Score, Verifier
-from verispec.types import Draft, FinishReason, NoText, SamplingParams, SequenceStats, TextSink, TokenEvent, Verdict
+from verispec.spec.verifier import Score, Scores, Verifier
+from verispec.types import (
+    Draft,
+    FinishReason,
+    NoText,
+    SamplingParams,
+    SequenceStats,
+    TextSink,
+    TokenEvent,
+    Totals,
+    Verdict,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +53,9 @@ class Request:
 class Engine:
     """Requests in, committed tokens out.
 
-    `family` are the backend's canonical shapes (the audit's choice), `cost` its T(M, context). `drafters` are by name;
-    the first one is the default of requests that name none.
+    `family` are the backend's canonical shapes (the audit's choice), `cost` its T(M, context). Without a family only
+    requests that ask for no determinism are served; others are refused with `no_family_reason`. `drafters` are by name;
+    requests that name none get `default_drafter`, or the first.
     """
 
     def __init__(
@@ -52,13 +64,16 @@ class Engine:
         *,
         family: SequenceOf[int],
         drafters: Mapping[str, Drafter],
+        default_drafter: str | None = None,
         config: EngineConfig | None = None,
         cost: CostTable = FLAT_COST,
+        no_family_reason: str = "no shape of a pass is row-pure on this backend",
         clock: Callable[[], float] = time.monotonic,
         random_seed: Callable[[], int] = lambda: secrets.randbits(64),
     ) -> None:
         config = config or EngineConfig(num_slots=backend.limits.num_slots)
-        shapes = tuple(m for m in sorted(family) if m <= config.row_budget) or (min(family),)
+        shapes = tuple(m for m in sorted(family) if m <= config.row_budget) or tuple(sorted(family))[:1]
+        row_budget = max(shapes, default=config.row_budget)
         self.max_len = _max_len(backend, config)
         self._backend = backend
         self._config = config
@@ -69,17 +84,20 @@ class Engine:
         self._cache: PrefixCache = (
             RadixPrefixCache(self._pool, num_stores) if config.prefix_cache else NoPrefixCache(num_stores)
         )
-        self._drafters = DrafterSet(drafters, vocab_size=backend.limits.vocab_size)
+        self._no_family_reason = "" if shapes else no_family_reason
+        self._drafters = DrafterSet(drafters, vocab_size=backend.limits.vocab_size, max_tail=backend.limits.max_tail)
+        self._default_drafter = default_drafter or self._drafters.names[0]
+        if self._default_drafter not in self._drafters.names:
+            raise InputError(f"unknown drafter {default_drafter!r}; known: {', '.join(self._drafters.names)}")
         self._scheduler = Scheduler(
             pool=self._pool,
             cache=self._cache,
-            planner=Planner(shapes, cost),
-            drafters=self._drafters,
-            row_budget=max(shapes),
-            max_running=min(config.max_running, max(shapes), backend.limits.num_seq_rows),
-            max_draft=min(config.max_draft, backend.limits.max_tail),
+            assigner=Assigner(Planner(shapes, cost), self._drafters, row_budget, config.max_draft),
+            max_running=min(config.max_running, row_budget, backend.limits.num_seq_rows),
+            has_family=bool(shapes),
         )
-        self._verifier = Verifier(backend, family=shapes, cost=cost)
+        self._verifier = Verifier(backend, family=shapes, cost=cost, clock=clock)
+        self._ended_totals = Totals()
         self._live: dict[int, list[Sequence]] = {}
         self._ended: list[TokenEvent] = []
         self._next_request_id = 0
@@ -125,7 +143,7 @@ class Engine:
                 prompt=prompt,
                 stopping_ids=stopping_ids,
                 max_len=min(self.max_len, limit),
-                drafter=request.drafter or self._drafters.names[0],
+                drafter=request.drafter or self._default_drafter,
                 text_sink=request.text(),
                 stats=SequenceStats(arrival_time=self._clock()),
                 leader=samples[0] if samples and self._config.prefix_cache else None,
@@ -142,10 +160,20 @@ class Engine:
         plan = self._scheduler.plan()
         drafts = self._drafters.advance(plan)
         scores = self._verifier.run(plan, drafts)
-        verdicts = _judge(plan, drafts, scores)
+        verdicts = _judge(plan, drafts, scores.judged)
         self._scheduler.commit(plan, drafts, scores, verdicts)
         self._drafters.observe(plan, drafts, verdicts)
+        _note_stalls(plan, scores)
         return self._events()
+
+    @property
+    def totals(self) -> Totals:
+        """Counters over all requests so far, live ones included."""
+        totals = self._ended_totals.copy()
+        for samples in self._live.values():
+            for sequence in samples:
+                totals.add(sequence.stats, len(sequence.output))
+        return totals
 
     def abort(self, request_id: int) -> bool:
         """End a request now and free its slots. Its last events come with the next step. False if it has ended."""
@@ -170,8 +198,11 @@ class Engine:
         wrong = [s for s, count in enumerate(expected) if count != self._pool.refs(s)]
         if wrong:
             raise AssertionError(f"slots {wrong[:5]} are referenced {[self._pool.refs(s) for s in wrong[:5]]} times")
-        if any(s.slots or s.lease for s in self._scheduler.waiting):
+        if any(s.slots or s.lease or s.window for s in self._scheduler.waiting):
             raise AssertionError("a waiting sequence holds slots")
+        for s in self._scheduler.running:
+            if not s.is_in_flight and len(s.lease.slots if s.lease else ()) != len(s.window or ()):
+                raise AssertionError("a lease between steps holds one slot per token of its window")
 
     def _events(self) -> list[TokenEvent]:
         """What nobody has been told yet, also of a commit that was interrupted."""
@@ -185,6 +216,7 @@ class Engine:
         if sequence.finish_reason is not None:
             sequence.stats.finish_time = now
             self._drafters.forget(sequence)
+            self._ended_totals.add(sequence.stats, len(sequence.output))
             samples = self._live[sequence.request_id]
             samples.remove(sequence)
             if not samples:
@@ -214,6 +246,11 @@ class Engine:
                 raise InputError(f"stop_ids names token {token_id}; the vocabulary has {vocab_size}")
         if request.drafter is not None and request.drafter not in self._drafters.names:
             raise InputError(f"unknown drafter {request.drafter!r}; known: {', '.join(self._drafters.names)}")
+        if request.params.deterministic and self._no_family_reason:
+            raise DeterminismError(
+                f"deterministic requests cannot be served here: {self._no_family_reason}; "
+                "a request with deterministic=False can"
+            )
         if request.params.n > self._config.max_waiting:
             raise InputError(f"n = {request.params.n} exceeds the queue's {self._config.max_waiting} places")
 
@@ -226,6 +263,19 @@ def _max_len(backend: Backend, config: EngineConfig) -> int:
     if wanted > limits.context_len:
         raise InputError(f"max_len is {wanted}, but the model's context is {limits.context_len}")
     return wanted
+
+
+def _note_stalls(plan: Plan, scores: Scores) -> None:
+    """What the replays of this step cost those who had nothing to do with them: rows of final fast passes."""
+    replayed = [p for p in plan.canonical if p.window]
+    if not replayed or not plan.fast:
+        return
+    for p in plan.fast:
+        p.sequence.stats.longest_stall = max(p.sequence.stats.longest_stall, scores.canonical_seconds)
+    num_rows = sum(p.num_pending + p.draft_quota for p in plan.canonical)
+    for p in replayed:
+        share = (p.num_pending + p.draft_quota) / num_rows
+        p.sequence.stats.stall_caused += scores.canonical_seconds * share
 
 
 def _judge(plan: Plan, drafts: SequenceOf[Draft], scores: SequenceOf[Score]) -> list[Verdict | None]:

@@ -12,6 +12,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from verispec.engine.window import Window
 from verispec.kv import Lease
 from verispec.sampling.rows import History, SampleKey
 from verispec.types import (
@@ -23,6 +24,7 @@ from verispec.types import (
     TextSink,
     TokenEvent,
     TokenLogprob,
+    Verdict,
 )
 
 
@@ -68,6 +70,8 @@ class Sequence:
     seq_row: int = 0
     epoch: int = 0
     lease: Lease | None = None
+    window: Window | None = None  # what regular decoding drafted in the leased slots
+    is_in_flight: bool = False  # whether a plan that holds rows of this sequence has not been committed
 
     _output_counts: Counter[int] = field(default_factory=Counter)
     # What no event carries yet: output entries, the text they released, and the draft they came from.
@@ -131,12 +135,39 @@ class Sequence:
         elif self.committed_len >= self.max_len:
             self.finish(FinishReason.LENGTH)
 
+    def decode(self, token_id: int, *, target_len: int, drafter: str) -> None:
+        """Add a regularly decoded token to the window, which opens if there is none."""
+        if self.window is None:
+            self.window = Window.behind(self.text_sink, target_len=target_len, drafter=drafter)
+        index = len(self.output) + len(self.window)
+        self.window.push(
+            token_id,
+            stopping_ids=self.stopping_ids,
+            may_stop=index + 1 >= self.params.min_tokens,
+            is_last=self.prompt_len + index + 1 >= self.max_len,
+        )
+        self.stats.drafted += token_id >= 0
+
     def note_draft(self, draft: Draft, path: SequenceOf[int]) -> None:
         """Remember what became of a draft, for the next event and the counters."""
         self.stats.drafted += len(draft)
         self.stats.accepted += len(path)
         self._num_accepted = len(path)
         self._rejected_ids = tuple(t for node, t in enumerate(draft.token_ids) if node not in path)
+
+    def note_replay(self, window: Window, verdict: Verdict) -> int:
+        """Remember what a replay found, and close the window or cut its front; returns the tokens it confirmed."""
+        confirmed, num_committed = window.num_confirmed(verdict), len(verdict.path) + 1
+        dropped = window.token_ids[confirmed:] if confirmed < num_committed else []
+        self.stats.replays += 1
+        self.stats.mismatches += bool(dropped)
+        self.stats.recomputed += len(dropped)
+        self.stats.accepted += confirmed
+        self._num_accepted, self._rejected_ids = confirmed, tuple(dropped)
+        window.drop_front(confirmed)
+        if dropped or not window.token_ids:
+            self.window = None
+        return confirmed
 
     def finish(self, reason: FinishReason) -> None:
         """End the sequence and release the text that was held back."""

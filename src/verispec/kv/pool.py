@@ -1,6 +1,6 @@
 """Slots: the addresses of K and V, one per token, counted by reference.
 
-The pool knows nothing of tensors, sequences or tokens. A slot is free, leased (scratch of one plan, one owner), or held
+The pool knows nothing of tensors, sequences or tokens. A slot is free, leased (scratch, one owner), or held
 with one or more references by sequences and by the prefix cache. A slot with more than one reference is never written;
 only a lease may be written at all. `check()` verifies the books.
 """
@@ -17,7 +17,10 @@ NUM_RESERVED = 2
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """Scratch slots lent to one sequence; ends with `commit` or `rollback`. Row i of the owner uses `slots[i]`."""
+    """Scratch slots lent to one sequence, for one step or many; ends with `commit` or `rollback`.
+
+    Row i of the owner uses `slots[i]`.
+    """
 
     slots: list[int] = field(default_factory=list)
 
@@ -75,6 +78,20 @@ class SlotPool:
         self._close(lease)
         self.release(s for s in lease.slots if s not in keep)
         return kept
+
+    def commit_front(self, lease: Lease, count: int) -> list[int]:
+        """The first `count` slots pass to the caller with one reference each; the lease goes on with the rest."""
+        self._check_open(lease)
+        if not 0 <= count <= len(lease.slots):
+            raise ValueError(f"a lease of {len(lease.slots)} slots cannot give {count}")
+        kept, lease.slots = lease.slots[:count], lease.slots[count:]
+        return kept
+
+    def trim(self, lease: Lease, count: int) -> None:
+        """Free all slots of the lease but the first `count`."""
+        self._check_open(lease)
+        dropped, lease.slots = lease.slots[count:], lease.slots[:count]
+        self.release(dropped)
 
     def rollback(self, lease: Lease) -> None:
         """End the lease and free all of its slots."""

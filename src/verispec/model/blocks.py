@@ -14,6 +14,13 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 Floats: TypeAlias = npt.NDArray[np.float32]
 
 
+class StoredTensor(NamedTuple):
+    """A matrix as its file has it: ggml's name of the type, and the bytes of each row."""
+
+    type_name: str
+    data: Bytes  # [rows, row bytes]
+
+
 class BlockFormat(NamedTuple):
     """A ggml type: its number in files, and the values and bytes of one block."""
 

@@ -9,14 +9,16 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, TypeAlias
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from verispec.errors import InputError, ModelFileError, UnsupportedModelError
 from verispec.model.architecture import Architecture, expected_tensors, format_shape
+from verispec.model.blocks import StoredTensor
 from verispec.model.fields import quoted
+from verispec.model.file_digest import FileContent, FileDigest
 from verispec.model.folder_model import FolderWeights
 from verispec.model.gguf_file import MAGIC, GGUFFile
 from verispec.model.gguf_model import GGUFWeights
@@ -41,6 +43,15 @@ class FolderTokenizerSource:
 TokenizerSource: TypeAlias = GGUFTokenizerSource | FolderTokenizerSource
 
 
+class FileStamp(NamedTuple):
+    """What the file system says of a file."""
+
+    device: int
+    inode: int
+    nbytes: int
+    modified_ns: int
+
+
 class Weights(Protocol):
     """One file format's side of a checkpoint.
 
@@ -60,12 +71,16 @@ class Weights(Protocol):
         """The values of a tensor, by verispec's name, in verispec's layout."""
         ...
 
+    def stored(self, name: str) -> StoredTensor:
+        """A matrix as the files have it, its rows in verispec's order."""
+        ...
+
     def file_of(self, name: str) -> Path:
         """The file that holds a tensor of verispec's."""
         ...
 
-    def contents(self) -> Sequence[memoryview]:
-        """The bytes of every file that decides what the model computes."""
+    def contents(self) -> Sequence[FileContent]:
+        """Every file that decides what the model computes."""
         ...
 
     def close(self) -> None:
@@ -94,6 +109,10 @@ class Checkpoint:
             self._refuse_not_finite(name, values)
         return values
 
+    def stored(self, name: str) -> StoredTensor:
+        """A matrix as the files have it: for backends that compute on its own blocks. Nothing is checked for NaN."""
+        return self._weights.stored(name)
+
     def _refuse_not_finite(self, name: str, values: npt.NDArray[np.float32]) -> NoReturn:
         row = next(i for i in np.ndindex(values.shape[:-1]) if not np.isfinite(values[i]).all())
         column = int(np.isfinite(values[row]).argmin())
@@ -106,11 +125,20 @@ class Checkpoint:
         """SHA-256 of the GGUF file, or of the sizes and bytes of a folder's config.json and weight files in order."""
         contents = self._weights.contents()
         digest = hashlib.sha256()
-        for data in contents:
+        for _, data in contents:
             if len(contents) > 1:
                 digest.update(len(data).to_bytes(8, "little"))
             digest.update(data)
         return digest.hexdigest()
+
+    def file_digests(self) -> tuple[FileDigest, ...]:
+        """Size and hashes of every file that decides what the model computes. Reads all of their bytes."""
+        return tuple(FileDigest.of(content) for content in self._weights.contents())
+
+    def stamps(self) -> tuple[FileStamp, ...]:
+        """What tells those files from others that are put in their place later. Reads nothing."""
+        stats = [content.path.stat() for content in self._weights.contents()]
+        return tuple(FileStamp(s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns) for s in stats)
 
     def close(self) -> None:
         """Release the files."""

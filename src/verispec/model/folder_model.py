@@ -14,7 +14,9 @@ import numpy.typing as npt
 
 from verispec.errors import UnsupportedModelError
 from verispec.model.architecture import Architecture, Family, LinearScaling, Llama3Scaling, Rope, RopeScaling
+from verispec.model.blocks import StoredTensor
 from verispec.model.fields import Fields, quoted
+from verispec.model.file_digest import FileContent
 from verispec.model.safetensors_folder import CONFIG_NAME, SafetensorsFolder
 
 _FAMILIES: Mapping[str, Family] = {
@@ -68,12 +70,17 @@ class FolderWeights:
         """The tensor's values."""
         return self._folder.read(self.stored_name(name))
 
+    def stored(self, name: str) -> StoredTensor:
+        """The tensor as the folder has it."""
+        stored_name = self.stored_name(name)
+        return StoredTensor(self._folder.tensors[stored_name].type_name, self._folder.raw(stored_name))
+
     def file_of(self, name: str) -> Path:
         """The safetensors file that holds the tensor."""
         return self._folder.tensors[self.stored_name(name)].file.path
 
-    def contents(self) -> list[memoryview]:
-        """The bytes of config.json and of every weight file."""
+    def contents(self) -> list[FileContent]:
+        """config.json and every weight file."""
         return self._folder.contents()
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ is not implemented is refused by name, because ignoring it would give wrong text
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,9 +21,12 @@ from verispec.model.architecture import (
     RopeScaling,
     format_shape,
 )
+from verispec.model.blocks import StoredTensor
 from verispec.model.fields import Fields, quoted
+from verispec.model.file_digest import FileContent
 from verispec.model.gguf_file import GGUFFile
 
+T = TypeVar("T", bound=np.generic)
 _FAMILIES: Mapping[str, Family] = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 # The families whose converter reorders the rows of q and k for interleaved rotary pairs.
 _PERMUTED_FAMILIES = frozenset({"llama"})
@@ -66,30 +70,36 @@ class GGUFWeights:
 
     def read(self, name: str) -> npt.NDArray[np.float32]:
         """The tensor's values, with the rows of q and k in half-split order."""
-        values = self._file.dequantised(self.stored_name(name))
+        return self._ordered(name, self._file.dequantised(self.stored_name(name)))
+
+    def stored(self, name: str) -> StoredTensor:
+        """The tensor as the file has it, with the rows of q and k in half-split order."""
+        stored_name = self.stored_name(name)
+        data = self._file.raw(stored_name)
+        return StoredTensor(self._file.tensors[stored_name].type_name, self._ordered(name, data))
+
+    def _ordered(self, name: str, rows: npt.NDArray[T]) -> npt.NDArray[T]:
         arch = self.architecture
-        if arch.family not in _PERMUTED_FAMILIES:
-            return values
-        if name.endswith(".q"):
-            return _unpermute(values, arch.num_heads)
-        if name.endswith(".k"):
-            return _unpermute(values, arch.num_kv_heads)
-        return values
+        if arch.family in _PERMUTED_FAMILIES and name.endswith(".q"):
+            return _unpermute(rows, arch.num_heads)
+        if arch.family in _PERMUTED_FAMILIES and name.endswith(".k"):
+            return _unpermute(rows, arch.num_kv_heads)
+        return rows
 
     def file_of(self, name: str) -> Path:
         """The one file."""
         return self._file.path
 
-    def contents(self) -> list[memoryview]:
-        """The bytes of the one file."""
-        return [self._file.content()]
+    def contents(self) -> list[FileContent]:
+        """The one file."""
+        return [FileContent(self._file.path, self._file.content())]
 
     def close(self) -> None:
         """Release the file."""
         self._file.close()
 
 
-def _unpermute(rows: npt.NDArray[np.float32], num_heads: int) -> npt.NDArray[np.float32]:
+def _unpermute(rows: npt.NDArray[T], num_heads: int) -> npt.NDArray[T]:
     # Within a head the file interleaves the halves: its row 2i is row i, its row 2i + 1 is row i + head_dim / 2.
     num_rows, width = rows.shape
     pairs = rows.reshape(num_heads, num_rows // num_heads // 2, 2, width)

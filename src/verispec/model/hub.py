@@ -116,6 +116,15 @@ def cached_path(name: str) -> Path | None:
     return target if _is_complete(target, model) else None
 
 
+def label(name_or_path: str | Path, path: Path) -> str:
+    """What records call the model that `resolve` found at `path`: nothing in it says where on this machine it is."""
+    for model in REGISTRY.values():
+        if path.name == model.file_name:
+            return model.name
+    is_hub_id_given = isinstance(name_or_path, str) and not os.path.exists(name_or_path)
+    return str(name_or_path) if is_hub_id_given else path.resolve().name
+
+
 def _ignore_progress(stage: str, done_nbytes: int, total_nbytes: int) -> None:
     pass
 

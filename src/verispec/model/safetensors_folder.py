@@ -20,6 +20,7 @@ import numpy.typing as npt
 from verispec.errors import ModelFileError, UnsupportedModelError
 from verispec.model.blocks import to_float32
 from verispec.model.fields import quoted
+from verispec.model.file_digest import FileContent
 from verispec.model.mapped_file import MappedFile, Span, check_no_overlap
 
 CONFIG_NAME = "config.json"
@@ -92,9 +93,15 @@ class SafetensorsFolder:
         flat = stored.file.bytes_at(stored.offset, stored.nbytes)
         return to_float32(flat, stored.type_name).reshape(stored.shape)
 
-    def contents(self) -> list[memoryview]:
-        """The bytes of config.json and of every weight file, these in the order of their names."""
-        return [memoryview(self._config_bytes), *(file.bytes_at(0, file.size).data for file in self._files)]
+    def raw(self, name: str) -> npt.NDArray[np.uint8]:
+        """The tensor's bytes, [rows, row bytes]."""
+        stored = self.tensors[name]
+        return stored.file.bytes_at(stored.offset, stored.nbytes).reshape(stored.shape[0], -1)
+
+    def contents(self) -> list[FileContent]:
+        """config.json and every weight file, these in the order of their names."""
+        weights = (FileContent(file.path, file.bytes_at(0, file.size).data) for file in self._files)
+        return [FileContent(self.folder / CONFIG_NAME, memoryview(self._config_bytes)), *weights]
 
     def close(self) -> None:
         """Release the files; each is unmapped when the last array from `read` that needs it is gone."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
 from verispec.spec.plan import Plan, SequencePlan
@@ -15,18 +16,26 @@ from verispec.types import NO_DRAFT, Draft, SequenceView, Verdict
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+AUTO = "auto"  # a sequence that names this leaves the choice among all drafters to the planner
 
 
 class Offer(NamedTuple):
     """What a drafter could do for a sequence now.
 
     Up to `max_nodes` nodes, each accepted with chance `acceptance` if the ones before it were. Without nodes, `reason`
-    says why.
+    says why. Nodes `by_decoding` are not drafted by the drafter but by regular decoding in fast passes, one a step,
+    until there are `max_nodes` of them.
     """
 
     max_nodes: int
     acceptance: float
     reason: str = ""
+    by_decoding: bool = False
+
+    @property
+    def expected_tokens(self) -> float:
+        """Tokens that a draft of all its nodes is expected to add."""
+        return sum(self.acceptance**depth for depth in range(1, self.max_nodes + 1))
 
     @classmethod
     def nothing(cls, reason: str) -> Offer:
@@ -35,7 +44,7 @@ class Offer(NamedTuple):
 
 
 class Drafter(Protocol):
-    """One way of drafting."""
+    """One way of drafting. `limit` is what the request has room for, and the caller's own limit if there is one."""
 
     def offer(self, sequence: SequenceView, limit: int) -> Offer:
         """What could be drafted for this sequence, at most `limit` nodes. Changes nothing the output depends on."""
@@ -51,68 +60,85 @@ class Drafter(Protocol):
 
 
 class DrafterSet:
-    """All drafters of an engine, by name; each sequence names its own. A drafter that fails drafts nothing.
+    """All drafters of an engine, by name; each sequence names its own, or AUTO for all of them.
 
-    A drafter's output is untrusted: a draft that is not a tree over the vocabulary, or too large, is dropped.
+    A drafter that fails drafts nothing. Its output is untrusted: a draft that is not a tree over the vocabulary, too
+    large, or a tree deeper than a backend can follow, is dropped.
     """
 
-    def __init__(self, drafters: Mapping[str, Drafter], *, vocab_size: int) -> None:
+    def __init__(self, drafters: Mapping[str, Drafter], *, vocab_size: int, max_tail: int) -> None:
         self._drafters = dict(drafters)
         self._vocab_size = vocab_size
+        self._max_tail = max_tail
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names a sequence can ask for."""
-        return tuple(self._drafters)
+        return (*self._drafters, AUTO)
 
-    def offer(self, sequence: SequenceView, limit: int) -> Offer:
-        """The offer of the sequence's own drafter, brought into range."""
-        if not limit:
-            return Offer.nothing("no room for a draft")
-        drafter = self._drafters[sequence.drafter]
-        failed = Offer.nothing("the drafter failed; see the log")
-        return self._guarded(sequence, failed, lambda: _in_range(drafter.offer(sequence, limit), limit))
+    def offers(self, sequence: SequenceView, limit: int) -> dict[str, Offer]:
+        """The offers of the sequence's drafters by their names, brought into range."""
+        return {name: self._offer(name, sequence, limit) for name in self._members(sequence)}
 
     def advance(self, plan: Plan) -> list[Draft]:
-        """One valid draft per sequence plan, in the plan's order."""
+        """One valid draft per judged sequence plan, in the plan's order."""
         return [self._draft(p) if p.draft_quota else NO_DRAFT for p in plan.sequences]
 
     def observe(self, plan: Plan, drafts: Sequence[Draft], verdicts: Sequence[Verdict | None]) -> None:
         """Tell each drafter what became of its draft."""
         for p, draft, verdict in zip(plan.sequences, drafts, verdicts, strict=True):
+            if verdict is not None and p.window:
+                draft, verdict = _with_last_position(p, verdict)
             if verdict is not None and len(draft):
-                self._observe(p.sequence, draft, verdict)
+                self._guarded(p.drafter, None, partial(self._drafters[p.drafter].observe, p.sequence, draft, verdict))
 
     def forget(self, sequence: SequenceView) -> None:
         """The sequence has ended."""
-        self._guarded(sequence, None, lambda: self._drafters[sequence.drafter].forget(sequence.sequence_id))
+        for name in self._members(sequence):
+            self._guarded(name, None, partial(self._drafters[name].forget, sequence.sequence_id))
+
+    def _members(self, sequence: SequenceView) -> tuple[str, ...]:
+        return tuple(self._drafters) if sequence.drafter == AUTO else (sequence.drafter,)
+
+    def _offer(self, name: str, sequence: SequenceView, limit: int) -> Offer:
+        if not limit:
+            return Offer.nothing("no room for a draft")
+        failed = Offer.nothing("the drafter failed; see the log")
+        return self._guarded(name, failed, lambda: _in_range(self._drafters[name].offer(sequence, limit), limit))
 
     def _draft(self, plan: SequencePlan) -> Draft:
-        sequence, drafter = plan.sequence, self._drafters[plan.sequence.drafter]
+        if plan.window:
+            return Draft.chain(plan.window[: plan.draft_quota])
 
         def valid_draft() -> Draft:
-            draft = drafter.draft(sequence, plan.draft_quota)
+            draft = self._drafters[plan.drafter].draft(plan.sequence, plan.draft_quota)
             if not draft.is_valid(vocab_size=self._vocab_size, max_nodes=plan.draft_quota):
                 raise ValueError("the draft is not a tree over the vocabulary, or too large")
+            if not draft.is_chain and draft.depth > self._max_tail:
+                raise ValueError(f"the tree is {draft.depth} nodes deep; at most {self._max_tail} are possible")
             return draft
 
-        return self._guarded(sequence, NO_DRAFT, valid_draft)
+        return self._guarded(plan.drafter, NO_DRAFT, valid_draft)
 
-    def _observe(self, sequence: SequenceView, draft: Draft, verdict: Verdict) -> None:
-        drafter = self._drafters[sequence.drafter]
-        self._guarded(sequence, None, lambda: drafter.observe(sequence, draft, verdict))
-
-    def _guarded(self, sequence: SequenceView, fallback: T, call: Callable[[], T]) -> T:
+    def _guarded(self, name: str, fallback: T, call: Callable[[], T]) -> T:
         # Drafts are hints: a drafter's bug must cost speed, never a request. It is logged, with its traceback.
         try:
             return call()
         except Exception:
-            logger.exception("drafter %s failed; it drafts nothing this time", sequence.drafter)
+            logger.exception("drafter %s failed; it drafts nothing this time", name)
             return fallback
+
+
+def _with_last_position(plan: SequencePlan, verdict: Verdict) -> tuple[Draft, Verdict]:
+    """A replay also decides the token behind the last row it had: the target's own draw is compared with it."""
+    compared = plan.window[: plan.draft_quota + 1]
+    count = len(verdict.path)
+    confirmed = count + (count < len(compared) and compared[count] == verdict.bonus_id)
+    return Draft.chain(compared), Verdict(tuple(range(confirmed)), verdict.bonus_id)
 
 
 def _in_range(offer: Offer, limit: int) -> Offer:
     """The offer with at most `limit` nodes and a probability for acceptance; NaN and negative ones offer nothing."""
     if not offer.acceptance > 0 or offer.max_nodes < 1:
-        return Offer.nothing(offer.reason)
+        return Offer.nothing(offer.reason)._replace(by_decoding=offer.by_decoding is True)
     return offer._replace(max_nodes=min(offer.max_nodes, limit), acceptance=min(offer.acceptance, 1.0))

@@ -16,8 +16,9 @@ from verispec.types import NO_DRAFT, Draft, SequenceView, Verdict
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NgramConfig:
-    """Match lengths tried, longest first, and how fast the acceptance estimate moves."""
+    """Nodes of one draft, match lengths tried, longest first, and how fast the acceptance estimate moves."""
 
+    max_draft: int = 16
     max_match: int = 4
     min_match: int = 2
     prior_acceptance: float = 0.5
@@ -64,7 +65,7 @@ class NgramDrafter:
         if not length:
             return Offer.nothing(f"the last {self._config.min_match} tokens occurred nowhere before")
         rate = self._rates[length]
-        return Offer(limit, rate.accepted / rate.tried)
+        return Offer(min(limit, self._config.max_draft), rate.accepted / rate.tried)
 
     def draft(self, sequence: SequenceView, quota: int) -> Draft:
         """The chain that followed the match. Where it reaches the end of the text it goes on with its own beginning."""

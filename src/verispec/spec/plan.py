@@ -11,11 +11,11 @@ from typing import Protocol
 
 from verispec.kv import Lease
 from verispec.sampling.rows import History, SampleKey
-from verispec.types import SamplingParams, SequenceView
+from verispec.types import SamplingParams, SequenceStats, SequenceView
 
 
 class PlannedSequence(SequenceView, Protocol):
-    """What the verifier reads of a sequence: committed state only."""
+    """What the verifier reads of a sequence, committed state only, and the counters it is reported in."""
 
     @property
     def params(self) -> SamplingParams: ...
@@ -23,6 +23,8 @@ class PlannedSequence(SequenceView, Protocol):
     def sample_key(self) -> SampleKey: ...
     @property
     def stopping_ids(self) -> Iterable[int]: ...
+    @property
+    def stats(self) -> SequenceStats: ...
     def history(self) -> History: ...
 
 
@@ -30,8 +32,9 @@ class PlannedSequence(SequenceView, Protocol):
 class SequencePlan:
     """One sequence's rows in one pass: `num_pending` committed tokens from `start`, then up to `draft_quota` nodes.
 
-    `table_slots` are the slots of positions `table_start`.. that the backend's table does not have yet. Row i of the
-    plan uses `lease.slots[i]`. `epoch` tells a stale result from a current one.
+    The nodes are the first of `window`, or where that is empty, what `drafter` drafts. `table_slots` are the slots of
+    positions `table_start`.. that the backend's table does not have yet. Row i of the plan uses `lease.slots[i]`.
+    `epoch` tells a stale result from a current one.
     """
 
     sequence: PlannedSequence
@@ -44,16 +47,34 @@ class SequencePlan:
     table_start: int
     table_slots: Sequence[int]
     completes: bool  # whether every pending token gets its row, so that the target draws a new token
+    drafter: str = ""
+    window: tuple[int, ...] = ()  # regularly decoded tokens behind the committed ones
+
+
+@dataclass(frozen=True, slots=True)
+class WindowPlan:
+    """The next row of regular decoding: the one after `window`, in the fast pass. Its draw is drafted, not judged."""
+
+    sequence: PlannedSequence
+    epoch: int
+    seq_row: int
+    lease: Lease
+    table_start: int
+    table_slots: Sequence[int]
+    window: tuple[int, ...]
+    target_len: int
+    drafter: str
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step: the canonical pass and the fast pass. Either may be empty."""
+    """One step: the canonical pass, and the fast pass with its two kinds of rows. Any of them may be empty."""
 
     canonical: tuple[SequencePlan, ...] = ()
     fast: tuple[SequencePlan, ...] = ()
+    drafting: tuple[WindowPlan, ...] = ()
 
     @property
     def sequences(self) -> tuple[SequencePlan, ...]:
-        """All sequence plans, canonical ones first; drafts, scores and verdicts are listed in this order."""
+        """What is judged, canonical rows first; drafts, scores and verdicts are listed in this order."""
         return self.canonical + self.fast

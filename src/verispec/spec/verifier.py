@@ -1,13 +1,15 @@
 """Turns a plan and its drafts into passes, and the passes' results into scores per sequence.
 
 Canonical rows are padded to a shape of the family, the cheapest that holds them. Fast rows run in whatever shape they
-make. The verifier holds no state of sequences; it reads them.
+make, or a larger one that costs less. The verifier holds no state of sequences; it reads them.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +28,7 @@ from verispec.backends.protocol import (
     Wanted,
 )
 from verispec.sampling.rows import SamplingRowsBuilder
-from verispec.spec.plan import Plan, SequencePlan
+from verispec.spec.plan import Plan, PlannedSequence, SequencePlan, WindowPlan
 from verispec.types import Draft, TokenLogprob
 
 
@@ -61,7 +63,7 @@ class _PassBuilder:
         """Add a sequence's pending rows and, if they complete, its draft's nodes."""
         sequence, params = plan.sequence, plan.sequence.params
         given_before = len(self.given_rows)
-        self.updates += [(plan.seq_row, plan.table_start + i, slot) for i, slot in enumerate(plan.table_slots)]
+        self._update_table(plan.seq_row, plan.table_start, plan.table_slots)
         for i in range(plan.num_pending):
             position = plan.start + i
             row = self.rows.add(
@@ -75,10 +77,40 @@ class _PassBuilder:
                 self._want_given(row, sequence.token_ids[position + 1], params.prompt_logprobs)
         self.given_counts.append(len(self.given_rows) - given_before)
         if plan.completes:
-            self._want_draw(plan, row, path_ids=())
-            self._add_nodes(plan, draft)
+            self._want_draw(sequence, row, path_ids=())
+            add_nodes = self._add_chain if draft.is_chain else self._add_tree
+            add_nodes(plan, draft)
 
-    def _add_nodes(self, plan: SequencePlan, draft: Draft) -> None:
+    def add_window(self, plan: WindowPlan) -> None:
+        """Add the next row of regular decoding."""
+        sequence, count = plan.sequence, len(plan.window)
+        position = len(sequence.token_ids) - 1 + count
+        self._update_table(plan.seq_row, plan.table_start, plan.table_slots)
+        row = self.rows.add(
+            token_id=plan.window[-1] if plan.window else sequence.token_ids[-1],
+            position=position,
+            slot=plan.lease.slots[count],
+            seq_row=plan.seq_row,
+            prefix_len=position + 1,
+        )
+        self._want_draw(sequence, row, path_ids=plan.window, alternatives=False)
+
+    def _update_table(self, seq_row: int, start: int, slots: Sequence[int]) -> None:
+        self.updates += [(seq_row, start + i, slot) for i, slot in enumerate(slots)]
+
+    def _add_chain(self, plan: SequencePlan, draft: Draft) -> None:
+        """A chain's slots go into the table: its rows are like a prompt's, however many they are."""
+        start = len(plan.sequence.token_ids)
+        slots = plan.lease.slots[plan.num_pending : plan.num_pending + len(draft)]
+        self._update_table(plan.seq_row, start, slots)
+        for node, (token_id, slot) in enumerate(zip(draft.token_ids, slots, strict=True)):
+            position = start + node
+            row = self.rows.add(
+                token_id=token_id, position=position, slot=slot, seq_row=plan.seq_row, prefix_len=position + 1
+            )
+            self._want_draw(plan.sequence, row, path_ids=draft.token_ids[: node + 1])
+
+    def _add_tree(self, plan: SequencePlan, draft: Draft) -> None:
         prefix_len = len(plan.sequence.token_ids)
         for node, token_id in enumerate(draft.token_ids):
             path = draft.path_to(node)
@@ -90,10 +122,11 @@ class _PassBuilder:
                 prefix_len=prefix_len,
                 tail=tuple(plan.lease.slots[plan.num_pending + i] for i in path),
             )
-            self._want_draw(plan, row, path_ids=tuple(draft.token_ids[i] for i in path))
+            self._want_draw(plan.sequence, row, path_ids=tuple(draft.token_ids[i] for i in path))
 
-    def _want_draw(self, plan: SequencePlan, row: int, *, path_ids: tuple[int, ...]) -> None:
-        sequence = plan.sequence
+    def _want_draw(
+        self, sequence: PlannedSequence, row: int, *, path_ids: tuple[int, ...], alternatives: bool = True
+    ) -> None:
         self.draw_rows.append(row)
         self.sampling.add(
             sequence.params,
@@ -104,7 +137,7 @@ class _PassBuilder:
             stopping_ids=sequence.stopping_ids,
             vocab_size=self.vocab_size,
         )
-        if sequence.params.logprobs:
+        if sequence.params.logprobs and alternatives:
             self._want_top(row, sequence.params.logprobs)
 
     def _want_given(self, row: int, token_id: int, alternatives: int) -> None:
@@ -134,36 +167,65 @@ class _PassBuilder:
         return Pass(kind, rows, wanted, table_update, head_shape=fit(num_head) if num_head else 0)
 
 
-class Verifier:
-    """Runs plans on a backend. `family` are the canonical shapes, `cost` chooses among them."""
+class Scores(NamedTuple):
+    """What a plan's passes gave: one score per judged sequence plan, one token per row of regular decoding.
 
-    def __init__(self, backend: Backend, *, family: Sequence[int], cost: CostTable) -> None:
+    The seconds are what each pass took, by the verifier's clock.
+    """
+
+    judged: list[Score]
+    drafted: list[int]
+    canonical_seconds: float
+    fast_seconds: float
+
+
+class Verifier:
+    """Runs plans on a backend. `family` are the canonical shapes, `cost` chooses among them and among fast ones."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        family: Sequence[int],
+        cost: CostTable,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._backend = backend
         self._family = tuple(family)
         self._cost = cost
+        self._clock = clock
 
-    def run(self, plan: Plan, drafts: Sequence[Draft]) -> list[Score]:
-        """One score per sequence plan, in the plan's order."""
+    def run(self, plan: Plan, drafts: Sequence[Draft]) -> Scores:
+        """Run the plan's passes; `drafts` are in the order of `plan.sequences`."""
         split = len(plan.canonical)
-        canonical = self._run_pass(PassKind.CANONICAL, plan.canonical, drafts[:split])
-        return canonical + self._run_pass(PassKind.FAST, plan.fast, drafts[split:])
+        start = self._clock()
+        canonical, _ = self._run_pass(PassKind.CANONICAL, plan.canonical, drafts[:split])
+        middle = self._clock()
+        fast, drafted = self._run_pass(PassKind.FAST, plan.fast, drafts[split:], plan.drafting)
+        return Scores(canonical + fast, drafted, middle - start, self._clock() - middle)
 
-    def _run_pass(self, kind: PassKind, plans: Sequence[SequencePlan], drafts: Sequence[Draft]) -> list[Score]:
-        if not plans:
-            return []
+    def _run_pass(
+        self,
+        kind: PassKind,
+        plans: Sequence[SequencePlan],
+        drafts: Sequence[Draft],
+        windows: Sequence[WindowPlan] = (),
+    ) -> tuple[list[Score], list[int]]:
+        if not plans and not windows:
+            return [], []
         builder = _PassBuilder(self._backend.limits.vocab_size)
         for plan, draft in zip(plans, drafts, strict=True):
             builder.add(plan, draft)
-        fit = self._canonical_shape if kind is PassKind.CANONICAL else _exact_shape
+        for window in windows:
+            builder.add_window(window)
+        fit = self._canonical_shape if kind is PassKind.CANONICAL else self._cost.fast_shape
         result = self._backend.submit(builder.build(kind, fit)).result()
-        return _scores(plans, drafts, builder, result)
+        scores = _scores(plans, drafts, builder, result)
+        drawn = [] if result.draw is None else result.draw.token_ids.tolist()
+        return scores, drawn[len(drawn) - len(windows) :]
 
     def _canonical_shape(self, num_rows: int) -> int:
         return self._cost.cheapest(m for m in self._family if m >= num_rows)
-
-
-def _exact_shape(num_rows: int) -> int:
-    return num_rows
 
 
 def _scores(

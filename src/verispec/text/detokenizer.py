@@ -5,6 +5,7 @@ never looks at a token twice. Appending tokens one by one is its only operation,
 """
 
 import codecs
+import copy
 from typing import Protocol
 
 from verispec.errors import InputError
@@ -87,6 +88,15 @@ class TextStream:
             data = data.removeprefix(b" ")
             self._strip_pending = False
         return self._take(self._decoder.decode(data), may_stop=may_stop)
+
+    def fork(self) -> "TextStream":
+        """A stream that goes on from here and shares nothing that changes; its `text` begins here."""
+        other = copy.copy(self)
+        other._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        other._decoder.setstate(self._decoder.getstate())
+        other._matchers = [copy.copy(matcher) for matcher in self._matchers]
+        other._released = []
+        return other
 
     def finish(self) -> str:
         """Releases what was held back; half a character becomes U+FFFD.

@@ -1,0 +1,240 @@
+"""`verispec verify`: the promise, tried out on one request and printed as two tables.
+
+What is run and compared is the library's `demonstration`; here it becomes text, JSON and an exit code. Rows are printed
+as they come.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from verispec.cli import options, terminal
+from verispec.cli.main import EXIT_DEFECT
+from verispec.config import DEFAULTS
+from verispec.errors import InputError
+
+if TYPE_CHECKING:
+    from verispec.demonstration import Case, FastCase
+    from verispec.llm import LLM
+    from verispec.types import SamplingParams
+
+_MAX_CROWD = 64
+_DIGEST_CHARS = 16
+
+
+def verify(
+    ctx: typer.Context,
+    prompt: Annotated[str, typer.Argument(help="The prompt.")],
+    model: options.Model = "smollm2-135m",
+    system: options.System = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without chat template.")] = False,
+    crowd: Annotated[int, typer.Option(min=1, max=_MAX_CROWD, help="Other requests to run beside it.")] = 7,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the tables.")] = False,
+    max_tokens: options.MaxTokens = 48,
+    temperature: options.Temperature = 1.0,
+    top_k: options.TopK = 0,
+    top_p: options.TopP = 1.0,
+    min_p: options.MinP = 0.0,
+    seed: Annotated[int, typer.Option(rich_help_panel="Sampling", help="Seed of the noise.")] = 0,
+    backend: options.Backend = "numpy",
+    threads: options.Threads = None,
+    kv_slots: options.KVSlots = DEFAULTS.num_slots,
+) -> None:
+    """Try the promise out: run one request in many situations and compare the bits of its outputs.
+
+    The request runs alone (the reference), with a warm cache, amid a crowd of other requests, as the first and the last
+    of them, preempted and computed again, with its prompt cut into small chunks, and with every drafter. Each run gives
+    a digest over its tokens and log-probabilities, and all digests must be equal.
+
+    Then it runs on fast passes, which promise nothing (`deterministic=False`): alone and in crowds. There the last bits
+    usually depend on the crowd, and in time the tokens do. That is no failure, it is what the promise is for.
+
+    Exit code 0: all digests are equal. 1: one differs, which is a defect. 2: bad input.
+    """
+    if raw and system is not None:
+        raise InputError("--system needs the chat template, which --raw turns off")
+    terminal.checked(prompt, name="the prompt argument")
+    terminal.checked(system or "", name="--system")
+    if not prompt.strip():
+        raise InputError("the prompt is empty")
+    params = options.sampling_params(ctx.params)
+    llm = options.load_llm(ctx.params, drafter="none")
+    prompt_ids = llm.tokenizer.encode(prompt) if raw else _chat_ids(llm, system, prompt)
+    different = _demonstrate(llm, prompt_ids, params, crowd=crowd, as_json=as_json)
+    if different:
+        names = ", ".join(f'"{case.name}" (drafter {case.drafter})' for case in different)
+        terminal.note(
+            f"verispec: the promise is broken: {names} did not give the bits of the reference. This is a defect; "
+            '"If something differs" in docs/determinism.md says what to do.'
+        )
+        raise typer.Exit(EXIT_DEFECT)
+
+
+def _chat_ids(llm: LLM, system: str | None, text: str) -> list[int]:
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    return llm.chat_ids([*messages, {"role": "user", "content": text}])
+
+
+def _demonstrate(llm: LLM, prompt_ids: list[int], params: SamplingParams, *, crowd: int, as_json: bool) -> list[Case]:
+    """Run everything and print it; returns the cases that differ."""
+    from verispec.cli.progress import CountDisplay
+    from verispec.demonstration import Demonstration
+
+    shown = Demonstration(llm, prompt_ids, params, crowd=crowd)
+    cases: list[Case] = []
+    fast_cases: list[FastCase] = []
+    with CountDisplay("verifying", shown.num_cases + shown.num_fast_cases) as display:
+
+        def put(text: str) -> None:
+            if not as_json:
+                with display.aside():
+                    terminal.out(text + "\n")
+
+        put(_title(shown.num_prompt_tokens, params))
+        put(_row("case", "drafter", "digest", "equal", "what was different"))
+        for case in shown.cases():
+            put(_case_row(case, is_reference=not cases))
+            cases.append(case)
+            display.advance()
+        put(f"\n{_outcome(cases)}\n\nThe same on fast passes, which promise nothing (deterministic=False):\n")
+        put(_fast_row("beside it", "digest", "tokens", "log-probabilities, compared with the first row"))
+        for fast_case in shown.fast_cases():
+            put(_fast_case_row(fast_case))
+            fast_cases.append(fast_case)
+            display.advance()
+        put(f"\n{_fast_outcome(fast_cases)}")
+    if as_json:
+        terminal.out_json(_as_object(cases, fast_cases, profile=llm.profile))
+    else:
+        terminal.note(f"profile {llm.profile}")
+    return [case for case in cases if not case.is_equal]
+
+
+def _title(num_prompt_tokens: int, params: SamplingParams) -> str:
+    return (
+        f"One request: {num_prompt_tokens} prompt tokens, at most {params.max_tokens} new ones, temperature "
+        f"{params.temperature:g}, seed {params.seed}.\n"
+    )
+
+
+def _row(name: str, drafter: str, digest: str, equal: str, difference: str) -> str:
+    return f"{name:14}  {drafter:7}  {digest[:_DIGEST_CHARS]:{_DIGEST_CHARS}}  {equal:5}  {difference}".rstrip()
+
+
+def _fast_row(beside: str, digest: str, tokens: str, logprobs: str) -> str:
+    return f"{beside:>9}  {digest[:_DIGEST_CHARS]:{_DIGEST_CHARS}}  {tokens:22}  {logprobs}".rstrip()
+
+
+def _case_row(case: Case, *, is_reference: bool) -> str:
+    equal = "yes" if case.is_equal else "NO"
+    difference = "nothing: this is the reference" if is_reference else _difference(case)
+    return _row(case.name, case.drafter, case.digest, equal, difference)
+
+
+def _difference(case: Case) -> str:
+    """What happened in a case, and whether it is what the case is there for."""
+    from verispec import demonstration as of
+
+    run, stats = case.run, case.run.output.stats
+    if run.output.error is not None:
+        return f"failed: {run.output.error}"
+    happened, missing = {
+        of.WARM: (f"{stats.cached_tokens} of {run.output.prompt_len} prompt tokens from the cache", "nothing cached"),
+        of.PREEMPTED: (f"preempted {_times(stats.preemptions)}, computed again", "it was not preempted"),
+        of.CHUNKED: (f"prompt in {run.num_steps_to_first} passes", "the prompt was not cut otherwise"),
+        of.ALONE: ("", ""),
+    }.get(case.name, (f"{run.num_beside} beside it", "nothing ran beside it"))
+    if not case.took_place and missing:
+        return f"could not be brought about: {missing}"
+    return ", ".join(part for part in (happened, _drafts(case)) if part)
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+def _drafts(case: Case) -> str:
+    stats = case.run.output.stats
+    if case.drafter == "none":
+        return ""
+    if stats.drafted:
+        return f"drafts {stats.accepted}/{stats.drafted} accepted"
+    return f"nothing drafted ({stats.no_draft_reason})" if stats.no_draft_reason else "nothing drafted"
+
+
+def _outcome(cases: list[Case]) -> str:
+    num_equal = sum(case.is_equal for case in cases)
+    if num_equal < len(cases):
+        return f"{len(cases) - num_equal} of {len(cases)} digests DIFFER from the reference."
+    missing = sum(not case.took_place for case in cases)
+    note = f" ({missing} of the cases did not take place as meant: see their rows.)" if missing else ""
+    num_tokens = len(cases[0].run.output.token_ids)
+    return f"All {len(cases)} digests are equal, each over {num_tokens} tokens and their log-probabilities.{note}"
+
+
+def _fast_case_row(case: FastCase) -> str:
+    found = case.comparison
+    if case.num_others == 0:
+        return _fast_row("alone", case.run.output.digest, "", "")
+    tokens = "equal"
+    if found.first_other_token is not None:
+        tokens = f"differ from token {found.first_other_token + 1}"
+    logprobs = f"{found.num_different} of {found.num_compared} differ"
+    if found.first_different is not None:
+        logprobs += f", first at token {found.first_different + 1}, by at most {found.largest_difference:.1g}"
+    return _fast_row(str(case.run.num_beside), case.run.output.digest, tokens, logprobs)
+
+
+def _fast_outcome(cases: list[FastCase]) -> str:
+    if all(case.comparison.is_equal for case in cases):
+        return "No difference seen: here, fast passes of these sizes happen to give equal bits. Nothing promises it."
+    changed = "bits, and then tokens" if any(c.comparison.first_other_token is not None for c in cases) else "bits"
+    return f"Here the crowd changes {changed}: a fast pass has any number of rows, and its arithmetic depends on that."
+
+
+def _as_object(cases: list[Case], fast_cases: list[FastCase], *, profile: str) -> dict[str, Any]:
+    reference = cases[0].run.output
+    return {
+        "equal": all(case.is_equal for case in cases),
+        "digest": reference.digest,
+        "text": reference.text,
+        "token_ids": list(reference.token_ids),
+        "prompt_tokens": reference.prompt_len,
+        "seed": reference.seed,
+        "profile": profile,
+        "cases": [_case_object(case) for case in cases],
+        "fast": [_fast_object(case) for case in fast_cases],
+    }
+
+
+def _case_object(case: Case) -> dict[str, Any]:
+    stats = case.run.output.stats
+    result = {
+        "case": case.name,
+        "drafter": case.drafter,
+        "digest": case.digest,
+        "equal": case.is_equal,
+        "took_place": case.took_place,
+        "beside": case.run.num_beside,
+        "steps_to_first_token": case.run.num_steps_to_first,
+        "cached_tokens": stats.cached_tokens,
+        "preemptions": stats.preemptions,
+        "drafted": stats.drafted,
+        "accepted": stats.accepted,
+    }
+    return result if case.run.output.error is None else {**result, "error": case.run.output.error}
+
+
+def _fast_object(case: FastCase) -> dict[str, Any]:
+    found = case.comparison
+    return {
+        "beside": case.run.num_beside,
+        "digest": case.run.output.digest,
+        "compared": found.num_compared,
+        "different": found.num_different,
+        "first_different": found.first_different,
+        "first_other_token": found.first_other_token,
+        "largest_difference": found.largest_difference,
+    }

@@ -1,0 +1,188 @@
+"""What each running sequence does in the next step: verify something, draft by regular decoding, or neither.
+
+Ready windows are verified first, then unfinished ones where that is cheaper than later; sequences without a window open
+one or verify a draft, as their drafters offer and the planner chooses. Reads sequences, changes only their counters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+from verispec.engine.planner import Load, Planner
+from verispec.engine.sequence import Sequence
+from verispec.spec.drafter import DrafterSet, Offer
+
+_NOT_WORTH_IT = "verifying a draft was not predicted to pay at this load"
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """Verify `draft_quota` nodes of `drafter`; or, with a `target_len`, decode one more token of a window."""
+
+    draft_quota: int = 0
+    drafter: str = ""
+    target_len: int = 0
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the sequence's row of this step is one of regular decoding."""
+        return self.target_len > 0
+
+
+PLAIN = Action()
+
+
+@dataclass(frozen=True, slots=True)
+class Assigner:
+    """Assigns actions. `row_budget` bounds the canonical pass, `max_draft` a draft (None: only by its drafter)."""
+
+    planner: Planner
+    drafters: DrafterSet
+    row_budget: int
+    max_draft: int | None
+
+    def replays(self, exact: SequenceOf[Sequence]) -> dict[int, Action]:
+        """The nodes that ready windows verify, by sequence id: all of theirs, within the rows the others leave."""
+        left = self.row_budget - sum(1 for s in exact if s.window is None or s.window.is_ready)
+        actions = {}
+        for sequence in exact:
+            if sequence.window is not None and sequence.window.is_ready:
+                nodes = max(0, min(len(sequence.window) - 1, left))
+                left -= nodes
+                actions[sequence.sequence_id] = Action(nodes, sequence.window.drafter)
+        return actions
+
+    def assign(
+        self,
+        exact: SequenceOf[Sequence],
+        fast: SequenceOf[Sequence],
+        *,
+        num_rows: Mapping[int, int],
+        replays: Mapping[int, Action],
+    ) -> dict[int, Action]:
+        """The action of every sequence whose pending tokens all get their rows, by sequence id.
+
+        `num_rows` are the pending rows of every sequence, `replays` what was assigned to ready windows.
+        """
+        actions = dict(replays)
+        actions |= self._partial_replays(exact, num_rows, actions)
+        for s in exact:
+            if s.window is not None and s.sequence_id not in actions:
+                actions[s.sequence_id] = Action(drafter=s.window.drafter, target_len=s.window.target_len)
+        actions |= self._bonus_rows(exact, num_rows, actions)
+        without = [s for s in exact if s.window is None and _completes(s, num_rows)]
+        offers = {s.sequence_id: self.drafters.offers(s, self.limit(s)) for s in without}
+        actions |= self._opened(
+            without, offers, _exact_load(exact, num_rows, actions), _fast_load(exact, fast, actions)
+        )
+        decided = [s for s in without if s.sequence_id not in actions]
+        actions |= self._drafts(decided, offers, _exact_load(exact, num_rows, actions), canonical=True)
+        free = [s for s in fast if _completes(s, num_rows)]
+        offers = {s.sequence_id: self.drafters.offers(s, self.limit(s)) for s in free}
+        actions |= self._drafts(free, offers, _fast_load(exact, fast, actions), canonical=False)
+        return actions
+
+    def limit(self, sequence: Sequence) -> int:
+        """Nodes that could still be committed: the token after the draft must fit too."""
+        room = max(0, sequence.max_len - sequence.committed_len - 1)
+        return room if self.max_draft is None else min(self.max_draft, room)
+
+    def _partial_replays(
+        self, exact: SequenceOf[Sequence], num_rows: Mapping[int, int], replays: Mapping[int, Action]
+    ) -> dict[int, Action]:
+        """Windows that are verified unfinished, because others are verified now; longest first."""
+        windows = [
+            (s.window, s) for s in exact if s.window is not None and s.window.token_ids and s.sequence_id not in replays
+        ]
+        if not replays or not windows:
+            return {}
+        windows.sort(key=lambda pair: (-len(pair[0]), pair[1].sequence_id))
+        count = self.planner.num_partial([len(w) for w, _ in windows], _exact_load(exact, num_rows, replays))
+        return {s.sequence_id: Action(len(w), w.drafter) for w, s in windows[:count]}
+
+    def _bonus_rows(
+        self, exact: SequenceOf[Sequence], num_rows: Mapping[int, int], actions: Mapping[int, Action]
+    ) -> dict[int, Action]:
+        """A row more for each window that is replayed whole, as far as rows are free: the target's token behind it."""
+        spare = self.planner.spare_rows(_exact_load(exact, num_rows, actions).num_rows)
+        granted = {}
+        for s in exact:
+            action = actions.get(s.sequence_id, PLAIN)
+            if s.window and not action.decodes and action.draft_quota == len(s.window) - 1 and spare > 0:
+                granted[s.sequence_id] = Action(len(s.window), action.drafter)
+                spare -= 1
+        return granted
+
+    def _opened(
+        self, sequences: SequenceOf[Sequence], offers: Mapping[int, Mapping[str, Offer]], exact: Load, fast: Load
+    ) -> dict[int, Action]:
+        """Windows to open: for those who ask for nothing else, and for those who leave the choice if it is the best.
+
+        A prompt's last rows run canonically, so a window opens behind a prompt that has its K/V.
+        """
+        candidates = [s for s in sequences if s.num_pending == 1]
+        windows = {s.sequence_id: found for s in candidates if (found := _window_offer(offers[s.sequence_id]))}
+        bound = {i for i in windows if all(o.by_decoding for o in offers[i].values())}
+        free = [s for s in candidates if s.sequence_id in windows and s.sequence_id not in bound]
+        if free:
+            drafts = [_draft_offer(offers[s.sequence_id])[1] for s in free]
+            choice = self.planner.choose(
+                drafts, [windows[s.sequence_id][1] for s in free], exact=exact, fast=fast.plus(len(bound), 0)
+            )
+            for s in free:
+                s.stats.chosen_because = choice.reason
+            bound |= {s.sequence_id for s in free if choice.by_decoding}
+        return {i: Action(drafter=windows[i][0], target_len=windows[i][1].max_nodes) for i in sorted(bound)}
+
+    def _drafts(
+        self,
+        sequences: SequenceOf[Sequence],
+        offers: Mapping[int, Mapping[str, Offer]],
+        load: Load,
+        *,
+        canonical: bool,
+    ) -> dict[int, Action]:
+        """Drafts that are verified in this step."""
+        best = [_draft_offer(offers[s.sequence_id]) for s in sequences]
+        granted = self.planner.quotas([offer for _, offer in best], load, canonical=canonical)
+        for s, (_, offer), quota in zip(sequences, best, granted, strict=True):
+            if not quota and (self.limit(s) or not s.stats.no_draft_reason):
+                s.stats.no_draft_reason = offer.reason or _NOT_WORTH_IT
+        return {
+            s.sequence_id: Action(quota, name)
+            for s, (name, _), quota in zip(sequences, best, granted, strict=True)
+            if quota
+        }
+
+
+def _completes(sequence: Sequence, num_rows: Mapping[int, int]) -> bool:
+    return num_rows[sequence.sequence_id] == sequence.committed_len - sequence.computed_len
+
+
+def _window_offer(offers: Mapping[str, Offer]) -> tuple[str, Offer] | None:
+    return next(((name, o) for name, o in offers.items() if o.by_decoding and o.max_nodes), None)
+
+
+def _draft_offer(offers: Mapping[str, Offer]) -> tuple[str, Offer]:
+    """The offer, not by decoding, that promises most tokens; nothing where there is none."""
+    drafts = [(name, o) for name, o in offers.items() if not o.by_decoding]
+    nothing = ("", Offer.nothing("regular decoding is all that was asked for"))
+    return max(drafts, key=lambda pair: pair[1].expected_tokens, default=nothing)
+
+
+def _exact_load(exact: Iterable[Sequence], num_rows: Mapping[int, int], actions: Mapping[int, Action]) -> Load:
+    """The canonical rows: pending ones and assigned nodes. Windows that no action replays have none."""
+    load = Load()
+    for s in exact:
+        action = actions.get(s.sequence_id, PLAIN if s.window is None else None)
+        if action is not None and not action.decodes:
+            load = load.plus(num_rows[s.sequence_id] + action.draft_quota, s.committed_len)
+    return load
+
+
+def _fast_load(exact: Iterable[Sequence], fast: Iterable[Sequence], actions: Mapping[int, Action]) -> Load:
+    decoding = [s for s in exact if actions.get(s.sequence_id, PLAIN).decodes]
+    members = [*fast, *decoding]
+    return Load(len(members), sum(s.committed_len for s in members))

@@ -1,0 +1,38 @@
+"""The drafter of a replay: drafts what a recording says comes next, so that the target checks it in parallel passes.
+
+It is for one sequence of an engine of its own and no user can name it. Like every drafter it decides speed only: where
+the recording is wrong, the target commits its own token, and the replay has found the difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from verispec.spec.drafter import Offer
+from verispec.types import Draft, SequenceView, Verdict
+
+
+class RecordedDrafter:
+    """`token_ids` is the whole recording, prompt included; sequences other than `sequence_id` are drafted nothing."""
+
+    def __init__(self, token_ids: Sequence[int], *, sequence_id: int) -> None:
+        self._token_ids = tuple(token_ids)
+        self._sequence_id = sequence_id
+
+    def offer(self, sequence: SequenceView, limit: int) -> Offer:
+        """All that is left but the last token, which the target adds itself."""
+        if sequence.sequence_id != self._sequence_id:
+            return Offer.nothing("not the recorded sequence")
+        num_left = len(self._token_ids) - len(sequence.token_ids) - 1
+        return Offer(min(limit, num_left), 1.0) if num_left > 0 else Offer.nothing("the recording ends here")
+
+    def draft(self, sequence: SequenceView, quota: int) -> Draft:
+        """The chain that follows the committed tokens in the recording."""
+        start = len(sequence.token_ids)
+        return Draft.chain(self._token_ids[start : start + quota])
+
+    def observe(self, sequence: SequenceView, draft: Draft, verdict: Verdict) -> None:
+        """Nothing to learn."""
+
+    def forget(self, sequence_id: int) -> None:
+        """Nothing kept."""

@@ -1,0 +1,60 @@
+"""Backends that break the promise on purpose: results of the numpy backend, changed by what they must not depend on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from verispec.backends.numpy_backend import NumpyBackend
+from verispec.backends.protocol import PADDING_SEQ_ROW, DrawResult, Pass, PassKind, ReadyTicket
+
+Spoil = Callable[[Pass, DrawResult], DrawResult]
+
+
+def num_sequences(pass_: Pass) -> int:
+    """Sequences that have rows in the pass."""
+    return len(set(pass_.rows.seq_rows.tolist()) - {PADDING_SEQ_ROW})
+
+
+def by_index(pass_: Pass, drawn: DrawResult) -> DrawResult:
+    """The last bit of every row but the first is another."""
+    assert pass_.wanted.draw is not None
+    other = np.nextafter(drawn.logprobs, np.float32(0))
+    return DrawResult(drawn.token_ids, np.where(pass_.wanted.draw.rows > 0, other, drawn.logprobs))
+
+
+def by_neighbours(pass_: Pass, drawn: DrawResult) -> DrawResult:
+    """The last bit of every row tells whether its sequence has company."""
+    other = np.nextafter(drawn.logprobs, np.float32(0))
+    return DrawResult(drawn.token_ids, other if num_sequences(pass_) > 1 else drawn.logprobs)
+
+
+def shifted_by_neighbours(pass_: Pass, drawn: DrawResult) -> DrawResult:
+    """Log-probabilities that tell how many sequences there are."""
+    return DrawResult(drawn.token_ids, drawn.logprobs - np.float32(num_sequences(pass_)))
+
+
+def other_tokens(pass_: Pass, drawn: DrawResult) -> DrawResult:
+    """Other tokens as soon as there are several sequences."""
+    return DrawResult(np.abs(drawn.token_ids - (num_sequences(pass_) > 1)), drawn.logprobs)
+
+
+def indifferent(pass_: Pass, drawn: DrawResult) -> DrawResult:
+    """The same log-probability for everything."""
+    return DrawResult(drawn.token_ids, np.full_like(drawn.logprobs, -1.0))
+
+
+def sabotage(monkeypatch: pytest.MonkeyPatch, kind: PassKind, spoil: Spoil) -> None:
+    """Spoil what passes of one kind draw, until the test is over."""
+    submit = NumpyBackend.submit
+
+    def spoilt(self: NumpyBackend, pass_: Pass) -> ReadyTicket:
+        result = submit(self, pass_).result()
+        if pass_.kind is not kind or result.draw is None:
+            return ReadyTicket(result)
+        return ReadyTicket(replace(result, draw=spoil(pass_, result.draw)))
+
+    monkeypatch.setattr(NumpyBackend, "submit", spoilt)

@@ -1,0 +1,38 @@
+"""A tiny model file with a tokenizer, quick to load and to run, whose random answers use the whole vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.support.tiny_models import TinyConfig, write_gguf
+from verispec.llm import LLM
+
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
+TOKENS = ["<|end|>", *"abcdefghijklmnopqrstuvwxyz", "Ġ", ":", "ab", "Ġa", "th", "er"]
+TOKENIZER = {
+    "model": "gpt2", "pre": "smollm", "tokens": TOKENS, "merges": ["a b", "Ġ a", "t h", "e r"],
+    "token_type": [3, *[1] * (len(TOKENS) - 1)], "bos_token_id": 0, "eos_token_id": 0, "add_bos_token": False,
+}  # fmt: skip
+CONFIG = TinyConfig(num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=8, mlp_size=48,
+                    vocab_size=len(TOKENS), tied_head=True)  # fmt: skip
+
+
+def write_model(path: Path) -> Path:
+    """Write the model; the same bytes every time."""
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in TOKENIZER.items()}
+    write_gguf(path, CONFIG, metadata={**metadata, "tokenizer.chat_template": TEMPLATE})
+    return path
+
+
+@contextmanager
+def loaded(path: Path, cache: Path, **options: object) -> Iterator[LLM]:
+    """The model, with the audit's outcome kept in `cache` instead of the user's own folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(cache))
+        llm = LLM(path, **{"drafter": "none", **options})  # type: ignore[arg-type]
+    with llm:
+        yield llm
