@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 HF_BIN := .venv-hf/bin
 
-.PHONY: help run test test-hf test-long lint goldens model setup clean
+.PHONY: help run test test-hf test-long native native-asan lint goldens model setup clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -23,6 +23,15 @@ test-hf: $(HF_BIN)/.installed model ## Compare with torch and transformers (inst
 test-long: setup model ## The suite with many more generated cases; takes a long time
 	$(BIN)/pytest -m "not hf" --times 20
 
+native: setup ## Build the native kernels again, after a change in native/
+	$(BIN)/python native/build.py src/verispec/backends/_native.so
+
+native-asan: setup ## The kernel tests under the address and undefined-behaviour sanitizers
+	$(BIN)/python native/build.py --sanitize build/native-asan.so
+	LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libubsan.so)" \
+	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 VERISPEC_TEST_KERNELS=build/native-asan.so \
+	  $(BIN)/pytest -p no:cacheprovider tests/backends/test_native_kernels.py tests/backends/test_conformance.py -k "native"
+
 lint: setup ## Style and types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -37,13 +46,13 @@ model: setup ## Fetch the default model into the user's cache
 
 setup: $(BIN)/.installed
 
-$(BIN)/.installed: pyproject.toml
+$(BIN)/.installed: pyproject.toml hatch_build.py $(wildcard native/*)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "verispec needs Python 3.11 or newer; try make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --progress-bar on -e '.[dev]'
 	@touch $@
 
-$(HF_BIN)/.installed: pyproject.toml
+$(HF_BIN)/.installed: pyproject.toml hatch_build.py $(wildcard native/*)
 	$(PYTHON) -m venv .venv-hf
 	$(HF_BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,hf]'
 	@touch $@

@@ -28,6 +28,13 @@ def smollm2_path() -> Path:
 
 
 @pytest.fixture(scope="session")
+def smollm2_numpy(smollm2_path: Path) -> Iterator[LLM]:
+    """The same on the numpy backend, in float32."""
+    with LLM(smollm2_path, drafter="none", backend="numpy") as llm:
+        yield llm
+
+
+@pytest.fixture(scope="session")
 def smollm2(smollm2_path: Path) -> Iterator[LLM]:
     """The default model, loaded once for all tests. It drafts nothing unless a call names a drafter."""
     with LLM(smollm2_path, drafter="none") as llm:

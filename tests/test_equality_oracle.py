@@ -12,18 +12,22 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
+from tests.support.faulty_backends import AtRate, Bf16FastPasses, FaultyFastPasses
 from tests.support.tiny_models import TinyConfig, make_tensors
 from verispec.backends.audit import audit
+from verispec.backends.cost import FLAT_COST, CostTable
 from verispec.backends.numpy_backend import LoadedModel, NumpyBackend
+from verispec.backends.protocol import Backend
 from verispec.config import EngineConfig
 from verispec.engine import Engine, Request
 from verispec.llm import LLM
-from verispec.spec.drafter import Drafter, Offer
-from verispec.spec.registry import DRAFTERS, make_drafters
+from verispec.spec.drafter import AUTO, Drafter, Offer
+from verispec.spec.registry import DRAFTER_NAMES, DRAFTERS, make_drafters
 from verispec.types import NO_PARENT, Draft, FinishReason, SampleOutput, SamplingParams, SequenceView, Verdict
 
 VOCAB = 80
 NUM_SLOTS = 700
+STEEP_COST = CostTable((1, 64), (1.0, 64.0), (0.0, 0.0))  # a pass costs its rows
 
 
 @dataclass
@@ -33,13 +37,24 @@ class World:
     backend: NumpyBackend
     family: tuple[int, ...]
 
-    def engine(self, drafters: Mapping[str, Drafter] | None = None, **config: int | bool) -> Engine:
+    def engine(
+        self,
+        drafters: Mapping[str, Drafter] | None = None,
+        *,
+        backend: Backend | None = None,
+        family: tuple[int, ...] = (),
+        cost: CostTable = FLAT_COST,
+        **config: int | bool,
+    ) -> Engine:
+        """`family` may be a part of the audited one: it gives the same bits."""
+        assert set(family) <= set(self.family)
         options = {"num_slots": NUM_SLOTS, "row_budget": 64, **config}
         return Engine(
-            self.backend,
-            family=self.family,
+            backend or self.backend,
+            family=family or self.family,
             drafters=drafters or make_drafters(),
             config=EngineConfig(**options),  # type: ignore[arg-type]
+            cost=cost,
         )
 
     def alone(self, request: Request) -> list[SampleOutput]:
@@ -102,7 +117,7 @@ def make_requests(count: int, *, seed: int = 0, drafter: str | None = None) -> l
     return requests
 
 
-@pytest.mark.parametrize("drafter", list(DRAFTERS))
+@pytest.mark.parametrize("drafter", DRAFTER_NAMES)
 @pytest.mark.parametrize(
     "config",
     [
@@ -121,8 +136,30 @@ def test_a_crowd_changes_nothing(world: World, drafter: str, config: dict[str, i
         assert bits(found) == bits(world.alone(request))
     if config.get("num_slots"):
         assert sum(o.stats.preemptions for outs in outputs for o in outs) > 0
-    if drafter == "ngram" and not config:
+    if drafter in ("ngram", "decode") and not config:
         assert sum(o.stats.accepted for outs in outputs for o in outs) > 0
+    assert (engine.totals.replays > 20) is (drafter == "decode")
+
+
+@pytest.mark.parametrize("draft_len", [2, 32])
+@pytest.mark.parametrize(
+    "config",
+    [{"family": (64,)}, {"family": (8,), "max_running": 8}, {"family": (64,), "num_slots": 150, "max_len": 150}],
+    ids=["roomy", "small-chunks", "preempting"],
+)
+def test_regular_decoding_in_another_precision_changes_nothing(
+    world: World, draft_len: int, config: dict[str, int]
+) -> None:
+    """Fast passes round to bf16 and now and then draw another token; some requests leave the choice to the planner."""
+    requests = [replace(r, drafter=("decode", AUTO)[i % 2]) for i, r in enumerate(make_requests(14, seed=7))]
+    backend = FaultyFastPasses(Bf16FastPasses(world.backend), AtRate(0.2, vocab_size=VOCAB))
+    engine = world.engine(make_drafters(draft_len), backend=backend, cost=STEEP_COST, **config)  # type: ignore[arg-type]
+    outputs = run(engine, requests, abort_every=7)
+    for request, found in zip(requests, outputs, strict=True):
+        assert bits(found) == bits(world.alone(request))
+    assert engine.totals.mismatches > 10
+    if draft_len == 32:
+        assert sum(o.stats.replays for outs in outputs[1::2] for o in outs) > 5, "`auto` opened windows"
 
 
 def test_arrival_order_and_warm_cache_change_nothing(world: World) -> None:
@@ -248,6 +285,21 @@ def test_the_real_model(smollm2: LLM) -> None:
     drafted = smollm2.generate(prompts[0], params[0], drafter="ngram")[0]
     assert drafted.digest == alone[0].digest
     assert drafted.stats.accepted > 0
-    fast = smollm2.generate(prompts[0], noise[0], drafter="none")[0]  # the control: greedy too, one row per fast pass
-    assert fast.text == alone[0].text
-    assert fast.digest != alone[0].digest
+
+
+def test_the_real_model_with_faulty_fast_passes(smollm2: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regular decoding draws a wrong token at every fifth place; the control commits them, for it asked for nothing."""
+    params = SamplingParams(max_tokens=24, seed=1)
+    prompts = ["def fibonacci(n):\n    ", "Once upon a time"]
+    alone = [smollm2.generate(p, params, drafter="none")[0] for p in prompts]
+    requests = [smollm2.request(p, params, drafter=name) for p in prompts for name in ("decode", AUTO)]
+    requests.append(smollm2.request(prompts[0], replace(params, deterministic=False), drafter="none"))
+    with monkeypatch.context() as patch:
+        faulty = FaultyFastPasses(smollm2._backend, AtRate(0.2, vocab_size=smollm2.vocab_size))
+        patch.setattr(smollm2, "_backend", faulty)
+        engine = smollm2.fresh_engine(max_draft=8)
+    *outputs, control = (samples[0] for samples in run(engine, requests))
+    smollm2.engine = smollm2.fresh_engine()  # the other engine has overwritten its K/V
+    assert [o.digest for o in outputs] == [a.digest for a in alone for _ in range(2)]
+    assert engine.totals.mismatches >= 3
+    assert control.digest != alone[0].digest

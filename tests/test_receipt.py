@@ -172,7 +172,7 @@ def test_a_receipt_holds_what_it_promises(llm: LLM, folder: Path, receipt: Recei
     ]
     assert data["profile"]["hash"] == llm.profile
     assert data["profile"]["fingerprint"] == dict(llm.calibration.profile.fingerprint)
-    assert data["profile"]["kv_dtype"] == "float32"
+    assert data["profile"]["kv_dtype"] == "float16"
     assert data["prompt"] == {
         "num_tokens": len(ids),
         "sha256": hashlib.sha256(struct.pack(f"<{len(ids)}i", *ids)).hexdigest(),
@@ -288,9 +288,9 @@ OTHER_CHANGES: list[tuple[str, Any, str]] = [
     ("model.files.0.nbytes", 5, "model"),
     ("model.files.0.sha256", "0" * 64, "model"),
     ("model.files.0.blocks", [], "model"),
-    ("profile.fingerprint", lambda values: {**values, "numpy": "9"}, "profile"),
+    ("profile.fingerprint", lambda values: {**values, "kernels": "9"}, "profile"),
     ("profile.family", [1, 2], "profile"),
-    ("profile.kv_dtype", "float16", "profile"),
+    ("profile.kv_dtype", "float32", "profile"),
     ("profile.hash", "0" * 16, "profile"),
     ("prompt.token_ids", lambda ids: [*ids[:-1], flipped(ids[-1])], "prompt"),
     ("prompt.num_tokens", 3, "prompt"),
@@ -400,7 +400,7 @@ def test_tokens_outside_the_vocabulary_are_refused(llm: LLM, receipt: Receipt) -
 def elsewhere(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the LLM believe it runs on another library."""
     profile = llm.calibration.profile
-    fingerprint = tuple((k, "9.9.9" if k == "numpy" else v) for k, v in profile.fingerprint)
+    fingerprint = tuple((k, "9.9.9" if k == "kernels" else v) for k, v in profile.fingerprint)
     monkeypatch.setattr(llm, "calibration", replace(llm.calibration, profile=Profile(fingerprint, profile.family)))
 
 
@@ -413,8 +413,8 @@ def test_on_another_profile_equal_tokens_are_enough_and_it_is_said(
     here = llm.calibration.profile
     elsewhere(llm, monkeypatch)
     result = replay(llm, receipt)
-    assert [d.name for d in result.profile] == ["numpy", "hash"]
-    assert result.profile[0][1:] == (dict(here.fingerprint)["numpy"], "9.9.9")
+    assert [d.name for d in result.profile] == ["kernels", "hash"]
+    assert result.profile[0][1:] == (dict(here.fingerprint)["kernels"], "9.9.9")
     assert (result.agrees, result.reproduced, result.logprobs_equal) == (True, False, True)
     result = replay(llm, other_bits)
     assert (result.agrees, result.tokens_equal, result.logprobs_equal) == (True, True, False)

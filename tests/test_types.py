@@ -107,6 +107,27 @@ def test_drafts_are_trees() -> None:
     assert not tree.is_valid(vocab_size=8, max_nodes=2)
 
 
+@pytest.mark.parametrize(
+    ("parents", "is_chain", "depth"),
+    [
+        ((), True, 0),
+        ((-1,), True, 1),
+        ((-1, 0, 1, 2), True, 4),
+        ((-1, -1), False, 1),
+        ((-1, 0, 0), False, 2),
+        ((-1, -1, 0, 2, 1), False, 3),
+        ((-1, 0, 1, 0), False, 3),
+    ],
+)
+def test_chains_are_told_from_trees_and_depth_is_the_longest_path(
+    parents: tuple[int, ...], is_chain: bool, depth: int
+) -> None:
+    draft = Draft(tuple(range(len(parents))), parents)
+    assert (draft.is_chain, draft.depth) == (is_chain, depth)
+    assert draft.depth == max((len(draft.path_to(node)) for node in range(len(draft))), default=0)
+    assert Draft.chain(draft.token_ids).is_chain
+
+
 def test_the_digest_is_over_ids_then_logprobs_little_endian() -> None:
     entries = (TokenLogprob(1, -0.5), TokenLogprob(70000, -1.25))
     output = SampleOutput(0, 3, entries, "", FinishReason.LENGTH, 0, SequenceStats())

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from verispec.backends.calibration import Calibration, calibrate
-from verispec.backends.numpy_backend import LoadedModel, NumpyBackend
+from verispec.backends.protocol import Backend
+from verispec.backends.select import AS_STORED, BackendOptions, check_name, default_backend, make_backend
 from verispec.config import DEFAULTS, EngineConfig
 from verispec.engine import Engine, Request
 from verispec.errors import InputError, NumericError
@@ -33,7 +34,6 @@ from verispec.text.chat import ChatTemplate
 from verispec.text.detokenizer import TextStream
 from verispec.types import FinishReason, SampleOutput, SamplingParams, SequenceStats, TokenEvent, TokenLogprob
 
-BACKENDS = ("numpy",)
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 LoadProgress = Callable[[str, float], None]
@@ -115,8 +115,10 @@ class LLM:
 
     `model` is a known name, a GGUF file or a folder with safetensors. `drafter` is the default of every request; no
     drafter changes the output. `draft_len` is the most tokens of one draft (default: the drafter's own). `kv_slots` is
-    the K/V capacity in tokens, `max_len` the most a request may hold, prompt included. `threads` is how many compute
-    (default: all cores); it changes no bit. `family` names canonical shapes other than the audit's choice,
+    the K/V capacity in tokens, `max_len` the most a request may hold, prompt included. `backend` is native or numpy
+    (default: native where it was built). `threads` is how many compute (default: all cores); it changes no bit.
+    `weights="q8"` makes the native backend quantise float weights at load, `kv_dtype` is float16 or float32; both are
+    part of the profile. `family` names canonical shapes other than the audit's choice,
     `fresh_audit` measures again. `progress(stage, share)` reports loading.
     """
 
@@ -125,8 +127,10 @@ class LLM:
         model: str | Path = DEFAULT_MODEL,
         *,
         drafter: str = "ngram",
-        backend: str = "numpy",
+        backend: str | None = None,
         threads: int | None = None,
+        weights: str = AS_STORED,
+        kv_dtype: str | None = None,
         kv_slots: int = DEFAULTS.num_slots,
         max_len: int | None = None,
         max_running: int = DEFAULTS.max_running,
@@ -138,8 +142,8 @@ class LLM:
         progress: LoadProgress | None = None,
     ) -> None:
         report = progress or (lambda stage, share: None)
-        if backend not in BACKENDS:
-            raise InputError(f"unknown backend {backend!r}; known: {', '.join(BACKENDS)}")
+        backend = default_backend() if backend is None else backend
+        check_name(backend)
         if drafter not in DRAFTER_NAMES:
             raise InputError(f"unknown drafter {drafter!r}; known: {', '.join(DRAFTER_NAMES)}")
         config = EngineConfig(
@@ -158,10 +162,8 @@ class LLM:
             self.tokenizer: Tokenizer = load_tokenizer(checkpoint.tokenizer_source)
             _check_vocabulary(self.tokenizer, checkpoint)
             self.identity = ModelIdentity.of(checkpoint, name=label(model, path))
-            loaded = LoadedModel(checkpoint.architecture, checkpoint.tensor)
-            self._backend = NumpyBackend(
-                [loaded], num_slots=config.num_slots, num_seq_rows=max_running, threads=threads
-            )
+            set_up = BackendOptions(config.num_slots, max_running, threads, weights, kv_dtype)
+            self._backend: Backend = make_backend(backend, checkpoint, set_up)
         self.calibration: Calibration = calibrate(
             self._backend, cache_dir=cache_dir(), family=family, fresh=fresh_audit, progress=report
         )

@@ -9,11 +9,15 @@ import numpy as np
 import pytest
 
 from tests.support.fake_backend import FakeBackend
+from tests.support.tiny_llm import loaded, write_model
 from verispec.backends import calibration
 from verispec.backends.audit import Audit, KernelProbe, audit
 from verispec.backends.calibration import calibrate
 from verispec.backends.cost import CostTable, measure_cost
+from verispec.engine import Engine, Request
 from verispec.errors import DeterminismError, InputError
+from verispec.spec.registry import make_drafters
+from verispec.types import FinishReason, SamplingParams
 
 SHAPES = (1, 2, 4, 8, 16)
 
@@ -65,10 +69,44 @@ def test_the_family_with_the_largest_shape_is_chosen() -> None:
         found.choose(named=[1, 2])
 
 
-def test_without_a_family_the_audit_refuses_and_shows_its_table() -> None:
-    hopeless = audit([probe(lambda x: x + np.random.default_rng().random())], shapes=SHAPES)
-    with pytest.raises(DeterminismError, match=r"(?s)no canonical shape.*probed.*impure: 1,2,4,8,16"):
-        hopeless.choose()
+class ImpureBackend(FakeBackend):
+    """No shape of its one kernel is pure."""
+
+    def probes(self) -> list[KernelProbe]:
+        return [probe(lambda x: x + np.random.default_rng().random())]
+
+
+def test_without_a_family_nothing_is_chosen_and_an_operator_cannot_name_one() -> None:
+    hopeless = audit(ImpureBackend().probes(), shapes=SHAPES)
+    assert hopeless.choose() == ()
+    with pytest.raises(InputError, match=r"(?s)\[4\] are not one pure family.*probed.*impure: 1,2,4,8,16"):
+        hopeless.choose(named=[4])
+
+
+def test_without_a_family_the_engine_refuses_and_shows_the_audits_table() -> None:
+    """As `LLM.fresh_engine` makes its engines; requests that give the promise up are served."""
+    backend = ImpureBackend(context_len=64)
+    found = calibrate(backend)
+    assert found.family == ()
+    engine = Engine(
+        backend, family=found.family, cost=found.cost, drafters=make_drafters(), no_family_reason=found.audit.table()
+    )
+    with pytest.raises(DeterminismError, match=r"(?s)cannot be served here.*probed  pure: none  impure: 1,2,3,4,6,8"):
+        engine.add(Request([1, 2, 3]))
+    engine.add(Request([1, 2, 3], SamplingParams(max_tokens=5, deterministic=False)))
+    events = [event for _ in range(5) for event in engine.step()]
+    assert events[-1].finish_reason is FinishReason.LENGTH
+
+
+def test_without_a_family_an_llm_refuses_and_shows_the_audits_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibration, "audit", lambda probes, **options: audit(ImpureBackend().probes(), **options))
+    with loaded(write_model(tmp_path / "tiny.gguf"), tmp_path) as llm:
+        with pytest.raises(DeterminismError, match=r"(?s)row-pure for every kernel.*probed  pure: none  impure: 1,2"):
+            llm.generate("one two", SamplingParams(max_tokens=3))
+        free = SamplingParams(max_tokens=3, deterministic=False, ignore_eos=True)
+        assert len(llm.generate("one two", free)[0].token_ids) == 3
 
 
 def test_calibration_is_cached_under_the_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

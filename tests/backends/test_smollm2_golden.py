@@ -27,14 +27,14 @@ def golden() -> Mapping[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def scored(smollm2: LLM, golden: Mapping[str, Any]) -> list[tuple[TokenLogprob, ...]]:
+def scored(smollm2_numpy: LLM, golden: Mapping[str, Any]) -> list[tuple[TokenLogprob, ...]]:
     """Per prompt, what verispec says at each token of the continuation."""
     num_tokens = golden["continuation_ids"].shape[1]
     prompts = [
         [*ids, *continuation.tolist()]
         for ids, continuation in zip(golden["prompt_ids"], golden["continuation_ids"], strict=True)
     ]
-    completions = smollm2.generate(prompts, SamplingParams(max_tokens=0, prompt_logprobs=1))
+    completions = smollm2_numpy.generate(prompts, SamplingParams(max_tokens=0, prompt_logprobs=1))
     return [(completion.prompt_logprobs or ())[-num_tokens:] for completion in completions]
 
 
@@ -43,8 +43,8 @@ def test_the_golden_is_of_this_model(smollm2_path: Path, golden: Mapping[str, An
     assert golden["argmax_ids"].shape == (20, 64)
 
 
-def test_prompts_become_the_same_tokens(smollm2: LLM, golden: Mapping[str, Any]) -> None:
-    assert [smollm2.tokenizer.encode(prompt) for prompt in golden["prompts"]] == golden["prompt_ids"]
+def test_prompts_become_the_same_tokens(smollm2_numpy: LLM, golden: Mapping[str, Any]) -> None:
+    assert [smollm2_numpy.tokenizer.encode(prompt) for prompt in golden["prompts"]] == golden["prompt_ids"]
 
 
 def test_argmax_differs_only_at_ties(

@@ -60,7 +60,7 @@ def test_what_score_refuses(cli: Cli, arguments: list[str], stdin: bytes, words:
 
 def test_audit_shows_purity_family_cost_and_profile(cli: Cli, smollm2: LLM) -> None:
     text = cli("audit").out
-    for part in ("attention  pure: {", "Canonical family: ", "T(M, context)", "blas", f"hash  {smollm2.profile}"):
+    for part in ("attention  pure: {", "Canonical family: ", "T(M, context)", "kernels", f"hash  {smollm2.profile}"):
         assert part in text
     found = cli("audit", "--json").json()
     assert found["profile"] == smollm2.profile
@@ -71,7 +71,7 @@ def test_audit_shows_purity_family_cost_and_profile(cli: Cli, smollm2: LLM) -> N
 def test_version_names_backend_and_profile(bare_cli: Cli, smollm2: LLM) -> None:
     version, backend, profile = bare_cli("--version").out.splitlines()
     assert re.fullmatch(r"verispec \d+\.\d+\.\d+", version)
-    assert backend.startswith("backend: numpy on ")
+    assert backend.startswith("backend: native with ")
     assert profile == f"profile: {smollm2.profile} (smollm2-135m)"
 
 

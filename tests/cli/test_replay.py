@@ -244,10 +244,10 @@ def test_another_model_file_is_named_with_the_bytes(bare_cli: Cli, tiny: str, re
 def test_on_another_profile_the_tokens_decide(
     bare_cli: Cli, tiny: str, receipt: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from verispec.backends import numpy_backend
+    from verispec.backends import native_backend
 
-    real = numpy_backend.fingerprint
-    monkeypatch.setattr(numpy_backend, "fingerprint", lambda models: {**real(models), "cpu": "an abacus"})
+    real = native_backend.fingerprint
+    monkeypatch.setattr(native_backend, "fingerprint", lambda models, **how: {**real(models, **how), "cpu": "an abacus"})
     done = bare_cli("replay", str(receipt), "-m", tiny)
     assert done.code == 0
     verdict, profile = done.out.splitlines()

@@ -37,6 +37,7 @@ from tests.support.adversaries import (
     beyond,
     collect,
     facts,
+    keep_apart,
 )
 from tests.support.fake_backend import FakeBackend
 from tests.support.scale import scaled
@@ -193,14 +194,17 @@ class EngineMachine(RuleBasedStateMachine):
         max_draft=st.sampled_from((1, 4, MAX_DRAFT)),
         prefix_cache=st.sampled_from((True, True, False)),
         nan_token=st.sampled_from((None, None, NAN_TOKEN)),
+        joined=st.booleans(),
     )
-    def start(self, num_slots: int, nan_token: int | None, **options: int) -> None:
+    def start(self, num_slots: int, nan_token: int | None, joined: bool, **options: int) -> None:
         self.nan_token = nan_token
         self.backend = RecordingBackend(
             vocab_size=VOCAB_SIZE, context_len=MAX_LEN, num_slots=num_slots, max_tail=6, nan_token=nan_token
         )
         config = EngineConfig(num_slots=num_slots, max_len=MAX_LEN, **options)
         self.engine = Engine(self.backend, family=FAMILY, drafters=adversaries(self.expected), config=config)
+        if not joined:
+            keep_apart(self.engine)
         self.backend.engine = self.engine
         self.is_broken = False
 

@@ -68,6 +68,23 @@ class PoolMachine(RuleBasedStateMachine):
         self.ended.append(lease)
 
     @precondition(lambda self: self.leases)
+    @rule(pick=picks, count=picks)
+    def commit_front(self, pick: int, count: int) -> None:
+        lease = self.leases[pick % len(self.leases)]
+        slots, count = list(lease.slots), count % (len(lease.slots) + 1)
+        assert self.pool.commit_front(lease, count) == slots[:count]
+        assert lease.slots == slots[count:]
+        self.owned.append(slots[:count])
+
+    @precondition(lambda self: self.leases)
+    @rule(pick=picks, count=counts)
+    def trim(self, pick: int, count: int) -> None:
+        lease = self.leases[pick % len(self.leases)]
+        slots = list(lease.slots)
+        self.pool.trim(lease, count)
+        assert lease.slots == slots[:count]
+
+    @precondition(lambda self: self.leases)
     @rule(pick=picks)
     def rollback(self, pick: int) -> None:
         lease = self.leases.pop(pick % len(self.leases))
@@ -121,8 +138,13 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(pick=picks)
     def misuse_an_ended_lease(self, pick: int) -> None:
         lease = self.ended[pick % len(self.ended)]
+        verbs: tuple[Callable[[], object], ...] = (
+            lambda: self.pool.rollback(lease),
+            lambda: self.pool.commit_front(lease, 0),
+            lambda: self.pool.trim(lease, 0),
+        )
         with pytest.raises(ValueError, match="ended"):
-            self.pool.rollback(lease)
+            verbs[pick % len(verbs)]()
 
     @invariant()
     def books_balance(self) -> None:
@@ -168,13 +190,15 @@ def test_a_double_free_raises(pool: SlotPool) -> None:
 
 
 @pytest.mark.parametrize("end", ["commit", "rollback"])
-@pytest.mark.parametrize("again", ["commit", "rollback", "extend"])
+@pytest.mark.parametrize("again", ["commit", "rollback", "extend", "commit_front", "trim"])
 def test_a_lease_ends_once(pool: SlotPool, end: str, again: str) -> None:
     lease = leased(pool, 2)
     verbs: dict[str, Callable[[], object]] = {
         "commit": lambda: pool.commit(lease, [0]),
         "rollback": lambda: pool.rollback(lease),
         "extend": lambda: pool.extend(lease, 1),
+        "commit_front": lambda: pool.commit_front(lease, 1),
+        "trim": lambda: pool.trim(lease, 0),
     }
     verbs[end]()
     num_free = pool.num_free
@@ -194,6 +218,39 @@ def test_committing_a_slot_twice_raises_and_leaves_the_lease_open(pool: SlotPool
     with pytest.raises(ValueError, match="once"):
         pool.commit(lease, [1, 1])
     assert pool.commit(lease, [1]) == [lease.slots[1]]
+
+
+def test_the_front_of_a_lease_is_committed_and_the_rest_goes_on(pool: SlotPool) -> None:
+    """As a replay does that confirms the first tokens of a window."""
+    lease = leased(pool, 4)
+    slots = list(lease.slots)
+    assert pool.commit_front(lease, 3) == slots[:3]
+    assert (lease.slots, pool.leases, pool.num_free) == (slots[3:], (lease,), 4)
+    pool.release(slots[:3])
+    assert pool.extend(lease, 2)
+    assert pool.commit(lease, [0]) == slots[3:]
+    assert (pool.leases, pool.num_free) == ((), 7)
+    pool.check()
+
+
+@pytest.mark.parametrize("count", [-1, 3])
+def test_a_lease_cannot_give_what_it_does_not_have(pool: SlotPool, count: int) -> None:
+    lease = leased(pool, 2)
+    with pytest.raises(ValueError, match=f"a lease of 2 slots cannot give {count}"):
+        pool.commit_front(lease, count)
+    assert (len(lease.slots), pool.num_free) == (2, 6)
+    pool.check()
+
+
+@pytest.mark.parametrize("count", [0, 2, 3, 9])
+def test_trimming_frees_all_but_the_first_slots(pool: SlotPool, count: int) -> None:
+    lease = leased(pool, 3)
+    slots = list(lease.slots)
+    pool.trim(lease, count)
+    assert lease.slots == slots[:count]
+    assert pool.num_free == 8 - min(count, 3)
+    assert pool.leases == (lease,), "an empty lease is open until it is rolled back"
+    pool.check()
 
 
 def test_sharing_a_free_slot_raises(pool: SlotPool) -> None:

@@ -19,6 +19,7 @@ from verispec.backends.protocol import PassKind
 from verispec.config import EngineConfig
 from verispec.engine import Engine, Request
 from verispec.engine.engine import _judge
+from verispec.engine.planner import Load, Planner
 from verispec.spec.decode import DecodeDrafter
 from verispec.spec.drafter import AUTO, Drafter, Offer
 from verispec.spec.ngram import NgramDrafter
@@ -269,6 +270,21 @@ def facts(output: SampleOutput) -> str:
     return repr(parts)
 
 
+class ApartPlanner(Planner):
+    """Never joins fast rows to a canonical pass, as where a canonical shape costs more."""
+
+    def joins(self, exact: Load, fast: Load) -> bool:
+        return False
+
+
+def keep_apart(engine: Engine) -> Engine:
+    """The engine, running canonical and fast rows in passes of their own. With flat costs it would join them."""
+    assigner = engine._scheduler._assigner
+    planner = ApartPlanner(assigner.planner.family, assigner.planner.cost)
+    engine._scheduler._assigner = replace(assigner, planner=planner)
+    return engine
+
+
 class Bench:
     """An engine on a fake backend that can be stepped by hand, with free slots poisoned after every step."""
 
@@ -278,6 +294,7 @@ class Bench:
         num_slots: int = 256,
         nan_token: int | None = None,
         clock: Callable[[], float] = lambda: 0.0,
+        joined: bool = False,
         **options: int,
     ) -> None:
         self.backend = FakeBackend(
@@ -290,6 +307,8 @@ class Bench:
         self.engine = Engine(
             self.backend, family=FAMILY, drafters=adversaries(self.expected), config=config, clock=clock
         )
+        if not joined:
+            keep_apart(self.engine)
         self.requests: dict[int, Request] = {}
 
     def add(self, prompt: tuple[int, ...], params: SamplingParams = SAMPLED, drafter: str = "none", **options) -> int:

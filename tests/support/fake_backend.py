@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from verispec.backends.audit import KernelProbe
+from verispec.backends.audit import CANDIDATE_SHAPES, KernelProbe
 from verispec.backends.checks import check_pass
 from verispec.backends.outputs import Outputs
 from verispec.backends.protocol import BackendLimits, Pass, PassKind, ReadyTicket
@@ -34,6 +34,8 @@ def combine(*parts: int) -> int:
 
 
 class FakeBackend:
+    shapes = CANDIDATE_SHAPES
+
     def __init__(
         self,
         *,
@@ -102,6 +104,9 @@ class FakeBackend:
 
     def fingerprint(self) -> dict[str, str]:
         return {"backend": "fake"}
+
+    def device(self) -> dict[str, str]:
+        return {}
 
     def probes(self) -> list[KernelProbe]:
         def run(x: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Backends that break the promise on purpose: results of the numpy backend, changed by what they must not depend on."""
+"""Backends that break the promise on purpose: results of the real ones, changed by what they must not depend on."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from verispec.backends.native_backend import NativeBackend
 from verispec.backends.numpy_backend import NumpyBackend
-from verispec.backends.protocol import PADDING_SEQ_ROW, DrawResult, Pass, PassKind, ReadyTicket
+from verispec.backends.protocol import PADDING_SEQ_ROW, Backend, DrawResult, Pass, PassKind, ReadyTicket
 
+Submit = Callable[..., ReadyTicket]
 Spoil = Callable[[Pass, DrawResult], DrawResult]
 
 
@@ -49,12 +51,12 @@ def indifferent(pass_: Pass, drawn: DrawResult) -> DrawResult:
 
 def sabotage(monkeypatch: pytest.MonkeyPatch, kind: PassKind, spoil: Spoil) -> None:
     """Spoil what passes of one kind draw, until the test is over."""
-    submit = NumpyBackend.submit
+    for backend in (NumpyBackend, NativeBackend):
 
-    def spoilt(self: NumpyBackend, pass_: Pass) -> ReadyTicket:
-        result = submit(self, pass_).result()
-        if pass_.kind is not kind or result.draw is None:
-            return ReadyTicket(result)
-        return ReadyTicket(replace(result, draw=spoil(pass_, result.draw)))
+        def spoilt(self: Backend, pass_: Pass, submit: Submit = backend.submit) -> ReadyTicket:
+            result = submit(self, pass_).result()
+            if pass_.kind is not kind or result.draw is None:
+                return ReadyTicket(result)
+            return ReadyTicket(replace(result, draw=spoil(pass_, result.draw)))
 
-    monkeypatch.setattr(NumpyBackend, "submit", spoilt)
+        monkeypatch.setattr(backend, "submit", spoilt)

@@ -11,23 +11,25 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from verispec.backends.audit import CANDIDATE_SHAPES, Audit, ProbeOutcome, Progress, audit, common_families, no_progress
+from verispec.backends.audit import Audit, ProbeOutcome, Progress, audit, common_families, no_progress
 from verispec.backends.cost import CostTable, measure_cost
 from verispec.backends.protocol import Backend
 
-TIMED_SHAPES = tuple(m for m in CANDIDATE_SHAPES if m <= 128)  # larger ones are extrapolated
-FORMAT = 2  # raised when the audit or the file changes meaning
+Items = tuple[tuple[str, str], ...]
+_TIMED = frozenset((1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128))  # others are interpolated or extrapolated
+_COST_FIELDS = ("shapes", "base", "per_context_token")
+FORMAT = 3  # raised when the audit or the file changes meaning
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
     """What a float result honestly depends on: the backend's fingerprint and the chosen family. Hashed and printed."""
 
-    fingerprint: tuple[tuple[str, str], ...]
+    fingerprint: Items
     family: tuple[int, ...]
 
     @property
@@ -64,37 +66,41 @@ def calibrate(
     `family` names canonical shapes instead of the fixed rule's, `fresh` measures again. The family is empty if no shape
     is pure.
     """
-    fingerprint = _ordered(backend.fingerprint())
-    path = _path(cache_dir, fingerprint)
-    measured = None if fresh else _read(path, fingerprint)
+    fingerprint, device = _ordered(backend.fingerprint()), _ordered(backend.device())
+    path = _path(cache_dir, fingerprint, device)
+    measured = None if fresh else _read(path, fingerprint, backend.shapes)
     if measured is None:
-        found = audit(backend.probes(), progress=progress)
-        measured = found, measure_cost(backend, TIMED_SHAPES, progress=progress)
+        found = audit(backend.probes(), shapes=backend.shapes, progress=progress)
+        measured = found, measure_cost(backend, _timed(backend.shapes), progress=progress)
         _write(path, fingerprint, *measured)
     found, cost = measured
     return Calibration(found, cost, Profile(fingerprint, found.choose(family)))
 
 
-def cached_profile(fingerprint: Mapping[str, str], cache_dir: Path) -> Profile | None:
-    """The profile of a backend that was audited before, without loading it; None if it was not."""
+def cached_profile(fingerprint: Mapping[str, str], shapes: Sequence[int], cache_dir: Path) -> Profile | None:
+    """The profile of a backend that was audited before on some device, without loading it; None if it was not."""
     ordered = _ordered(fingerprint)
-    measured = _read(_path(cache_dir, ordered), ordered)
-    return None if measured is None else Profile(ordered, measured[0].choose())
+    for path in sorted(cache_dir.glob("audit-*.json")):
+        if (measured := _read(path, ordered, shapes)) is not None:
+            return Profile(ordered, measured[0].choose())
+    return None
 
 
-def _ordered(fingerprint: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    return tuple(sorted(fingerprint.items()))
+def _ordered(items: Mapping[str, str]) -> Items:
+    return tuple(sorted(items.items()))
 
 
-def _path(cache_dir: Path | None, fingerprint: tuple[tuple[str, str], ...]) -> Path | None:
-    return None if cache_dir is None else cache_dir / f"audit-{_key(fingerprint)}.json"
+def _timed(shapes: Sequence[int]) -> tuple[int, ...]:
+    return tuple(m for m in shapes if m in _TIMED)
 
 
-def _key(fingerprint: tuple[tuple[str, str], ...]) -> str:
-    return hashlib.sha256(json.dumps([FORMAT, fingerprint]).encode()).hexdigest()[:32]
+def _path(cache_dir: Path | None, fingerprint: Items, device: Items) -> Path | None:
+    """The profile depends on the fingerprint alone, but costs are the device's."""
+    key = hashlib.sha256(json.dumps([FORMAT, fingerprint, device]).encode()).hexdigest()[:32]
+    return None if cache_dir is None else cache_dir / f"audit-{key}.json"
 
 
-def _read(path: Path | None, fingerprint: tuple[tuple[str, str], ...]) -> tuple[Audit, CostTable] | None:
+def _read(path: Path | None, fingerprint: Items, shapes: Sequence[int]) -> tuple[Audit, CostTable] | None:
     if path is None:
         return None
     try:
@@ -104,20 +110,20 @@ def _read(path: Path | None, fingerprint: tuple[tuple[str, str], ...]) -> tuple[
         outcomes = tuple(
             ProbeOutcome(str(o["name"]), tuple(map(tuple, o["classes"])), tuple(o["impure"])) for o in data["outcomes"]
         )
-        cost = CostTable(*(tuple(data["cost"][name]) for name in ("shapes", "base", "per_context_token")))
+        cost = CostTable(*(tuple(data["cost"][name]) for name in _COST_FIELDS))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     seconds = (*cost.base, *cost.per_context_token)
     is_sound = (
-        all({*chain(*o.classes), *o.impure} == set(CANDIDATE_SHAPES) for o in outcomes)
-        and cost.shapes == TIMED_SHAPES
-        and len(seconds) == 2 * len(TIMED_SHAPES)
+        all({*chain(*o.classes), *o.impure} == set(shapes) for o in outcomes)
+        and cost.shapes == _timed(shapes)
+        and len(seconds) == 2 * len(cost.shapes)
         and all(isinstance(s, float) and 0 <= s < math.inf for s in seconds)
     )
     return (Audit(outcomes, common_families(outcomes)), cost) if is_sound else None
 
 
-def _write(path: Path | None, fingerprint: tuple[tuple[str, str], ...], found: Audit, cost: CostTable) -> None:
+def _write(path: Path | None, fingerprint: Items, found: Audit, cost: CostTable) -> None:
     """Best effort: without a writable cache the next start measures again."""
     if path is None:
         return
@@ -125,7 +131,7 @@ def _write(path: Path | None, fingerprint: tuple[tuple[str, str], ...], found: A
         "format": FORMAT,
         "fingerprint": dict(fingerprint),
         "outcomes": [o._asdict() for o in found.outcomes],
-        "cost": asdict(cost),
+        "cost": {name: getattr(cost, name) for name in _COST_FIELDS},
     }
     partial = path.with_suffix(f".{os.getpid()}.partial")
     with contextlib.suppress(OSError):

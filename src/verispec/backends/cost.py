@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -30,13 +30,16 @@ class CostTable:
     shapes: tuple[int, ...]
     base: tuple[float, ...]
     per_context_token: tuple[float, ...]
+    _known: dict[int, tuple[float, float]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def seconds(self, num_rows: int, context_tokens: int) -> float:
         """The predicted time of a pass."""
-        base = np.interp(num_rows, self.shapes, self.base)
-        slope = np.interp(num_rows, self.shapes, self.per_context_token)
-        beyond = max(1.0, num_rows / self.shapes[-1])
-        return float(base * beyond + slope * context_tokens)
+        found = self._known.get(num_rows)
+        if found is None:
+            beyond = max(1.0, num_rows / self.shapes[-1])
+            base = float(np.interp(num_rows, self.shapes, self.base)) * beyond
+            found = self._known[num_rows] = base, float(np.interp(num_rows, self.shapes, self.per_context_token))
+        return found[0] + found[1] * context_tokens
 
     def cheapest(self, candidates: Iterable[int], context_tokens: int = 0) -> int:
         """The cheapest of the shapes given, the smallest on a tie."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from verispec.backends.audit import KernelProbe
+from verispec.backends.audit import CANDIDATE_SHAPES, KernelProbe
 from verispec.backends.blas import blas_name, cpu_name, num_cores, single_threaded_blas
 from verispec.backends.checks import check_pass
 from verispec.backends.numpy_attention import TILE, attend, group_contexts
@@ -44,6 +44,8 @@ class LoadedModel:
 
 class NumpyBackend:
     """One slot table, and per model the weights and a K/V store under the same slot ids."""
+
+    shapes = CANDIDATE_SHAPES
 
     def __init__(
         self, models: Sequence[LoadedModel], *, num_slots: int, num_seq_rows: int, context_len: int | None = None,
@@ -97,6 +99,10 @@ class NumpyBackend:
     def fingerprint(self) -> dict[str, str]:
         """Device, libraries, arithmetic, dtypes, kernels and model shapes."""
         return fingerprint([m.architecture for m in self._models])
+
+    def device(self) -> dict[str, str]:
+        """Nothing: the fingerprint has it all, but for the number of threads."""
+        return {"threads": str(self._workers.num_threads)}
 
     def probes(self) -> list[KernelProbe]:
         """Every row kernel of every model, attention and sampling included."""

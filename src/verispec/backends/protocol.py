@@ -203,12 +203,18 @@ class Backend(Protocol):
 
     @property
     def limits(self) -> BackendLimits: ...
+    @property
+    def shapes(self) -> tuple[int, ...]:
+        """The shapes that may become canonical: what the audit measures."""
 
     def submit(self, pass_: Pass) -> Ticket:
         """Start a pass. Raises InputError for arrays that do not fit the limits."""
 
     def fingerprint(self) -> dict[str, str]:
         """Everything a float result of this backend depends on: device, libraries, arithmetic, dtypes, model shapes."""
+
+    def device(self) -> dict[str, str]:
+        """What its speed depends on beside that."""
 
     def probes(self) -> list[KernelProbe]:
         """Every kind of row kernel the audit has to measure."""

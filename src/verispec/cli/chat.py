@@ -114,8 +114,9 @@ def chat(
     drafter: options.Drafter = "ngram",
     draft_len: options.DraftLen = None,
     deterministic: options.Deterministic = True,
-    backend: options.Backend = "numpy",
+    backend: options.Backend = None,
     threads: options.Threads = None,
+    weights: options.Weights = "as-stored",
     kv_slots: options.KVSlots = DEFAULTS.num_slots,
     max_len: options.MaxLen = None,
 ) -> None:

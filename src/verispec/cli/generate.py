@@ -74,8 +74,9 @@ def generate(
     draft_len: options.DraftLen = None,
     accept: options.Accept = options.Acceptance.MATCH,
     deterministic: options.Deterministic = True,
-    backend: options.Backend = "numpy",
+    backend: options.Backend = None,
     threads: options.Threads = None,
+    weights: options.Weights = "as-stored",
     kv_slots: options.KVSlots = DEFAULTS.num_slots,
     max_len: options.MaxLen = None,
 ) -> None:

@@ -26,8 +26,9 @@ def score(
     window: Annotated[
         int | None, typer.Option(min=2, help="Tokens scored together; longer texts are cut. Default: what fits.")
     ] = None,
-    backend: options.Backend = "numpy",
+    backend: options.Backend = None,
     threads: options.Threads = None,
+    weights: options.Weights = "as-stored",
     kv_slots: options.KVSlots = DEFAULTS.num_slots,
 ) -> None:
     """Print the log-probability of every token of a text, and its perplexity.
@@ -77,8 +78,9 @@ def audit(
     model: options.Model = "smollm2-135m",
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure again, whatever is cached.")] = False,
     as_json: AsJson = False,
-    backend: options.Backend = "numpy",
+    backend: options.Backend = None,
     threads: options.Threads = None,
+    weights: options.Weights = "as-stored",
 ) -> None:
     """Show which pass shapes are row-pure here, the family that was chosen, what passes cost, and the profile.
 

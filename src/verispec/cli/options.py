@@ -26,8 +26,8 @@ _MAX_SLOTS = 2**31 - 1
 
 # Fields whose flag is not their own name with dashes.
 _FLAGS = {"num_slots": "--kv-slots", "max_draft": "--draft-len", "n": "-n"}
-_OTHER_FIELDS = ("num_slots", "max_draft", "max_len", "threads", "drafter", "backend")
-_LOADING = ("model", "drafter", "backend", "threads", "kv_slots", "max_len", "draft_len")
+_OTHER_FIELDS = ("num_slots", "max_draft", "max_len", "threads", "drafter", "backend", "weights")
+_LOADING = ("model", "drafter", "backend", "threads", "weights", "kv_slots", "max_len", "draft_len")
 
 
 class Acceptance(StrEnum):
@@ -66,7 +66,22 @@ Model = Annotated[
     ),
 ]  # fmt: skip
 Backend = Annotated[
-    str, typer.Option(rich_help_panel=_MODEL, help="What runs the model: numpy.", autocompletion=lambda: ["numpy"])
+    str | None,
+    typer.Option(
+        rich_help_panel=_MODEL,
+        help="What runs the model. native: C++ kernels on the file's own quantised blocks, the same bits on every CPU. "
+        "numpy: float32. Default: native where it was built.",
+        autocompletion=lambda: ["native", "numpy"],
+    ),
+]
+Weights = Annotated[
+    str,
+    typer.Option(
+        rich_help_panel=_MODEL,
+        help="as-stored: as the file has them. q8: the native backend quantises float weights to 8 bits at load, which "
+        "is part of the profile.",
+        autocompletion=lambda: ["as-stored", "q8"],
+    ),
 ]
 Threads = Annotated[
     int | None,

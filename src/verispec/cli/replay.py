@@ -45,8 +45,9 @@ def replay(
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per receipt.")] = False,
-    backend: options.Backend = "numpy",
+    backend: options.Backend = None,
     threads: options.Threads = None,
+    weights: options.Weights = "as-stored",
     kv_slots: options.KVSlots = DEFAULTS.num_slots,
 ) -> None:
     """Check receipts: run each answer again, in parallel passes over the recorded tokens, and compare every bit.

@@ -38,8 +38,9 @@ def verify(
     top_p: options.TopP = 1.0,
     min_p: options.MinP = 0.0,
     seed: Annotated[int, typer.Option(rich_help_panel="Sampling", help="Seed of the noise.")] = 0,
-    backend: options.Backend = "numpy",
+    backend: options.Backend = None,
     threads: options.Threads = None,
+    weights: options.Weights = "as-stored",
     kv_slots: options.KVSlots = DEFAULTS.num_slots,
 ) -> None:
     """Try the promise out: run one request in many situations and compare the bits of its outputs.

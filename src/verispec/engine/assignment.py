@@ -84,6 +84,17 @@ class Assigner:
         actions |= self._drafts(free, offers, _fast_load(exact, fast, actions), canonical=False)
         return actions
 
+    def joins(
+        self,
+        exact: SequenceOf[Sequence],
+        fast: SequenceOf[Sequence],
+        *,
+        num_rows: Mapping[int, int],
+        actions: Mapping[int, Action],
+    ) -> bool:
+        """Whether one canonical pass is to have the fast rows too."""
+        return self.planner.joins(_exact_load(exact, num_rows, actions), _fast_load(exact, fast, actions))
+
     def limit(self, sequence: Sequence) -> int:
         """Nodes that could still be committed: the token after the draft must fit too."""
         room = max(0, sequence.max_len - sequence.committed_len - 1)
@@ -122,7 +133,7 @@ class Assigner:
 
         A prompt's last rows run canonically, so a window opens behind a prompt that has its K/V.
         """
-        candidates = [s for s in sequences if s.num_pending == 1]
+        candidates = [s for s in sequences if s.num_pending == 1 and s.params.deterministic]
         windows = {s.sequence_id: found for s in candidates if (found := _window_offer(offers[s.sequence_id]))}
         bound = {i for i in windows if all(o.by_decoding for o in offers[i].values())}
         free = [s for s in candidates if s.sequence_id in windows and s.sequence_id not in bound]
@@ -183,6 +194,11 @@ def _exact_load(exact: Iterable[Sequence], num_rows: Mapping[int, int], actions:
 
 
 def _fast_load(exact: Iterable[Sequence], fast: Iterable[Sequence], actions: Mapping[int, Action]) -> Load:
-    decoding = [s for s in exact if actions.get(s.sequence_id, PLAIN).decodes]
-    members = [*fast, *decoding]
-    return Load(len(members), sum(s.committed_len for s in members))
+    """The rows of the fast pass: those of `fast` with their drafts, and those of regular decoding."""
+    load = Load()
+    for s in fast:
+        load = load.plus(s.num_pending + actions.get(s.sequence_id, PLAIN).draft_quota, s.committed_len)
+    for s in exact:
+        if actions.get(s.sequence_id, PLAIN).decodes:
+            load = load.plus(1, s.committed_len)
+    return load

@@ -21,6 +21,10 @@ class Load(NamedTuple):
     num_rows: int = 0
     context_tokens: int = 0
 
+    def joined(self, other: Load) -> Load:
+        """The rows of both."""
+        return Load(self.num_rows + other.num_rows, self.context_tokens + other.context_tokens)
+
     def plus(self, num_rows: int, context_len: float) -> Load:
         """With so many rows more, each reading so much context."""
         return Load(self.num_rows + num_rows, self.context_tokens + round(num_rows * context_len))
@@ -40,6 +44,13 @@ class Planner:
     family: tuple[int, ...]
     cost: CostTable
 
+    def joins(self, exact: Load, fast: Load) -> bool:
+        """Whether one canonical pass for all rows is cheaper than a canonical and a fast one."""
+        if not exact.num_rows or not fast.num_rows or exact.num_rows + fast.num_rows > self.family[-1]:
+            return False
+        apart = self._exact_seconds(exact) + self._fast_seconds(fast)
+        return self._exact_seconds(exact.joined(fast)) < apart
+
     def quotas(self, offers: Sequence[Offer], load: Load, *, canonical: bool) -> list[int]:
         """Nodes granted to each offer beside the rows that run anyway. One committed token per offer is sure."""
         nodes, best_count = self._best_fill(offers, load, self._shapes(canonical))[:2]
@@ -58,13 +69,11 @@ class Planner:
         context_len = exact.context_tokens / max(1, exact.num_rows)
         others = Load(exact.num_rows - count, exact.context_tokens - round(count * context_len))
         other_tokens = fast.num_rows
-        _, _, tokens, seconds = self._best_fill(drafts, exact, self.family)
-        plain_rate = (tokens + other_tokens) / (seconds + self._fast_seconds(fast))
+        num_nodes, tokens = self._best_fill(drafts, exact, self.family)[1:]
+        plain_rate = (tokens + other_tokens) / self._step_seconds(exact.plus(num_nodes, context_len), fast)
         window_tokens = sum(_expected_tokens(w) / w.max_nodes for w in windows)
         replay_seconds = count * self._replay_seconds_per_row(count * max(w.max_nodes for w in windows), context_len)
-        window_seconds = (
-            self._fast_seconds(fast.plus(count, context_len)) + self._exact_seconds(others) + replay_seconds
-        )
+        window_seconds = self._step_seconds(others, fast.plus(count, context_len)) + replay_seconds
         window_rate = (window_tokens + other_tokens) / window_seconds
         reason = f"canonical passes predicted {plain_rate:.1f} tokens a second, replays {window_rate:.1f}"
         return Choice(window_rate > plain_rate, reason)
@@ -91,14 +100,14 @@ class Planner:
         """Rows that cost nothing more beside so many: those up to the end of the shape that the pass will have."""
         return self.cost.cheapest(m for m in self.family if m >= num_rows) - num_rows if num_rows else 0
 
-    def _best_fill(
-        self, offers: Sequence[Offer], load: Load, shapes: Iterable[int]
-    ) -> tuple[list[int], int, float, float]:
-        """Offers' nodes by their worth, how many of them to take, and the tokens and seconds of a pass with those."""
+    def _best_fill(self, offers: Sequence[Offer], load: Load, shapes: Iterable[int]) -> tuple[list[int], int, float]:
+        """Offers' nodes by their worth, how many of them to take, and the tokens of a pass with those."""
         ranked = sorted(
             ((o.acceptance**depth, i) for i, o in enumerate(offers) for depth in range(1, o.max_nodes + 1)),
             key=lambda node: (-node[0], node[1]),
         )
+        if not ranked:
+            return [], 0, float(len(offers))
         context_len = load.context_tokens / load.num_rows if load.num_rows else 0.0
         best_count, best_tokens, best_seconds = 0, 0.0, 1.0
         for shape in (m for m in shapes if m >= load.num_rows):
@@ -107,10 +116,16 @@ class Planner:
             seconds = self.cost.seconds(shape, load.plus(count, context_len).context_tokens)
             if tokens * best_seconds > best_tokens * seconds:
                 best_count, best_tokens, best_seconds = count, tokens, seconds
-        return [i for _, i in ranked], best_count, best_tokens, best_seconds
+        return [i for _, i in ranked], best_count, best_tokens
 
     def _shapes(self, canonical: bool) -> tuple[int, ...]:
         return self.family if canonical else self.family or self.cost.shapes
+
+    def _step_seconds(self, exact: Load, fast: Load) -> float:
+        """What a step with these rows takes, in one pass or two."""
+        if self.joins(exact, fast):
+            return self._exact_seconds(exact.joined(fast))
+        return self._exact_seconds(exact) + self._fast_seconds(fast)
 
     def _exact_seconds(self, load: Load) -> float:
         if not load.num_rows:

@@ -12,6 +12,7 @@ import math
 from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 
 from verispec.engine.assignment import PLAIN, Action, Assigner
 from verispec.engine.sequence import Sequence
@@ -60,7 +61,8 @@ class Scheduler:
         num_rows = self._extend_prompts(exact, self._assigner.row_budget - taken)
         num_rows |= self._extend_prompts(fast, self._assigner.row_budget - len(fast))
         actions = self._assigner.assign(exact, fast, num_rows=num_rows, replays=replays)
-        return self._freeze(exact, fast, num_rows, actions)
+        is_joined = self._assigner.joins(exact, fast, num_rows=num_rows, actions=actions)
+        return replace(self._freeze(exact, fast, num_rows, actions), is_joined=is_joined)
 
     def commit(
         self, plan: Plan, drafts: SequenceOf[Draft], scores: Scores, verdicts: SequenceOf[Verdict | None]

@@ -68,11 +68,16 @@ class WindowPlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step: the canonical pass, and the fast pass with its two kinds of rows. Any of them may be empty."""
+    """One step: the canonical pass, and the fast pass with its two kinds of rows. Any of them may be empty.
+
+    `is_joined`: one canonical pass has all the rows, because that is cheaper. Canonical rows do not notice (they are
+    pure), and the others may run in any shape.
+    """
 
     canonical: tuple[SequencePlan, ...] = ()
     fast: tuple[SequencePlan, ...] = ()
     drafting: tuple[WindowPlan, ...] = ()
+    is_joined: bool = False
 
     @property
     def sequences(self) -> tuple[SequencePlan, ...]:

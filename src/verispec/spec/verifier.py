@@ -194,11 +194,15 @@ class Verifier:
         self._family = tuple(family)
         self._cost = cost
         self._clock = clock
+        self._fits: dict[int, int] = {}  # number of rows -> its shape
 
     def run(self, plan: Plan, drafts: Sequence[Draft]) -> Scores:
         """Run the plan's passes; `drafts` are in the order of `plan.sequences`."""
         split = len(plan.canonical)
         start = self._clock()
+        if plan.is_joined:
+            judged, drafted = self._run_pass(PassKind.CANONICAL, plan.sequences, drafts, plan.drafting)
+            return Scores(judged, drafted, self._clock() - start, 0.0)
         canonical, _ = self._run_pass(PassKind.CANONICAL, plan.canonical, drafts[:split])
         middle = self._clock()
         fast, drafted = self._run_pass(PassKind.FAST, plan.fast, drafts[split:], plan.drafting)
@@ -225,7 +229,9 @@ class Verifier:
         return scores, drawn[len(drawn) - len(windows) :]
 
     def _canonical_shape(self, num_rows: int) -> int:
-        return self._cost.cheapest(m for m in self._family if m >= num_rows)
+        if num_rows not in self._fits:
+            self._fits[num_rows] = self._cost.cheapest(m for m in self._family if m >= num_rows)
+        return self._fits[num_rows]
 
 
 def _scores(

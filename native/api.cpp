@@ -1,0 +1,266 @@
+// The C interface: threads, the choice of an instruction set, and one call per pass. Compiled for every CPU alike.
+#include "api.h"
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <functional>
+#include <mutex>
+#include <string_view>
+#include <thread>
+#include <vector>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace vs {
+
+extern const Table table_portable;
+#if defined(VS_HAS_AVX2)
+extern const Table table_avx2;
+#endif
+#if defined(VS_HAS_AVX512)
+extern const Table table_avx512;
+#endif
+
+void sort_descending(float* values, int64_t count) { std::sort(values, values + count, std::greater<float>()); }
+
+void select_descending(float* values, int64_t count, int64_t num_best) {
+  if (num_best < count) std::nth_element(values, values + num_best - 1, values + count, std::greater<float>());
+  sort_descending(values, num_best);
+}
+
+// Round to nearest, denormals kept: whatever the caller's thread was set to, it gets back afterwards.
+class FloatMode {
+ public:
+#if defined(__x86_64__)
+  FloatMode() : saved_(_mm_getcsr()) { _mm_setcsr(0x1f80); }
+  ~FloatMode() { _mm_setcsr(saved_); }
+
+ private:
+  unsigned saved_;
+#elif defined(__aarch64__)
+  FloatMode() {
+    asm volatile("mrs %0, fpcr" : "=r"(saved_));
+    asm volatile("msr fpcr, %0" ::"r"(uint64_t(0)));
+  }
+  ~FloatMode() { asm volatile("msr fpcr, %0" ::"r"(saved_)); }
+
+ private:
+  uint64_t saved_;
+#endif
+};
+
+void relax(int spins) {
+  if (spins < 2000) {
+#if defined(__x86_64__)
+    _mm_pause();
+#endif
+  } else {
+    std::this_thread::yield();
+  }
+}
+
+// Threads that live as long as the pool; the caller is thread 0. A job is over when all of its phases are, whether or not
+// every thread took part: one that has not woken up yet is not waited for.
+class Pool {
+ public:
+  explicit Pool(int num_threads) : num_threads_(num_threads) {
+    for (int tid = 1; tid < num_threads; ++tid) threads_.emplace_back([this, tid] { work(tid); });
+  }
+
+  ~Pool() {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      stopping_ = true;
+      generation_.fetch_add(1, std::memory_order_release);
+    }
+    wake_.notify_all();
+    for (std::thread& thread : threads_) thread.join();
+  }
+
+  int num_threads() const { return num_threads_; }
+
+  void run(int num_phases, const std::function<void(Crew)>& job) {
+    FloatMode mode;
+    phases_.assign(size_t(num_phases), Phase{});
+    if (num_threads_ == 1) return job({0, 1, phases_.data()});
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      job_ = &job;
+      generation_.fetch_add(1, std::memory_order_release);
+    }
+    wake_.notify_all();
+    job({0, num_threads_, phases_.data()});
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      job_ = nullptr;
+    }
+    for (int spins = 0; active_.load(std::memory_order_acquire) > 0; ++spins) relax(spins);
+  }
+
+ private:
+  void work(int tid) {
+    FloatMode mode;
+    int64_t seen = 0;
+    for (;;) {
+      for (int spins = 0; spins < 3000 && generation_.load(std::memory_order_acquire) == seen; ++spins) relax(0);
+      const std::function<void(Crew)>* job;
+      {
+        std::unique_lock<std::mutex> lock(mutex_);
+        wake_.wait(lock, [&] { return generation_.load(std::memory_order_acquire) != seen; });
+        if (stopping_) return;
+        seen = generation_.load(std::memory_order_acquire);
+        job = job_;
+        if (job) active_.fetch_add(1, std::memory_order_relaxed);
+      }
+      if (!job) continue;
+      (*job)({tid, num_threads_, phases_.data()});
+      active_.fetch_sub(1, std::memory_order_release);
+    }
+  }
+
+  const int num_threads_;
+  std::vector<Phase> phases_;
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  const std::function<void(Crew)>* job_ = nullptr;
+  std::atomic<int64_t> generation_{0};
+  std::atomic<int> active_{0};
+  bool stopping_ = false;
+  std::vector<std::thread> threads_;
+};
+
+struct Engine {
+  Engine(const Table* table, int num_threads) : table(table), pool(num_threads) {}
+  const Table* table;
+  Pool pool;
+  std::vector<char> scratch;
+  std::vector<float> sampling_scratch;
+
+  void* reserve(size_t nbytes) {
+    if (scratch.size() < nbytes + 64) scratch.resize(nbytes + 64);
+    return reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(scratch.data()) + 63) / 64 * 64);
+  }
+
+  void* reserve(const Model& model, int num_rows, int max_context) {
+    return reserve(table->scratch_nbytes(model, num_rows, pool.num_threads(), max_context));
+  }
+
+  float* reserve_rows(int vocab) {
+    const size_t count = size_t(pool.num_threads()) * 2 * vocab;
+    if (sampling_scratch.size() < count) sampling_scratch.resize(count);
+    return sampling_scratch.data();
+  }
+};
+
+static int longest_context(const Rows& rows) {
+  int longest = 1;
+  for (int r = 0; r < rows.num_rows; ++r) longest = std::max(longest, rows.prefix_lens[r] + rows.tail_lens[r]);
+  return longest;
+}
+
+static const Table* find(const char* name) {
+  std::vector<const Table*> known;
+#if defined(VS_HAS_AVX512)
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+      __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512dq"))
+    known.push_back(&table_avx512);
+#endif
+#if defined(VS_HAS_AVX2)
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) known.push_back(&table_avx2);
+#endif
+  known.push_back(&table_portable);
+  const std::string_view wanted(name);
+  if (wanted.empty()) return known.front();
+  for (const Table* table : known)
+    if (wanted == table->name) return table;
+  return nullptr;
+}
+
+}  // namespace vs
+
+using namespace vs;
+
+VS_API int vs_abi() { return 1; }
+
+// "" is the best instruction set here; null if it is unknown, or unknown to this CPU.
+VS_API Engine* vs_create(const char* isa, int num_threads) {
+  const Table* table = find(isa);
+  return table ? new Engine(table, num_threads) : nullptr;
+}
+
+VS_API void vs_destroy(Engine* engine) { delete engine; }
+
+VS_API const char* vs_isa(const Engine* engine) { return engine->table->name; }
+
+// Hidden states of all rows, [num_rows][hidden].
+VS_API void vs_forward(Engine* engine, const Model* model, const Rows* rows, const Store* store,
+                       const uint8_t* skip_attention, const uint8_t* skip_mlp, float* x) {
+  void* scratch = engine->reserve(*model, rows->num_rows, longest_context(*rows));
+  engine->pool.run(engine->table->num_phases(*model), [&](Crew crew) {
+    engine->table->forward(crew, *model, *rows, *store, skip_attention, skip_mlp, x, scratch);
+  });
+}
+
+// Logits of hidden states, [num_rows][vocab], and log sum exp of each row.
+VS_API void vs_logits(Engine* engine, const Model* model, const float* x, int num_rows, float* y, float* normalisers) {
+  void* scratch = engine->reserve(*model, num_rows, 1);
+  engine->pool.run(3, [&](Crew crew) {
+    engine->table->logits(crew, *model, x, num_rows, y, normalisers, scratch);
+  });
+}
+
+VS_API void vs_normalisers(Engine* engine, const float* logits, int num_rows, int vocab, float* out) {
+  engine->pool.run(1, [&](Crew crew) { engine->table->normalisers(crew, logits, num_rows, vocab, out); });
+}
+
+VS_API void vs_draw(Engine* engine, const float* logits, const int32_t* logit_rows, const float* normalisers, int vocab,
+                    const Sampling* sampling, int64_t* token_ids, float* logprobs) {
+  float* scratch = engine->reserve_rows(vocab);
+  engine->pool.run(1, [&](Crew crew) {
+    engine->table->draw(crew, logits, logit_rows, normalisers, vocab, *sampling, token_ids, logprobs, scratch);
+  });
+}
+
+VS_API void vs_top_k(Engine* engine, const float* logits, const int32_t* logit_rows, int num_rows, int vocab, int k,
+                     int64_t* token_ids, float* values) {
+  engine->pool.run(1, [&](Crew crew) {
+    engine->table->top_k(crew, logits, logit_rows, num_rows, vocab, k, token_ids, values);
+  });
+}
+
+VS_API void vs_noisy_top_k(Engine* engine, const float* logits, const int32_t* logit_rows, int vocab,
+                           const Sampling* sampling, int k, int64_t* token_ids, float* values) {
+  float* scratch = engine->reserve_rows(vocab);
+  engine->pool.run(1, [&](Crew crew) {
+    engine->table->noisy_top_k(crew, logits, logit_rows, vocab, *sampling, k, token_ids, values, scratch);
+  });
+}
+
+// Single kernels, for the audit and for tests.
+VS_API void vs_linear(Engine* engine, const Matrix* m, const float* x, int num_rows, float* y) {
+  Model sizes = {};
+  sizes.hidden = m->num_in, sizes.mlp = m->num_in, sizes.num_heads = 1, sizes.num_kv_heads = 1, sizes.head_dim = 1;
+  void* scratch = engine->reserve(sizes, num_rows, 1);
+  engine->pool.run(2, [&](Crew crew) { engine->table->linear(crew, *m, x, num_rows, y, scratch); });
+}
+
+VS_API void vs_norm(Engine* engine, const float* x, const float* weight, int num_rows, int width, float eps, float* y) {
+  engine->pool.run(1, [&](Crew crew) { engine->table->norm(crew, x, weight, num_rows, width, eps, y); });
+}
+
+VS_API void vs_silu(Engine* engine, const float* gate_up, int num_rows, int mlp, float* y) {
+  engine->pool.run(1, [&](Crew crew) { engine->table->silu(crew, gate_up, num_rows, mlp, y); });
+}
+
+VS_API void vs_attend(Engine* engine, const Model* model, const Rows* rows, const Store* store, int layer, const float* q,
+                      float* out) {
+  void* scratch = engine->reserve(*model, rows->num_rows, longest_context(*rows));
+  engine->pool.run(1, [&](Crew crew) { engine->table->attend(crew, *model, *rows, *store, layer, q, out, scratch); });
+}
+
+// 0 exp, 1 log, 2 the noise of the 32-bit words, 3 to float16 and back.
+VS_API void vs_elementary(Engine* engine, int which, const float* x, int64_t count, float* y) {
+  engine->pool.run(1, [&](Crew crew) { engine->table->elementary(crew, which, x, count, y); });
+}

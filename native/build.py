@@ -1,0 +1,92 @@
+"""Builds the native kernels into one shared library with the C++ compiler at hand. Standard library only.
+
+    python native/build.py [--sanitize] [--portable] OUTPUT
+
+One object per instruction set the compiler knows, and one for the interface; the library picks at run time. Contraction
+into fused multiply-add is off: it would change bits from CPU to CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+FLAGS = ["-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-pthread", "-w"]
+SANITIZE = ["-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer"]
+X86_SETS = {
+    "avx2": ["-mavx2", "-mf16c"],
+    "avx512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mf16c"],
+}
+
+
+class BuildError(Exception):
+    """Why there is no library, in one line."""
+
+
+def compiler() -> str:
+    """The C++ compiler: $CXX, or the first of the usual names."""
+    for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
+        if name and shutil.which(name.split()[0]):
+            return name
+    raise BuildError("no C++ compiler was found (c++, g++, clang++, or the one that CXX names)")
+
+
+def build(output: Path, *, sanitize: bool = False, portable: bool = False) -> list[str]:
+    """Compile and link; returns the instruction sets inside. The library appears whole or not at all."""
+    command = compiler().split()
+    flags = FLAGS + (SANITIZE if sanitize else [])
+    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
+    sets = {"portable": [], **(X86_SETS if is_x86 and not portable else {})}
+    with tempfile.TemporaryDirectory() as folder:
+        objects, built = [], []
+        for name, options in sets.items():
+            target = Path(folder) / f"{name}.o"
+            try:
+                _run([*command, *flags, *options, f"-DVS_ISA={name}", "-c", str(HERE / "kernels.cpp"), "-o", str(target)])
+            except BuildError:
+                if name == "portable":
+                    raise
+                continue  # a compiler too old for this instruction set: the others serve
+            objects.append(str(target))
+            built.append(name)
+        interface = Path(folder) / "api.o"
+        known = [f"-DVS_HAS_{name.upper()}" for name in built if name != "portable"]
+        _run([*command, *flags, *known, "-c", str(HERE / "api.cpp"), "-o", str(interface)])
+        library = Path(folder) / "library.so"
+        _run([*command, *flags, "-shared", *objects, str(interface), "-o", str(library)])
+        output.parent.mkdir(parents=True, exist_ok=True)
+        partial = output.with_suffix(".partial")
+        shutil.copy(library, partial)
+        partial.replace(output)
+    return built
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)  # noqa: S603
+    if done.returncode:
+        first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200])
+        raise BuildError(f"{command[0]} failed: {first}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--sanitize", action="store_true", help="with the address and undefined-behaviour sanitizers")
+    parser.add_argument("--portable", action="store_true", help="only the portable kernels")
+    options = parser.parse_args()
+    try:
+        built = build(options.output, sanitize=options.sanitize, portable=options.portable)
+    except BuildError as error:
+        sys.exit(f"native kernels were not built: {error}")
+    print(f"{options.output}: {', '.join(built)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,343 @@
+"""The native backend: C++ kernels for CPUs that compute on the file's own blocks, and give the same bits everywhere.
+
+Every row is reduced in an order that the kernel fixes, so rows are pure at every shape and no padding is needed; and
+every float operation is one IEEE operation, so neither the CPU, its vector unit nor the threads change a bit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from verispec.backends import native_library as native
+from verispec.backends.audit import KernelProbe
+from verispec.backends.blas import cpu_name, num_cores
+from verispec.backends.checks import check_pass
+from verispec.backends.native_model import NativeModel, StoredModel
+from verispec.backends.native_pack import LANES
+from verispec.backends.outputs import Handle
+from verispec.backends.protocol import (
+    BackendLimits,
+    DrawResult,
+    DrawWanted,
+    Pass,
+    PassResult,
+    ReadyTicket,
+    RowsBuilder,
+    TopKResult,
+    Wanted,
+)
+from verispec.errors import InputError
+from verispec.kv import NUM_RESERVED
+from verispec.model.architecture import Architecture
+from verispec.sampling import draw as shared
+from verispec.sampling.rows import History, SampleKey, SamplingRows, SamplingRowsBuilder
+from verispec.types import SamplingParams
+
+KERNELS = "1"  # raised when a kernel changes bits
+KV_DTYPES = ("float16", "float32")
+# Every shape up to 64, then steps: rows are pure at all of them, and the audit shows it.
+SHAPES = (*range(1, 65), *range(72, 257, 8))
+_PROBED_LENGTHS = (1, 15, 17, 200)
+
+Float32 = NDArray[np.float32]
+
+
+class NativeBackend:
+    """One slot table, and per model the packed weights and a K/V store under the same slot ids."""
+
+    shapes = SHAPES
+
+    def __init__(
+        self,
+        models: Sequence[StoredModel],
+        *,
+        num_slots: int,
+        num_seq_rows: int,
+        context_len: int | None = None,
+        max_tail: int = 64,
+        threads: int | None = None,
+        kv_dtype: str = "float16",
+        isa: str = "",
+    ) -> None:
+        arch = models[0].architecture
+        context_len = min(context_len or arch.context_len, *(m.architecture.context_len for m in models))
+        if any(m.architecture.vocab_size != arch.vocab_size for m in models):
+            raise InputError("models that share a backend must share their vocabulary")
+        if kv_dtype not in KV_DTYPES:
+            raise InputError(f"unknown K/V dtype {kv_dtype!r}; known: {', '.join(KV_DTYPES)}")
+        self.limits = BackendLimits(arch.vocab_size, context_len, num_slots, num_seq_rows, max_tail, len(models))
+        self._kv_dtype = kv_dtype
+        self._quantises = tuple(m.quantises for m in models)
+        self._num_threads = num_cores() if threads is None else threads
+        self._kernels = native.Kernels(self._num_threads, isa)
+        self._models = [NativeModel(m, context_len=context_len, kv_is_half=kv_dtype == "float16") for m in models]
+        self._stores = [_KVStore(m.architecture, num_slots, kv_dtype) for m in models]
+        self._table = np.zeros((num_seq_rows + 1, context_len), np.int32)
+        self._handle: Handle | None = None
+
+    @property
+    def isa(self) -> str:
+        """The instruction set of the kernels in use; it changes no bit."""
+        return self._kernels.isa
+
+    @property
+    def weights_nbytes(self) -> int:
+        """Memory of all packed weights."""
+        return sum(model.nbytes for model in self._models)
+
+    def submit(self, pass_: Pass) -> ReadyTicket:
+        """Run the pass now."""
+        check_pass(pass_, self.limits)
+        update = pass_.table_update
+        self._table[update.seq_rows, update.positions] = update.slots
+        if self._handle is not None:
+            self._handle.expire()
+            self._handle = None
+        hidden = self._forward(pass_)
+        head_rows = pass_.wanted.head_rows()
+        if not len(head_rows):
+            return ReadyTicket(PassResult())
+        logits, normalisers = self._logits(pass_.store, hidden[head_rows])
+        return ReadyTicket(self._outputs(pass_.wanted, head_rows, logits, normalisers))
+
+    def _forward(self, pass_: Pass) -> Float32:
+        model, view = self._models[pass_.store], pass_.view
+        layers = range(model.architecture.num_layers)
+        skipped = [
+            np.array([i in chosen for i in layers], np.uint8) for chosen in (view.skipped_attention, view.skipped_mlp)
+        ]
+        hidden = np.empty((len(pass_.rows), model.architecture.hidden_size), np.float32)
+        rows, alive = self._rows(pass_)
+        self._kernels.call(
+            "vs_forward", ctypes.byref(model.struct), ctypes.byref(rows),
+            ctypes.byref(self._stores[pass_.store].struct), *skipped, hidden,
+        )  # fmt: skip
+        del alive
+        return hidden
+
+    def _rows(self, pass_: Pass) -> tuple[native.RowArrays, list[NDArray[np.generic]]]:
+        """The structure, and the arrays it points to."""
+        rows = pass_.rows
+        names = ("token_ids", "positions", "slots", "seq_rows", "prefix_lens", "tails", "tail_lens")
+        arrays = [np.ascontiguousarray(getattr(rows, name), np.int32) for name in names]
+        addresses = dict(zip(names, map(native.address, arrays), strict=True))
+        struct = native.RowArrays(
+            num_rows=len(rows),
+            tail_width=rows.tails.shape[1],
+            table_width=self._table.shape[1],
+            table=native.address(self._table),
+            **addresses,
+        )
+        return struct, [*arrays]
+
+    def _logits(self, store: int, hidden: Float32) -> tuple[Float32, Float32]:
+        """[R, V], and log sum exp of each row."""
+        logits = np.empty((len(hidden), self.limits.vocab_size), np.float32)
+        normalisers = np.empty(len(hidden), np.float32)
+        struct = ctypes.byref(self._models[store].struct)
+        self._kernels.call("vs_logits", struct, hidden, len(hidden), logits, normalisers)
+        return logits, normalisers
+
+    def _outputs(
+        self, wanted: Wanted, head_rows: NDArray[np.int32], logits: Float32, normalisers: Float32
+    ) -> PassResult:
+        def at(rows: NDArray[np.int32]) -> NDArray[np.int32]:
+            return np.searchsorted(head_rows, rows).astype(np.int32)
+
+        logprobs = top_k = noisy = None
+        if wanted.logprobs is not None:
+            rows = at(wanted.logprobs.rows)
+            logprobs = logits[rows, wanted.logprobs.token_ids] - normalisers[rows]
+        if wanted.top_k is not None:
+            rows = at(wanted.top_k.rows)
+            ids, values = self._best(logits, rows, wanted.top_k.k)
+            top_k = TopKResult(ids, values - normalisers[rows][:, None])
+        if wanted.noisy_top_k is not None:
+            part = wanted.noisy_top_k
+            noisy = self._noisy_best(logits, at(part.rows), part.sampling, part.k)
+        if wanted.distribution is not None:
+            # Not for what is committed under `match`, so the shared code will do.
+            chosen = logits[at(wanted.distribution.rows)]
+            self._handle = Handle(shared.probabilities(np, chosen, wanted.distribution.sampling))
+        return PassResult(
+            draw=None if wanted.draw is None else self._draw(wanted.draw, at(wanted.draw.rows), logits, normalisers),
+            logprobs=logprobs,
+            top_k=top_k,
+            noisy_top_k=noisy,
+            distribution=self._handle,
+        )
+
+    def _draw(self, wanted: DrawWanted, rows: NDArray[np.int32], logits: Float32, normalisers: Float32) -> DrawResult:
+        token_ids, logprobs = np.empty(len(rows), np.int64), np.empty(len(rows), np.float32)
+        struct, alive = _sampling(wanted.sampling)
+        self._kernels.call(
+            "vs_draw", logits, rows, normalisers, self.limits.vocab_size, ctypes.byref(struct), token_ids, logprobs
+        )
+        del alive
+        return DrawResult(token_ids, logprobs)
+
+    def _best(self, logits: Float32, rows: NDArray[np.int32], k: int) -> tuple[NDArray[np.int64], Float32]:
+        ids, values = np.empty((len(rows), k), np.int64), np.empty((len(rows), k), np.float32)
+        self._kernels.call("vs_top_k", logits, rows, len(rows), self.limits.vocab_size, k, ids, values)
+        return ids, values
+
+    def _noisy_best(self, logits: Float32, rows: NDArray[np.int32], sampling: SamplingRows, k: int) -> TopKResult:
+        ids, values = np.empty((len(rows), k), np.int64), np.empty((len(rows), k), np.float32)
+        struct, alive = _sampling(sampling)
+        self._kernels.call("vs_noisy_top_k", logits, rows, self.limits.vocab_size, ctypes.byref(struct), k, ids, values)
+        del alive
+        return TopKResult(ids, values)
+
+    def kv(self, store: int, slots: NDArray[np.int64]) -> tuple[NDArray[np.generic], NDArray[np.generic]]:
+        """Copies of K and V at these slots, [layers, slots, kv_heads, head_dim]; for tests and debugging."""
+        return self._stores[store].k[:, slots], self._stores[store].v[:, slots]
+
+    def fingerprint(self) -> dict[str, str]:
+        """Kernels, dtypes and model shapes: no CPU, no library, because bits depend on none."""
+        return fingerprint([m.architecture for m in self._models], kv_dtype=self._kv_dtype, quantises=self._quantises)
+
+    def device(self) -> dict[str, str]:
+        """What the speed depends on."""
+        return {"cpu": cpu_name(), "isa": self.isa, "threads": str(self._num_threads)}
+
+    def probes(self) -> list[KernelProbe]:
+        """Every row kernel of every model, attention and sampling included."""
+        probes = []
+        for model in self._models:
+            arch, layer = model.architecture, model.layer(0)
+            matrices = {name: getattr(layer, name) for name in ("q", "k", "v", "o", "gate", "up", "down")}
+            matrices["head"] = model.struct.head
+            probes += [KernelProbe(name, m.num_in, partial(self._linear, m)) for name, m in matrices.items()]
+            probes += [
+                KernelProbe("norm", arch.hidden_size, partial(self._probe_norm, layer, arch)),
+                KernelProbe("silu", 2 * arch.mlp_size, partial(self._probe_silu, arch)),
+                KernelProbe("attention", arch.num_heads * arch.head_dim, partial(self._probe_attention, model)),
+            ]
+        vocab_size = self.limits.vocab_size
+        probes.append(KernelProbe("logprob", vocab_size, self._probe_normalisers))
+        probes.append(KernelProbe("draw", vocab_size, self._probe_draw))
+        return probes
+
+    def _linear(self, matrix: native.Matrix, x: Float32) -> Float32:
+        y = np.empty((len(x), matrix.num_out), np.float32)
+        self._kernels.call("vs_linear", ctypes.byref(matrix), np.ascontiguousarray(x), len(x), y)
+        return y
+
+    def _probe_norm(self, layer: native.Layer, arch: Architecture, x: Float32) -> Float32:
+        y = np.empty_like(x)
+        self._kernels.call(
+            "vs_norm", np.ascontiguousarray(x), layer.attn_norm, len(x), arch.hidden_size, arch.norm_eps, y
+        )
+        return y
+
+    def _probe_silu(self, arch: Architecture, x: Float32) -> Float32:
+        y = np.empty((len(x), arch.mlp_size), np.float32)
+        self._kernels.call("vs_silu", np.ascontiguousarray(x), len(x), arch.mlp_size, y)
+        return y
+
+    def _probe_normalisers(self, x: Float32) -> Float32:
+        y = np.empty(len(x), np.float32)
+        self._kernels.call("vs_normalisers", np.ascontiguousarray(x), len(x), x.shape[1], y)
+        return y[:, None]
+
+    def _probe_draw(self, logits: Float32) -> NDArray[np.generic]:
+        builder = SamplingRowsBuilder()
+        params = SamplingParams(temperature=0.8, top_p=0.95, top_k=40, seed=1)
+        for _ in logits:
+            builder.add(
+                params, SampleKey(7, 0), t=5, history=History(frozenset(), {}, 0), path_ids=(), stopping_ids=(),
+                vocab_size=logits.shape[1],
+            )  # fmt: skip
+        rows = np.arange(len(logits), dtype=np.int32)
+        wanted = DrawWanted(rows, builder.build())
+        logits = np.ascontiguousarray(logits)
+        drawn = self._draw(wanted, rows, logits, np.ascontiguousarray(self._probe_normalisers(logits)[:, 0]))
+        return np.stack([drawn.token_ids.astype(np.float64), drawn.logprobs.astype(np.float64)], axis=1)
+
+    def _probe_attention(self, model: NativeModel, x: Float32) -> Float32:
+        """Attention of the first layer over scratch K/V, each row's context chosen by its own content."""
+        arch = model.architecture
+        num_slots = min(self.limits.num_slots, self.limits.context_len, max(_PROBED_LENGTHS))
+        lengths = [min(length, num_slots) for length in _PROBED_LENGTHS]
+        rng = np.random.default_rng(1)
+        store = _KVStore(arch, num_slots, self._kv_dtype, num_layers=1)
+        for part in (store.k, store.v):
+            real = part[:, NUM_RESERVED:, :, : arch.head_dim]
+            real[:] = rng.standard_normal(real.shape).astype(part.dtype)
+        table = rng.integers(NUM_RESERVED, num_slots + NUM_RESERVED, (3, num_slots)).astype(np.int32)
+        builder = RowsBuilder()
+        for row in x:
+            seed = int(np.frombuffer(row[:4].tobytes(), np.uint32).sum())
+            length, context = lengths[seed % len(lengths)], table[1 + seed % 2]
+            tail_len = min(length, seed % 3)
+            builder.add(
+                token_id=0,
+                position=length - 1,
+                slot=int(context[length - 1]),
+                seq_row=1 + seed % 2,
+                prefix_len=length - tail_len,
+                tail=tuple(context[length - tail_len : length].tolist()),
+            )
+        rows = builder.build(len(x))
+        names = ("token_ids", "positions", "slots", "seq_rows", "prefix_lens", "tails", "tail_lens")
+        arrays = {name: np.ascontiguousarray(getattr(rows, name), np.int32) for name in names}
+        struct = native.RowArrays(
+            num_rows=len(x), tail_width=rows.tails.shape[1], table_width=num_slots, table=native.address(table),
+            **{name: native.address(array) for name, array in arrays.items()},
+        )  # fmt: skip
+        out = np.empty((len(x), arch.num_heads * arch.head_dim), np.float32)
+        self._kernels.call(
+            "vs_attend", ctypes.byref(model.struct), ctypes.byref(struct), ctypes.byref(store.struct), 0,
+            np.ascontiguousarray(x), out,
+        )  # fmt: skip
+        return out
+
+    def close(self) -> None:
+        """End the threads; drop weights and stores."""
+        self._kernels.close()
+        self._models, self._stores = [], []
+
+
+class _KVStore:
+    """K and V of one model, [layers, slots, kv_heads, head_dim padded to 16 with zeros]."""
+
+    def __init__(self, arch: Architecture, num_slots: int, dtype: str, num_layers: int | None = None) -> None:
+        num_layers = arch.num_layers if num_layers is None else num_layers
+        shape = (num_layers, num_slots + NUM_RESERVED, arch.num_kv_heads, -(-arch.head_dim // LANES) * LANES)
+        self.k = np.zeros(shape, dtype)
+        self.v = np.zeros(shape, dtype)
+        self.struct = native.Store(native.address(self.k), native.address(self.v), num_slots + NUM_RESERVED)
+
+
+def fingerprint(
+    architectures: Sequence[Architecture], *, kv_dtype: str = "float16", quantises: Sequence[bool] = (False,)
+) -> dict[str, str]:
+    """The fingerprint of a backend with these models, which need not be loaded for it."""
+    shapes = "\n".join(map(str, architectures))
+    return {
+        "backend": "native",
+        "kernels": KERNELS,
+        "weights": "q8" if any(quantises) else "as stored",
+        "activations": "8-bit in blocks of 32 for quantised weights, else float32",
+        "kv_dtype": kv_dtype,
+        "shapes": hashlib.sha256(shapes.encode()).hexdigest()[:16],
+    }
+
+
+def _sampling(rows: SamplingRows) -> tuple[native.Sampling, list[NDArray[np.generic]]]:
+    """The structure, and the arrays it points to."""
+    names = [field[0] for field in native.Sampling._fields_[3:]]
+    arrays = [np.ascontiguousarray(getattr(rows, name)) for name in names]
+    struct = native.Sampling(
+        num_rows=len(rows),
+        num_penalties=len(rows.penalty_rows),
+        num_bias=len(rows.bias_rows),
+        **dict(zip(names, map(native.address, arrays), strict=True)),
+    )
+    return struct, [*arrays]

@@ -1,0 +1,123 @@
+"""One model's weights in the native layout, and the structures that point to them.
+
+The arrays live here; the structures hold their addresses, so neither may outlive this object.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from verispec.backends import native_library as native
+from verispec.backends.elementary import sin_cos
+from verispec.backends.native_pack import BLOCK, PackedMatrix, has_bad_scales, pack, to_q8
+from verispec.backends.numpy_model import Reader
+from verispec.errors import InputError
+from verispec.model.architecture import Architecture, inverse_frequencies
+from verispec.model.blocks import StoredTensor
+
+Float32 = NDArray[np.float32]
+_MAX_HEAD_DIM = 512  # the kernels' buffer for one head
+_MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredModel:
+    """What the native backend needs of a checkpoint: float32 tensors, and matrices as the files have them.
+
+    Without `stored` the matrices are float32 too. With `quantises` float matrices become Q8_0 at load.
+    """
+
+    architecture: Architecture
+    read: Reader
+    stored: Callable[[str], StoredTensor] | None = None
+    quantises: bool = False
+
+    def matrix(self, name: str) -> PackedMatrix:
+        """A matrix in the layout of the kernels; the error for one that is not finite names the value."""
+        stored = self._stored(name)
+        packed = pack(stored)
+        if has_bad_scales(packed, stored):
+            self.read(name)
+            raise InputError(f"tensor {name} holds values that are not finite")
+        return packed
+
+    def _stored(self, name: str) -> StoredTensor:
+        found = None if self.stored is None else self.stored(name)
+        if self.quantises and (found is None or found.type_name in ("F32", "F16", "BF16")):
+            values = self.read(name)
+            if values.shape[1] % BLOCK == 0:
+                return to_q8(values)
+        if found is None:
+            return StoredTensor("F32", np.ascontiguousarray(self.read(name)).view(np.uint8))
+        return found
+
+
+class NativeModel:
+    """Weights, and `struct`, the kernels' view of them."""
+
+    def __init__(self, model: StoredModel, *, context_len: int, kv_is_half: bool) -> None:
+        arch = model.architecture
+        if arch.head_dim > _MAX_HEAD_DIM:
+            raise InputError(f"the native backend takes heads of at most {_MAX_HEAD_DIM} values, not {arch.head_dim}")
+        self.architecture = arch
+        self._arrays: list[NDArray[np.generic]] = []  # what the structures point to
+        self._layers = (native.Layer * arch.num_layers)()
+        for i in range(arch.num_layers):
+            self._fill_layer(self._layers[i], model, i)
+        head = self._matrix(model.matrix("embed" if arch.tied_head else "head"))
+        self.struct = native.Model(
+            num_layers=arch.num_layers,
+            hidden=arch.hidden_size,
+            num_heads=arch.num_heads,
+            num_kv_heads=arch.num_kv_heads,
+            head_dim=arch.head_dim,
+            mlp=arch.mlp_size,
+            vocab=arch.vocab_size,
+            kv_is_half=kv_is_half,
+            norm_eps=arch.norm_eps,
+            layers=ctypes.cast(self._layers, ctypes.POINTER(native.Layer)),
+            final_norm=self._floats(model.read("final_norm")),
+            head=head,
+            embed=head if arch.tied_head else self._matrix(model.matrix("embed")),
+            cos_sin=self._floats(_rope_table(arch, context_len)),
+        )
+        self.nbytes = sum(array.nbytes for array in self._arrays)
+
+    def layer(self, index: int) -> native.Layer:
+        """One layer's weights."""
+        return self._layers[index]
+
+    def _fill_layer(self, layer: native.Layer, model: StoredModel, index: int) -> None:
+        arch = model.architecture
+
+        def read(name: str) -> Float32:
+            return model.read(f"layers.{index}.{name}")
+
+        for name in _MATRICES:
+            setattr(layer, name, self._matrix(model.matrix(f"layers.{index}.{name}")))
+        layer.attn_norm, layer.mlp_norm = self._floats(read("attn_norm")), self._floats(read("mlp_norm"))
+        if arch.qkv_bias:
+            layer.qkv_bias = self._floats(np.concatenate([read(f"{n}_bias") for n in "qkv"]))
+        if arch.qk_norm:
+            layer.q_norm, layer.k_norm = self._floats(read("q_norm")), self._floats(read("k_norm"))
+
+    def _matrix(self, packed: PackedMatrix) -> native.Matrix:
+        self._arrays.append(packed.data)
+        return native.Matrix(packed.format, packed.num_out, packed.num_in, native.address(packed.data))
+
+    def _floats(self, values: Float32) -> int:
+        array = np.ascontiguousarray(values, np.float32)
+        self._arrays.append(array)
+        return native.address(array)
+
+
+def _rope_table(arch: Architecture, context_len: int) -> Float32:
+    """[context, head_dim]: cosines of each position, then sines."""
+    angles = np.arange(context_len, dtype=np.float64)[:, None] * inverse_frequencies(arch).astype(np.float64)
+    sine, cosine = sin_cos(angles)
+    return np.concatenate([cosine, sine], axis=1).astype(np.float32)
