@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 HF_BIN := .venv-hf/bin
 
-.PHONY: help run test test-hf test-long native native-asan lint goldens model setup clean
+.PHONY: help run test test-hf test-long native native-asan native-aarch64 native-digests lint goldens model setup clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -15,7 +15,7 @@ run: setup ## Install, fetch the default model once, and stream an answer (PROMP
 	@$(BIN)/verispec generate --model "$(MODEL)" -- "$(PROMPT)"
 
 test: setup model lint ## The whole test suite
-	$(BIN)/pytest -m "not hf and not long"
+	$(BIN)/pytest -n auto --dist loadfile -m "not hf and not long"
 
 test-hf: $(HF_BIN)/.installed model ## Compare with torch and transformers (installs them into .venv-hf)
 	$(HF_BIN)/pytest -m hf tests/hf
@@ -32,6 +32,14 @@ native-asan: setup ## The kernel tests under the address and undefined-behaviour
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 VERISPEC_TEST_KERNELS=build/native-asan.so \
 	  $(BIN)/pytest -p no:cacheprovider tests/backends/test_native_kernels.py tests/backends/test_conformance.py -k "native"
 
+native-aarch64: setup ## The kernels for aarch64 under qemu against this machine's (needs g++-aarch64-linux-gnu, qemu-user)
+	$(BIN)/python native/build.py --selftest build/selftest
+	CXX=aarch64-linux-gnu-g++ $(BIN)/python native/build.py --selftest --portable build/selftest-aarch64
+	build/selftest > build/selftest.here
+	build/selftest portable 1 | diff build/selftest.here -
+	qemu-aarch64 build/selftest-aarch64 | diff build/selftest.here -
+	@echo "aarch64 and this machine agree, bit for bit, on $$(wc -l < build/selftest.here) kernels"
+
 lint: setup ## Style and types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -40,6 +48,9 @@ lint: setup ## Style and types
 goldens: $(HF_BIN)/.installed model ## Make the committed reference values again
 	$(HF_BIN)/python tests/goldens/make_logit_goldens.py
 	$(HF_BIN)/python tests/goldens/make_smollm2_goldens.py
+
+native-digests: setup model ## Make the committed digests of the native backend again: only when its kernels change bits
+	$(BIN)/python -m tests.backends.test_native_digests
 
 model: setup ## Fetch the default model into the user's cache
 	@$(BIN)/verispec models pull smollm2-135m

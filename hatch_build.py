@@ -1,4 +1,4 @@
-"""Builds the native kernels while verispec is installed. Without a working C++ compiler the install goes on without them."""
+"""Builds the native kernels when verispec is installed. Without a working C++ compiler it is installed without them."""
 
 from __future__ import annotations
 

@@ -14,19 +14,10 @@ import platform
 import statistics
 import time
 
+from workload import SENTENCES
+
 from verispec import LLM, SamplingParams
 from verispec.backends.blas import blas_name, cpu_name
-
-SENTENCES = [
-    "The harbour was quiet in the early morning, and only a few gulls circled above the boats.",
-    "Maria counted the crates twice, wrote the number into her book, and waited for the captain.",
-    "He arrived late, as always, with an excuse about the weather and a bag of oranges.",
-    "They talked about the price of fish, the new lighthouse, and the letter from the city.",
-    "In the afternoon the wind turned, and the whole bay was covered with small white waves.",
-    "A child on the pier tried to catch the reflections with a net made of old curtains.",
-    "Nobody noticed the stranger who sat by the wall and drew the ships one after another.",
-    "When the bell rang from the church on the hill, everyone looked up and went home.",
-]
 
 
 def prompts(llm: LLM, kind: str, count: int, length: int) -> list[list[int]]:

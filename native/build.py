@@ -1,6 +1,6 @@
 """Builds the native kernels into one shared library with the C++ compiler at hand. Standard library only.
 
-    python native/build.py [--sanitize] [--portable] OUTPUT
+    python native/build.py [--sanitize] [--portable] [--selftest] OUTPUT
 
 One object per instruction set the compiler knows, and one for the interface; the library picks at run time. Contraction
 into fused multiply-add is off: it would change bits from CPU to CPU.
@@ -38,10 +38,20 @@ def compiler() -> str:
     raise BuildError("no C++ compiler was found (c++, g++, clang++, or the one that CXX names)")
 
 
-def build(output: Path, *, sanitize: bool = False, portable: bool = False) -> list[str]:
-    """Compile and link; returns the instruction sets inside. The library appears whole or not at all."""
+def build(
+    output: Path,
+    *,
+    sanitize: bool = False,
+    portable: bool = False,
+    selftest: bool = False,
+    extra: tuple[str, ...] = (),
+) -> list[str]:
+    """Compile and link; returns the instruction sets inside. The library appears whole or not at all.
+
+    With `selftest` it is a program that prints a hash per kernel instead.
+    """
     command = compiler().split()
-    flags = FLAGS + (SANITIZE if sanitize else [])
+    flags = FLAGS + (SANITIZE if sanitize else []) + [*extra]
     is_x86 = platform.machine().lower() in ("x86_64", "amd64")
     sets = {"portable": [], **(X86_SETS if is_x86 and not portable else {})}
     with tempfile.TemporaryDirectory() as folder:
@@ -49,7 +59,9 @@ def build(output: Path, *, sanitize: bool = False, portable: bool = False) -> li
         for name, options in sets.items():
             target = Path(folder) / f"{name}.o"
             try:
-                _run([*command, *flags, *options, f"-DVS_ISA={name}", "-c", str(HERE / "kernels.cpp"), "-o", str(target)])
+                _run(
+                    [*command, *flags, *options, f"-DVS_ISA={name}", "-c", str(HERE / "kernels.cpp"), "-o", str(target)]
+                )
             except BuildError:
                 if name == "portable":
                     raise
@@ -60,7 +72,8 @@ def build(output: Path, *, sanitize: bool = False, portable: bool = False) -> li
         known = [f"-DVS_HAS_{name.upper()}" for name in built if name != "portable"]
         _run([*command, *flags, *known, "-c", str(HERE / "api.cpp"), "-o", str(interface)])
         library = Path(folder) / "library.so"
-        _run([*command, *flags, "-shared", *objects, str(interface), "-o", str(library)])
+        link = ["-static", str(HERE / "selftest.cpp")] if selftest else ["-shared"]
+        _run([*command, *flags, *link, *objects, str(interface), "-o", str(library)])
         output.parent.mkdir(parents=True, exist_ok=True)
         partial = output.with_suffix(".partial")
         shutil.copy(library, partial)
@@ -69,7 +82,7 @@ def build(output: Path, *, sanitize: bool = False, portable: bool = False) -> li
 
 
 def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)  # noqa: S603
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200])
         raise BuildError(f"{command[0]} failed: {first}")
@@ -80,9 +93,10 @@ def main() -> None:
     parser.add_argument("output", type=Path)
     parser.add_argument("--sanitize", action="store_true", help="with the address and undefined-behaviour sanitizers")
     parser.add_argument("--portable", action="store_true", help="only the portable kernels")
+    parser.add_argument("--selftest", action="store_true", help="a program that prints a hash per kernel")
     options = parser.parse_args()
     try:
-        built = build(options.output, sanitize=options.sanitize, portable=options.portable)
+        built = build(options.output, sanitize=options.sanitize, portable=options.portable, selftest=options.selftest)
     except BuildError as error:
         sys.exit(f"native kernels were not built: {error}")
     print(f"{options.output}: {', '.join(built)}")

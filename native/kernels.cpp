@@ -137,7 +137,7 @@ static inline Floats load_scales(const uint8_t* p, bool wide, int part) {
 }
 
 template <int F, int R>
-static void quantised_tile(const uint8_t* w, int num_blocks, const Input& in, int stride, int row, float* out,
+static void quantised_tile(const uint8_t* weights, int num_blocks, const Input& in, int stride, int row, float* out,
                            int part) {
   constexpr bool is_q4 = F == kQ4 || F == kQ4Affine || F == kQ4AffineWide;
   constexpr bool wide = F == kQ4AffineWide || F == kQ8Wide || F == kQ8AffineWide || F == kQ8Halves;
@@ -146,7 +146,13 @@ static void quantised_tile(const uint8_t* w, int num_blocks, const Input& in, in
   const size_t step = block_nbytes(F);
   Floats acc[R];
   for (int r = 0; r < R; ++r) acc[r] = zero();
-  for (int b = 0; b < num_blocks; ++b, w += step) {
+  for (int step_index = 0; step_index < num_blocks; ++step_index) {
+#if defined(VS_SABOTAGE)  // for the tests' control: the order depends on how many rows are computed together
+    const int b = R > 1 ? num_blocks - 1 - step_index : step_index;
+#else
+    const int b = step_index;
+#endif
+    const uint8_t* w = weights + size_t(b) * step;
     const int8_t *high[R], *low[R];
     int32_t sums[R];
     float scales[R];

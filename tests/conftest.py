@@ -1,11 +1,13 @@
 """Options and fixtures that more than one folder of tests needs."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support import scale
+from verispec.backends import native_library
 from verispec.llm import LLM
 from verispec.model import hub
 
@@ -16,6 +18,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     scale.configure(config.getoption("--times"))
+    if kernels := os.environ.get("VERISPEC_TEST_KERNELS"):  # another build of them: `make native-asan`
+        native_library.PATH = Path(kernels).resolve()
 
 
 @pytest.fixture(scope="session")

@@ -247,7 +247,9 @@ def test_on_another_profile_the_tokens_decide(
     from verispec.backends import native_backend
 
     real = native_backend.fingerprint
-    monkeypatch.setattr(native_backend, "fingerprint", lambda models, **how: {**real(models, **how), "cpu": "an abacus"})
+    monkeypatch.setattr(
+        native_backend, "fingerprint", lambda models, **how: {**real(models, **how), "cpu": "an abacus"}
+    )
     done = bare_cli("replay", str(receipt), "-m", tiny)
     assert done.code == 0
     verdict, profile = done.out.splitlines()

@@ -468,7 +468,7 @@ def test_a_window_opens_behind_the_prompt_so_that_its_first_token_comes_at_once(
 
 @pytest.mark.parametrize("case", ONE_LEFT)
 def test_requests_without_determinism_never_open_windows(case: str) -> None:
-    """BUG in src (see the report): the same, and a window that is cut then stays with a sequence of fast passes."""
+    """One that was cut would stay with a sequence of fast passes, and end the step with KeyError: it did once."""
     params = replace(SAMPLED, max_tokens=20, temperature=0.2, deterministic=False)
     watched, request_id = with_one_token_left(case, params)
     stats = watched.finish()[request_id].stats

@@ -212,11 +212,7 @@ class EngineMachine(RuleBasedStateMachine):
         return alone(request, max_len=MAX_LEN, nan_token=self.nan_token)
 
     @precondition(lambda self: len(self.engine._live) < 8)
-    @rule(
-        orders=st.lists(
-            st.tuples(st.integers(0, len(MENU) - 1), st.sampled_from(NAMES)), min_size=1, max_size=3
-        )
-    )
+    @rule(orders=st.lists(st.tuples(st.integers(0, len(MENU) - 1), st.sampled_from(NAMES)), min_size=1, max_size=3))
     def add(self, orders: list[tuple[int, str]]) -> None:
         for index, drafter in orders:
             request, first = MENU[index], self.engine._next_sequence_id

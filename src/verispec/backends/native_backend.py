@@ -42,7 +42,7 @@ from verispec.types import SamplingParams
 KERNELS = "1"  # raised when a kernel changes bits
 KV_DTYPES = ("float16", "float32")
 # Every shape up to 64, then steps: rows are pure at all of them, and the audit shows it.
-SHAPES = (*range(1, 65), *range(72, 257, 8))
+SHAPES = (*range(1, 65), *range(80, 129, 16), *range(160, 257, 32))
 _PROBED_LENGTHS = (1, 15, 17, 200)
 
 Float32 = NDArray[np.float32]

@@ -106,19 +106,19 @@ _SIGNATURES = {
 }
 
 
-def why_missing(path: Path = PATH) -> str | None:
+def why_missing() -> str | None:
     """Why there are no native kernels, in a few words; None if there are."""
-    if not path.is_file():
+    if not PATH.is_file():
         return "it was not built (was there a C++ compiler when verispec was installed?)"
     try:
-        load(path)
+        load(PATH)
     except (OSError, AttributeError, InputError) as error:
         return f"it cannot be loaded: {error}"
     return None
 
 
 @functools.cache
-def load(path: Path = PATH) -> ctypes.CDLL:
+def load(path: Path) -> ctypes.CDLL:
     """The library, with its signatures. Calls release the interpreter's lock."""
     library = ctypes.CDLL(str(path))
     if library.vs_abi() != ABI:
@@ -139,8 +139,8 @@ def address(array: NDArray[np.generic]) -> int:
 class Kernels:
     """One set of threads with the kernels of one instruction set ("": the best this CPU has)."""
 
-    def __init__(self, num_threads: int, isa: str = "", path: Path = PATH) -> None:
-        self._library = load(path)
+    def __init__(self, num_threads: int, isa: str = "", path: Path | None = None) -> None:
+        self._library = load(path or PATH)
         self._handle = self._library.vs_create(isa.encode(), num_threads)
         if not self._handle:
             raise InputError(f"this CPU, or this build, has no {isa} kernels")

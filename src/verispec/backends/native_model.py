@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verispec.backends import native_library as native
-from verispec.backends.elementary import sin_cos
 from verispec.backends.native_pack import BLOCK, PackedMatrix, has_bad_scales, pack, to_q8
 from verispec.backends.numpy_model import Reader
 from verispec.errors import InputError
 from verispec.model.architecture import Architecture, inverse_frequencies
 from verispec.model.blocks import StoredTensor
+from verispec.model.elementary import sin_cos
 
 Float32 = NDArray[np.float32]
 _MAX_HEAD_DIM = 512  # the kernels' buffer for one head
@@ -111,7 +111,7 @@ class NativeModel:
         return native.Matrix(packed.format, packed.num_out, packed.num_in, native.address(packed.data))
 
     def _floats(self, values: Float32) -> int:
-        array = np.ascontiguousarray(values, np.float32)
+        array = np.array(values, np.float32, order="C")  # a copy: a view would keep the whole file mapped
         self._arrays.append(array)
         return native.address(array)
 

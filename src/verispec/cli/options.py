@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from verispec.cli import terminal
 from verispec.errors import InputError
 
 if TYPE_CHECKING:
@@ -176,8 +177,21 @@ def load_llm(given: Mapping[str, Any], *, quiet: bool = False, **more: Any) -> L
     from verispec.llm import LLM
 
     chosen = {name: given[name] for name in _LOADING if name in given}
+    if not quiet:
+        _note_backend(chosen)
     with naming_flags(), LoadingDisplay(quiet=quiet) as display:
         return LLM(progress=display.update, **chosen, **more)
+
+
+def _note_backend(chosen: Mapping[str, Any]) -> None:
+    """Say what a user would want to know of the backend: that the fast one is missing, that weights are changed."""
+    from verispec.backends.select import QUANTISED, what_is_lost
+
+    lost = what_is_lost() if chosen.get("backend") is None else None
+    if lost is not None:
+        terminal.note(lost)
+    if chosen.get("weights") == QUANTISED:
+        terminal.note("float weights are quantised to 8 bits at load; the profile says so")
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
-from verispec.engine.planner import Load, Planner
+from verispec.engine.planner import NO_LOAD, Load, Planner
 from verispec.engine.sequence import Sequence
 from verispec.spec.drafter import DrafterSet, Offer
 
@@ -78,7 +78,8 @@ class Assigner:
             without, offers, _exact_load(exact, num_rows, actions), _fast_load(exact, fast, actions)
         )
         decided = [s for s in without if s.sequence_id not in actions]
-        actions |= self._drafts(decided, offers, _exact_load(exact, num_rows, actions), canonical=True)
+        beside = _fast_load(exact, fast, actions)
+        actions |= self._drafts(decided, offers, _exact_load(exact, num_rows, actions), canonical=True, beside=beside)
         free = [s for s in fast if _completes(s, num_rows)]
         offers = {s.sequence_id: self.drafters.offers(s, self.limit(s)) for s in free}
         actions |= self._drafts(free, offers, _fast_load(exact, fast, actions), canonical=False)
@@ -131,17 +132,18 @@ class Assigner:
     ) -> dict[int, Action]:
         """Windows to open: for those who ask for nothing else, and for those who leave the choice if it is the best.
 
-        A prompt's last rows run canonically, so a window opens behind a prompt that has its K/V.
+        A prompt's last row runs canonically, so that its first token comes at once.
         """
-        candidates = [s for s in sequences if s.num_pending == 1 and s.params.deterministic]
+        candidates = [s for s in sequences if s.num_pending == 1 and s.output and s.params.deterministic]
         windows = {s.sequence_id: found for s in candidates if (found := _window_offer(offers[s.sequence_id]))}
         bound = {i for i in windows if all(o.by_decoding for o in offers[i].values())}
         free = [s for s in candidates if s.sequence_id in windows and s.sequence_id not in bound]
+        for s in candidates:
+            if s.sequence_id in bound:  # its row will be a fast one
+                exact, fast = exact.plus(-1, s.committed_len), fast.plus(1, s.committed_len)
         if free:
             drafts = [_draft_offer(offers[s.sequence_id])[1] for s in free]
-            choice = self.planner.choose(
-                drafts, [windows[s.sequence_id][1] for s in free], exact=exact, fast=fast.plus(len(bound), 0)
-            )
+            choice = self.planner.choose(drafts, [windows[s.sequence_id][1] for s in free], exact=exact, fast=fast)
             for s in free:
                 s.stats.chosen_because = choice.reason
             bound |= {s.sequence_id for s in free if choice.by_decoding}
@@ -154,10 +156,11 @@ class Assigner:
         load: Load,
         *,
         canonical: bool,
+        beside: Load = NO_LOAD,
     ) -> dict[int, Action]:
         """Drafts that are verified in this step."""
         best = [_draft_offer(offers[s.sequence_id]) for s in sequences]
-        granted = self.planner.quotas([offer for _, offer in best], load, canonical=canonical)
+        granted = self.planner.quotas([offer for _, offer in best], load, canonical=canonical, beside=beside)
         for s, (_, offer), quota in zip(sequences, best, granted, strict=True):
             if not quota and (self.limit(s) or not s.stats.no_draft_reason):
                 s.stats.no_draft_reason = offer.reason or _NOT_WORTH_IT

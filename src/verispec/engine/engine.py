@@ -216,13 +216,14 @@ class Engine:
         if sequence.finish_reason is not None:
             sequence.stats.finish_time = now
             self._drafters.forget(sequence)
-            self._ended_totals.add(sequence.stats, len(sequence.output))
             samples = self._live[sequence.request_id]
             samples.remove(sequence)
             if not samples:
                 del self._live[sequence.request_id]
         event = sequence.take_event()
         sequence.stats.record_commit(now, len(event.logprobs))
+        if sequence.finish_reason is not None:
+            self._ended_totals.add(sequence.stats, len(sequence.output))
         return event
 
     def validate(self, request: Request) -> None:

@@ -7,8 +7,9 @@ what is committed, only when.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 from verispec.backends.cost import CostTable
@@ -30,6 +31,10 @@ class Load(NamedTuple):
         return Load(self.num_rows + num_rows, self.context_tokens + round(num_rows * context_len))
 
 
+NO_LOAD = Load()
+_LONG = 1 << 40  # context tokens: a cost is linear in them, so two points compare two costs
+
+
 class Choice(NamedTuple):
     """Whether to draft by regular decoding, and the prediction that decided it."""
 
@@ -43,6 +48,7 @@ class Planner:
 
     family: tuple[int, ...]
     cost: CostTable
+    _candidates: dict[int, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def joins(self, exact: Load, fast: Load) -> bool:
         """Whether one canonical pass for all rows is cheaper than a canonical and a fast one."""
@@ -51,11 +57,14 @@ class Planner:
         apart = self._exact_seconds(exact) + self._fast_seconds(fast)
         return self._exact_seconds(exact.joined(fast)) < apart
 
-    def quotas(self, offers: Sequence[Offer], load: Load, *, canonical: bool) -> list[int]:
-        """Nodes granted to each offer beside the rows that run anyway. One committed token per offer is sure."""
-        nodes, best_count = self._best_fill(offers, load, self._shapes(canonical))[:2]
+    def quotas(self, offers: Sequence[Offer], load: Load, *, canonical: bool, beside: Load = NO_LOAD) -> list[int]:
+        """Nodes granted to each offer with the rows `load` that run anyway. One committed token per offer is sure.
+
+        `beside` are the rows of the step's other pass, which may be joined to this one.
+        """
+        nodes, count, _ = self._best_fill(offers, load, beside, canonical=canonical)
         quotas = [0] * len(offers)
-        for i in nodes[:best_count]:
+        for i in nodes[:count]:
             quotas[i] += 1
         return quotas
 
@@ -69,13 +78,13 @@ class Planner:
         context_len = exact.context_tokens / max(1, exact.num_rows)
         others = Load(exact.num_rows - count, exact.context_tokens - round(count * context_len))
         other_tokens = fast.num_rows
-        num_nodes, tokens = self._best_fill(drafts, exact, self.family)[1:]
+        num_nodes, tokens = self._best_fill(drafts, exact, fast, canonical=True)[1:]
         plain_rate = (tokens + other_tokens) / self._step_seconds(exact.plus(num_nodes, context_len), fast)
         window_tokens = sum(_expected_tokens(w) / w.max_nodes for w in windows)
         replay_seconds = count * self._replay_seconds_per_row(count * max(w.max_nodes for w in windows), context_len)
         window_seconds = self._step_seconds(others, fast.plus(count, context_len)) + replay_seconds
         window_rate = (window_tokens + other_tokens) / window_seconds
-        reason = f"canonical passes predicted {plain_rate:.1f} tokens a second, replays {window_rate:.1f}"
+        reason = f"canonical passes predicted {plain_rate:.3g} tokens a second, replays {window_rate:.3g}"
         return Choice(window_rate > plain_rate, reason)
 
     def num_partial(self, lengths: Sequence[int], load: Load) -> int:
@@ -100,7 +109,9 @@ class Planner:
         """Rows that cost nothing more beside so many: those up to the end of the shape that the pass will have."""
         return self.cost.cheapest(m for m in self.family if m >= num_rows) - num_rows if num_rows else 0
 
-    def _best_fill(self, offers: Sequence[Offer], load: Load, shapes: Iterable[int]) -> tuple[list[int], int, float]:
+    def _best_fill(
+        self, offers: Sequence[Offer], load: Load, beside: Load, *, canonical: bool
+    ) -> tuple[list[int], int, float]:
         """Offers' nodes by their worth, how many of them to take, and the tokens of a pass with those."""
         ranked = sorted(
             ((o.acceptance**depth, i) for i, o in enumerate(offers) for depth in range(1, o.max_nodes + 1)),
@@ -109,17 +120,22 @@ class Planner:
         if not ranked:
             return [], 0, float(len(offers))
         context_len = load.context_tokens / load.num_rows if load.num_rows else 0.0
+        worth = list(accumulate((value for value, _ in ranked), initial=0.0))
         best_count, best_tokens, best_seconds = 0, 0.0, 1.0
-        for shape in (m for m in shapes if m >= load.num_rows):
-            count = min(shape - load.num_rows, len(ranked))
-            tokens = len(offers) + sum(value for value, _ in ranked[:count])
-            seconds = self.cost.seconds(shape, load.plus(count, context_len).context_tokens)
-            if tokens * best_seconds > best_tokens * seconds:
+        for count in self._fills(load, beside, len(ranked), canonical=canonical):
+            tokens = len(offers) + worth[count]
+            filled = load.plus(count, context_len)
+            seconds = self._step_seconds(filled, beside) if canonical else self._fast_seconds(filled)
+            if (tokens + beside.num_rows) * best_seconds > (best_tokens + beside.num_rows) * seconds:
                 best_count, best_tokens, best_seconds = count, tokens, seconds
         return [i for _, i in ranked], best_count, best_tokens
 
-    def _shapes(self, canonical: bool) -> tuple[int, ...]:
-        return self.family if canonical else self.family or self.cost.shapes
+    def _fills(self, load: Load, beside: Load, most: int, *, canonical: bool) -> list[int]:
+        """Numbers of nodes worth a look: none, and those that fill a shape, with or without the rows beside."""
+        shapes = self.family if canonical else self.family or self.cost.shapes
+        taken = {load.num_rows, load.num_rows + beside.num_rows}
+        rooms = {min(most, shape - rows) for shape in shapes for rows in taken if shape >= rows}
+        return sorted({0, *rooms}) if any(shape >= load.num_rows for shape in shapes) else [0]
 
     def _step_seconds(self, exact: Load, fast: Load) -> float:
         """What a step with these rows takes, in one pass or two."""
@@ -130,7 +146,18 @@ class Planner:
     def _exact_seconds(self, load: Load) -> float:
         if not load.num_rows:
             return 0.0
-        return min(self.cost.seconds(m, load.context_tokens) for m in self.family if m >= load.num_rows)
+        return min(self.cost.seconds(m, load.context_tokens) for m in self._cheap_shapes(load.num_rows))
+
+    def _cheap_shapes(self, num_rows: int) -> tuple[int, ...]:
+        """Canonical shapes for so many rows, without those that a smaller one beats whatever the context is."""
+        if num_rows not in self._candidates:
+            kept: list[int] = []
+            for m in (m for m in self.family if m >= num_rows):
+                at_most = [(self.cost.seconds(k, 0), self.cost.seconds(k, _LONG)) for k in kept]
+                if not any(a <= self.cost.seconds(m, 0) and b <= self.cost.seconds(m, _LONG) for a, b in at_most):
+                    kept.append(m)
+            self._candidates[num_rows] = tuple(kept)
+        return self._candidates[num_rows]
 
     def _fast_seconds(self, load: Load) -> float:
         if not load.num_rows:

@@ -159,7 +159,7 @@ class Sequence:
         """Remember what a replay found, and close the window or cut its front; returns the tokens it confirmed."""
         confirmed, num_committed = window.num_confirmed(verdict), len(verdict.path) + 1
         dropped = window.token_ids[confirmed:] if confirmed < num_committed else []
-        self.stats.replays += 1
+        self.stats.replays += bool(window.token_ids)
         self.stats.mismatches += bool(dropped)
         self.stats.recomputed += len(dropped)
         self.stats.accepted += confirmed

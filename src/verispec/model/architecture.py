@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from verispec.errors import InputError
+from verispec.model.elementary import power
 
 Family: TypeAlias = Literal["llama", "mistral", "qwen2", "qwen3"]
 FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3")
@@ -133,8 +134,8 @@ class Architecture:
 def inverse_frequencies(arch: Architecture) -> npt.NDArray[np.float32]:
     """The angle per position of each rotary pair, in the float32 steps of Hugging Face transformers."""
     exponents = np.arange(0, arch.head_dim, 2, dtype=np.float32) / np.float32(arch.head_dim)  # [head_dim / 2]
-    # math.pow, not np.power: numpy's version depends on the CPU's vector unit, and this must not.
-    powers = np.array([math.pow(arch.rope.theta, float(x)) for x in exponents], dtype=np.float32)
+    # Our own power: numpy's depends on the CPU's vector unit, libm's on the C library, and this must on neither.
+    powers = np.array([power(arch.rope.theta, float(x)) for x in exponents], dtype=np.float32)
     plain: npt.NDArray[np.float32] = np.float32(1) / powers  # [head_dim / 2]
     match arch.rope.scaling:
         case None:

@@ -90,12 +90,15 @@ class DrafterSet:
             if verdict is not None and p.window:
                 draft, verdict = _with_last_position(p, verdict)
             if verdict is not None and len(draft):
-                self._guarded(p.drafter, None, partial(self._drafters[p.drafter].observe, p.sequence, draft, verdict))
+                self._guarded(p.drafter, None, partial(self._observe, p, draft, verdict))
 
     def forget(self, sequence: SequenceView) -> None:
         """The sequence has ended."""
         for name in self._members(sequence):
             self._guarded(name, None, partial(self._drafters[name].forget, sequence.sequence_id))
+
+    def _observe(self, plan: SequencePlan, draft: Draft, verdict: Verdict) -> None:
+        self._drafters[plan.drafter].observe(plan.sequence, draft, verdict)
 
     def _members(self, sequence: SequenceView) -> tuple[str, ...]:
         return tuple(self._drafters) if sequence.drafter == AUTO else (sequence.drafter,)
