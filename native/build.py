@@ -89,6 +89,7 @@ def _run(command: list[str]) -> None:
 
 
 def main() -> None:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path)
     parser.add_argument("--sanitize", action="store_true", help="with the address and undefined-behaviour sanitizers")

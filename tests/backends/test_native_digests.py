@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.backends.test_native_kernels import ISAS
+from tests.support.native import ISAS
 from verispec.backends.native_backend import KERNELS, NativeBackend
 from verispec.backends.native_model import StoredModel
 from verispec.config import EngineConfig

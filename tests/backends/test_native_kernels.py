@@ -8,7 +8,6 @@ computed together.
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import itertools
 from pathlib import Path
 
@@ -16,9 +15,10 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, quants
 
+from tests.support.native import ISAS, smollm2_backend
 from verispec.backends import native_library as native
 from verispec.backends.audit import audit
-from verispec.backends.native_backend import NativeBackend, _sampling
+from verispec.backends.native_backend import _sampling
 from verispec.backends.native_model import StoredModel
 from verispec.backends.native_pack import pack, to_q8
 from verispec.errors import InputError, ModelFileError, UnsupportedModelError
@@ -29,24 +29,9 @@ from verispec.sampling.noise import gumbel_f32
 from verispec.sampling.rows import History, SampleKey, SamplingRows, SamplingRowsBuilder
 from verispec.types import SamplingParams
 
-ROOT = Path(__file__).parents[2]
 EXACT_TYPES = ("F32", "F16", "BF16")
 TYPES = (*EXACT_TYPES, "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 SHAPES = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 31, 64)
-
-
-def available() -> list[str]:
-    names = []
-    for isa in ("portable", "avx2", "avx512"):
-        try:
-            native.Kernels(1, isa).close()
-        except InputError:
-            continue
-        names.append(isa)
-    return names
-
-
-ISAS = available()
 
 
 def stored(type_name: str, num_out: int, num_in: int, seed: int = 0) -> StoredTensor:
@@ -261,19 +246,6 @@ def test_sampling_bits_are_the_same_on_every_instruction_set() -> None:
     assert len(results) == 1
 
 
-@pytest.fixture(scope="module")
-def sabotaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A library whose order of blocks depends on how many rows are computed together."""
-    spec = importlib.util.spec_from_file_location("native_build", ROOT / "native" / "build.py")
-    assert spec is not None
-    assert spec.loader is not None
-    build = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(build)
-    path = tmp_path_factory.mktemp("native") / "sabotaged.so"
-    assert build.build(path, portable=True, extra=("-DVS_SABOTAGE", "-O1")) == ["portable"]
-    return path
-
-
 def test_control_reversed_blocks_are_noticed(sabotaged: Path) -> None:
     tensor = stored("Q4_1", 64, 512)
     x = np.random.default_rng(2).standard_normal((8, 512)).astype(np.float32)
@@ -281,14 +253,6 @@ def test_control_reversed_blocks_are_noticed(sabotaged: Path) -> None:
     assert good(x).tobytes() == b"".join(good(row[None]).tobytes() for row in x)
     assert bad(x).tobytes() != b"".join(bad(row[None]).tobytes() for row in x)
     assert bad(x[:1]).tobytes() == good(x[:1]).tobytes()
-
-
-def smollm2_backend(path: Path, isa: str = "", threads: int = 2) -> NativeBackend:
-    from verispec.model import open_checkpoint
-
-    with open_checkpoint(path) as checkpoint:
-        model = StoredModel(checkpoint.architecture, checkpoint.tensor, checkpoint.stored)
-        return NativeBackend([model], num_slots=512, num_seq_rows=8, isa=isa, threads=threads)
 
 
 def test_control_the_audit_refuses_the_sabotaged_library(

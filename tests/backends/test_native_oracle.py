@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.backends.test_native_kernels import sabotaged, smollm2_backend  # noqa: F401  (a fixture)
+from tests.support.native import smollm2_backend
 from verispec.backends import native_library
 from verispec.backends.native_backend import NativeBackend
 from verispec.config import EngineConfig
@@ -81,7 +81,7 @@ def test_replays_never_mismatch_and_fast_passes_give_the_canonical_bits(
 def test_control_a_sabotaged_kernel_is_noticed(
     smollm2_path: Path,
     sabotaged: Path,
-    monkeypatch: pytest.MonkeyPatch,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(native_library, "PATH", sabotaged)
     backend = smollm2_backend(smollm2_path)

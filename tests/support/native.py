@@ -1,0 +1,45 @@
+"""The native backend as tests need it: which kernels run here, the real model on them, a library built badly."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from verispec.backends import native_library as native
+from verispec.backends.native_backend import NativeBackend
+from verispec.backends.native_model import StoredModel
+from verispec.errors import InputError
+from verispec.model import open_checkpoint
+
+ROOT = Path(__file__).parents[2]
+
+
+def available() -> list[str]:
+    names = []
+    for isa in ("portable", "avx2", "avx512"):
+        try:
+            native.Kernels(1, isa).close()
+        except InputError:
+            continue
+        names.append(isa)
+    return names
+
+
+ISAS = available()
+
+
+def smollm2_backend(path: Path, isa: str = "", threads: int = 2) -> NativeBackend:
+    with open_checkpoint(path) as checkpoint:
+        model = StoredModel(checkpoint.architecture, checkpoint.tensor, checkpoint.stored)
+        return NativeBackend([model], num_slots=512, num_seq_rows=8, isa=isa, threads=threads)
+
+
+def build_sabotaged(path: Path) -> Path:
+    """A library whose order of blocks depends on how many rows are computed together."""
+    spec = importlib.util.spec_from_file_location("native_build", ROOT / "native" / "build.py")
+    assert spec is not None
+    assert spec.loader is not None
+    build = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(build)
+    assert build.build(path, portable=True, extra=("-DVS_SABOTAGE", "-O1")) == ["portable"]
+    return path
