@@ -19,7 +19,7 @@ from verispec.errors import InputError
 CANDIDATE_SHAPES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)
 NEIGHBOURS = ("random", "nan", "huge", "inf", "zero", "random")
 _MAX_INDICES = 6
-_LARGE_SHAPE = 64  # larger shapes are tried in half as many ways: they take most of the time
+_LARGE_SHAPE = 16  # larger shapes are tried in half as many ways: they take most of the time
 _NOISE_SHIFTS = 1024  # random neighbours are windows of one random vector: cheap, and no two alike
 
 Progress = Callable[[str, float], None]

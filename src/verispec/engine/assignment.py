@@ -74,9 +74,7 @@ class Assigner:
         actions |= self._bonus_rows(exact, num_rows, actions)
         without = [s for s in exact if s.window is None and _completes(s, num_rows)]
         offers = {s.sequence_id: self.drafters.offers(s, self.limit(s)) for s in without}
-        actions |= self._opened(
-            without, offers, _exact_load(exact, num_rows, actions), _fast_load(exact, fast, actions)
-        )
+        actions |= self._opened(without, offers, _steady_load(exact), _fast_load(exact, fast, actions))
         decided = [s for s in without if s.sequence_id not in actions]
         beside = _fast_load(exact, fast, actions)
         actions |= self._drafts(decided, offers, _exact_load(exact, num_rows, actions), canonical=True, beside=beside)
@@ -193,6 +191,15 @@ def _exact_load(exact: Iterable[Sequence], num_rows: Mapping[int, int], actions:
         action = actions.get(s.sequence_id, PLAIN if s.window is None else None)
         if action is not None and not action.decodes:
             load = load.plus(num_rows[s.sequence_id] + action.draft_quota, s.committed_len)
+    return load
+
+
+def _steady_load(exact: Iterable[Sequence]) -> Load:
+    """One canonical row for each sequence without a window: a window lives for many steps, a prompt's rows for few."""
+    load = Load()
+    for s in exact:
+        if s.window is None:
+            load = load.plus(1, s.committed_len)
     return load
 
 
