@@ -92,6 +92,12 @@ class Bench:
             return self.path
         return convert(self.path, self.folder / f"{type_name}.gguf", type_name)
 
+    def save(self, part: str, key: str, value: Any) -> None:
+        out: Path = self.options.out
+        known = json.loads(out.read_text()) if out.exists() else {}
+        known.setdefault(part, {})[key] = value
+        out.write_text(json.dumps(known, indent=1))
+
     def load(self, path: Path, **options: Any) -> LLM:
         return LLM(path, drafter="none", prefix_cache=False, threads=self.options.threads, **options)
 
@@ -121,6 +127,7 @@ def speed(bench: Bench) -> Iterator[str]:
             best = max(known, key=lambda name: statistics.median(known[name]))
             ratio = f"{statistics.median(a / b for a, b in zip(found, known[best], strict=True)):.2f}"
         yield f"| {size} | {cell(found)} | {_cells(theirs)} | {ratio} |"
+        bench.save("speed", str(size), {"verispec": found, **{f"llama.cpp {n}": rates for n, rates in known.items()}})
 
 
 def _header(first: str, bench: Bench) -> str:
@@ -172,6 +179,7 @@ def passes(bench: Bench) -> Iterator[str]:
         pass_ = _probe_pass(llm._backend, shape, 200)
         best = min(_timed(lambda: llm._backend.submit(pass_).result()) for _ in range(7))  # noqa: B023
         yield f"| {shape} | {best * 1e3:.1f} | {nbytes / best / 1e9:.1f} | {2 * 0.269 * shape / best:.0f} |"
+        bench.save("passes", str(shape), best)
 
 
 def _timed(call: Any) -> float:
@@ -299,6 +307,32 @@ def memory(bench: Bench) -> Iterator[str]:
         yield f"start to first token {first} s, RSS {loaded} MB after it, {peak} MB after eight prompts of 1000 tokens"
 
 
+def plot(results: dict[str, Any], path: Path) -> None:
+    """Two panels: tokens per second in parallel, and T(M)."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (a, b) = pyplot.subplots(1, 2, figsize=(11, 4))
+    sizes = list(results["speed"])
+    names = list(results["speed"][sizes[0]])
+    width = 0.8 / len(names)
+    for i, name in enumerate(names):
+        medians = [statistics.median(results["speed"][size][name]) for size in sizes]
+        a.bar([x + i * width for x in range(len(sizes))], medians, width, label=name)
+    a.set_xticks([x + 0.4 - width / 2 for x in range(len(sizes))], sizes)
+    a.set(title="SmolLM2-135M, 128 + 128 tokens, 2 cores", xlabel="sequences in parallel", ylabel="tokens per second")
+    a.legend(fontsize=8)
+    rows = [int(m) for m in results["passes"]]
+    b.loglog(rows, [seconds * 1e3 for seconds in results["passes"].values()], marker="o")
+    b.set_xticks(rows, rows)
+    b.set(title="One pass, context 200", xlabel="rows", ylabel="ms")
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
 PARTS = {
     "speed": speed, "prompt": prompt, "passes": passes, "overhead": overhead, "quoting": quoting, "accuracy": accuracy,
     "memory": memory,
@@ -316,7 +350,13 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--text", type=Path, help="text for the part `accuracy`")
     parser.add_argument("--tokens", type=int, default=8192)
-    bench = Bench(parser.parse_args())
+    parser.add_argument("--out", type=Path, default=Path("native.json"), help="results as JSON, updated part by part")
+    parser.add_argument("--plot", type=Path, help="only draw what --out holds into this PNG file; needs matplotlib")
+    options = parser.parse_args()
+    if options.plot:
+        plot(json.loads(options.out.read_text()), options.plot)
+        return
+    bench = Bench(options)
     isa = bench.load(bench.path)._backend.isa  # type: ignore[attr-defined]
     print(f"{cpu_name()}; {isa} kernels; {bench.options.threads} threads; Python {platform.python_version()}")
     for name in bench.options.parts:
