@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from tests.support.decoding import keep_apart
+from tests.support.adversaries import keep_apart
 from tests.support.faulty_backends import AtRate, Bf16FastPasses, FaultyFastPasses
 from tests.support.tiny_models import TinyConfig, make_tensors
 from verispec.backends.audit import audit

@@ -15,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.support.adversaries import ForkFails, PushFails, collect
+from tests.support.adversaries import ForkFails, PushFails, collect, keep_apart
 from tests.support.decoding import (
     FAMILY,
     MAX_LEN,
@@ -24,7 +24,6 @@ from tests.support.decoding import (
     STEEP_COST,
     Watched,
     finish_reasons,
-    keep_apart,
     letters,
     oracle,
 )

@@ -7,19 +7,18 @@ canonical passes, and every pass with the rules for passes. Whoever breaks the p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 
-from tests.support.adversaries import VOCAB_SIZE, alone, facts
+from tests.support.adversaries import VOCAB_SIZE, alone, facts, keep_apart
 from tests.support.fake_backend import FakeBackend
 from tests.support.faulty_backends import AgreeingFastPasses, FaultyFastPasses, Redraw, WrappedBackend
 from verispec.backends.cost import FLAT_COST, CostTable
 from verispec.backends.protocol import Backend, Pass, PassKind, ReadyTicket, RowsBuilder, TableUpdate, Ticket, Wanted
 from verispec.config import EngineConfig
 from verispec.engine import Engine, Request
-from verispec.engine.planner import Load, Planner
 from verispec.engine.sequence import Sequence as EngineSequence
 from verispec.kv import NUM_RESERVED, RadixPrefixCache
 from verispec.spec.decode import DecodeConfig, DecodeDrafter
@@ -71,21 +70,6 @@ def canonical_hash(prefix: tuple[int, ...]) -> int:
         for i in range(len(prefix)):
             _canonical[prefix[: i + 1]] = int(backend.kv[0, NUM_RESERVED + i])
     return _canonical[prefix]
-
-
-class ApartPlanner(Planner):
-    """Never runs fast rows in a canonical pass, though that be cheaper: then all of them have another arithmetic."""
-
-    def joins(self, exact: Load, fast: Load) -> bool:
-        return False
-
-
-def keep_apart(engine: Engine) -> Engine:
-    """The engine, with fast rows in fast passes only."""
-    assigner = engine._scheduler._assigner
-    planner = ApartPlanner(assigner.planner.family, assigner.planner.cost)
-    engine._scheduler._assigner = replace(assigner, planner=planner)
-    return engine
 
 
 class Recording(WrappedBackend):

@@ -21,6 +21,7 @@ from verispec.backends.checks import check_pass
 from verispec.backends.native_model import NativeModel, StoredModel
 from verispec.backends.native_pack import LANES
 from verispec.backends.outputs import Handle
+from verispec.backends.probe_rows import probe_rows
 from verispec.backends.protocol import (
     BackendLimits,
     DrawResult,
@@ -28,7 +29,6 @@ from verispec.backends.protocol import (
     Pass,
     PassResult,
     ReadyTicket,
-    RowsBuilder,
     TopKResult,
     Wanted,
 )
@@ -261,7 +261,7 @@ class NativeBackend:
         return np.stack([drawn.token_ids.astype(np.float64), drawn.logprobs.astype(np.float64)], axis=1)
 
     def _probe_attention(self, model: NativeModel, x: Float32) -> Float32:
-        """Attention of the first layer over scratch K/V, each row's context chosen by its own content."""
+        """Attention of the first layer over scratch K/V."""
         arch = model.architecture
         num_slots = min(self.limits.num_slots, self.limits.context_len, max(_PROBED_LENGTHS))
         lengths = [min(length, num_slots) for length in _PROBED_LENGTHS]
@@ -271,20 +271,7 @@ class NativeBackend:
             real = part[:, NUM_RESERVED:, :, : arch.head_dim]
             real[:] = rng.standard_normal(real.shape).astype(part.dtype)
         table = rng.integers(NUM_RESERVED, num_slots + NUM_RESERVED, (3, num_slots)).astype(np.int32)
-        builder = RowsBuilder()
-        for row in x:
-            seed = int(np.frombuffer(row[:4].tobytes(), np.uint32).sum())
-            length, context = lengths[seed % len(lengths)], table[1 + seed % 2]
-            tail_len = min(length, seed % 3)
-            builder.add(
-                token_id=0,
-                position=length - 1,
-                slot=int(context[length - 1]),
-                seq_row=1 + seed % 2,
-                prefix_len=length - tail_len,
-                tail=tuple(context[length - tail_len : length].tolist()),
-            )
-        rows = builder.build(len(x))
+        rows = probe_rows(x, table, lengths)
         names = ("token_ids", "positions", "slots", "seq_rows", "prefix_lens", "tails", "tail_lens")
         arrays = {name: np.ascontiguousarray(getattr(rows, name), np.int32) for name in names}
         struct = native.RowArrays(

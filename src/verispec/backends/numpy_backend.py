@@ -21,7 +21,8 @@ from verispec.backends.numpy_attention import TILE, attend, group_contexts
 from verispec.backends.numpy_dense import COLUMN_BLOCK, ROW_BLOCK
 from verispec.backends.numpy_model import Float32, NumpyModel, Reader
 from verispec.backends.outputs import Outputs
-from verispec.backends.protocol import BackendLimits, Pass, ReadyTicket, RowsBuilder
+from verispec.backends.probe_rows import probe_rows
+from verispec.backends.protocol import BackendLimits, Pass, ReadyTicket
 from verispec.backends.workers import Workers
 from verispec.errors import InputError
 from verispec.kv import NUM_RESERVED
@@ -117,11 +118,7 @@ class NumpyBackend:
         return [_as_in_a_pass(probe) for probe in probes]
 
     def _probe_attention(self, x: Float32) -> Float32:
-        """Attention at several context lengths over scratch K/V, each row's context chosen by its own content.
-
-        Lengths lie on both sides of tile borders, some contexts end in a tail, and about half of the neighbours stand
-        in the same sequence. The outputs of all lengths are joined.
-        """
+        """Attention at several context lengths over scratch K/V; the outputs of all lengths are joined."""
         arch = self._models[0].architecture
         num_slots = min(self.limits.num_slots, self.limits.context_len, max(_PROBED_LENGTHS))
         lengths = [min(length, num_slots) for length in _PROBED_LENGTHS]
@@ -129,23 +126,10 @@ class NumpyBackend:
         store = rng.standard_normal((2, num_slots + NUM_RESERVED, arch.num_kv_heads, arch.head_dim)).astype(np.float32)
         store[:, :NUM_RESERVED] = 0
         table = rng.integers(NUM_RESERVED, num_slots + NUM_RESERVED, (3, num_slots)).astype(np.int32)
-        seeds = [int(np.frombuffer(row[:4].tobytes(), np.uint32).sum()) for row in x]
         q = x.reshape(len(x), arch.num_heads, arch.head_dim)
         outputs = []
         for turn in range(len(lengths)):
-            rows = RowsBuilder()
-            for seed in seeds:
-                length, context = lengths[(seed + turn) % len(lengths)], table[1 + seed % 2]
-                tail_len = min(length, (seed + turn) % 3)
-                rows.add(
-                    token_id=0,
-                    position=length - 1,
-                    slot=int(context[length - 1]),
-                    seq_row=1 + seed % 2,
-                    prefix_len=length - tail_len,
-                    tail=tuple(context[length - tail_len : length].tolist()),
-                )
-            buckets = group_contexts(rows.build(len(x)), table)
+            buckets = group_contexts(probe_rows(x, table, lengths, turn=turn), table)
             outputs.append(attend(q, store[0], store[1], buckets, self._workers))
         return np.concatenate(outputs, axis=1)
 
