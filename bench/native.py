@@ -4,8 +4,9 @@
     python bench/native.py --llama .venv-llama/bin/python [--formats Q4_1 Q4_0 Q8_0] [--parts speed ...]
 
 Parts: speed (128 prompt and 128 new tokens, greedy, EOS ignored, 1, 8 and 32 in parallel, interleaved with llama.cpp in
-a process of its own, same threads), prompt (one prompt of 128 tokens), quoting (drafter ngram against none), accuracy
-(against the numpy backend on the same dequantised weights; --text FILE), memory (RSS, start to first token).
+a process of its own, same threads), decode (the same without the prompts), greedy (texts against numpy's), prompt (one
+prompt of 128 tokens), passes, overhead, quoting (drafter ngram against none), accuracy (against the numpy backend on the
+same dequantised weights; --text FILE), memory (RSS, start to first token).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +156,43 @@ def _interleaved(
             for name, rate in rates.items():
                 theirs[name].append(rate)
     return found, theirs
+
+
+def decode(bench: Bench) -> Iterator[str]:
+    """Decoding alone, in parallel: ours once all have their first token, theirs by llama.cpp's own rate of one slot."""
+    llm = bench.load(bench.path)
+    for size in (8, 32):
+        batch = make_prompts(llm, "free", size, 128)
+        pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in bench.models}
+        for name, path in bench.models.items():
+            for turn in range(bench.options.repeats + 1):
+                done = llm.generate(batch, SamplingParams(max_tokens=128, ignore_eos=True), drafter="none")
+                start = max(c.stats.first_token_time or 0.0 for c in done)
+                end = max(c.stats.finish_time or 0.0 for c in done)
+                times = [t for c in done for t in accumulate(c.stats.gaps, initial=c.stats.first_token_time or 0.0)]
+                mine = sum(t > start for t in times) / (end - start)
+                assert bench.llama is not None
+                theirs = size * bench.llama.run(path, batch, 128)["timings"]["predicted_per_second"]
+                if turn:
+                    pairs[name].append((mine, theirs))
+        for name, found in pairs.items():
+            ours_, theirs_ = ([pair[i] for pair in found] for i in (0, 1))
+            ratio = statistics.median(a / b for a, b in found)
+            rates = f"verispec {cell(ours_)}, llama.cpp {name} {cell(theirs_)} tok/s"
+            yield f"{size} in parallel: {rates}, ratio {ratio:.2f}"
+
+
+def greedy(bench: Bench) -> Iterator[str]:
+    """Greedy texts of the native and the numpy backend on the same prompts."""
+    texts = {}
+    for name in ("numpy", "native"):
+        llm = bench.load(bench.path, backend=name)
+        batch = [ids[: 16 + 4 * i] for i, ids in enumerate(make_prompts(llm, "free", 16, 128))]
+        done = llm.generate(batch, SamplingParams(max_tokens=48, ignore_eos=True), drafter="none")
+        texts[name] = [c.token_ids for c in done]
+        llm.close()
+    same = sum(a == b for a, b in zip(texts["numpy"], texts["native"], strict=True))
+    yield f"{same} of {len(texts['numpy'])} greedy texts of 48 tokens are the same"
 
 
 def prompt(bench: Bench) -> Iterator[str]:
@@ -334,8 +373,8 @@ def plot(results: dict[str, Any], path: Path) -> None:
 
 
 PARTS = {
-    "speed": speed, "prompt": prompt, "passes": passes, "overhead": overhead, "quoting": quoting, "accuracy": accuracy,
-    "memory": memory,
+    "speed": speed, "decode": decode, "greedy": greedy, "prompt": prompt, "passes": passes, "overhead": overhead,
+    "quoting": quoting, "accuracy": accuracy, "memory": memory,
 }  # fmt: skip
 
 
