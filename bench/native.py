@@ -5,8 +5,8 @@
 
 Parts: speed (128 prompt and 128 new tokens, greedy, EOS ignored, 1, 8 and 32 in parallel, interleaved with llama.cpp in
 a process of its own, same threads), decode (the same without the prompts), greedy (texts against numpy's), prompt (one
-prompt of 128 tokens), passes, overhead, quoting (drafter ngram against none), accuracy (against the numpy backend on the
-same dequantised weights; --text FILE), memory (RSS, start to first token).
+prompt of 128 tokens), passes, overhead, quoting (drafter ngram against none), accuracy (against the numpy backend on
+the same dequantised weights; --text FILE), memory (RSS, start to first token).
 """
 
 from __future__ import annotations
