@@ -134,6 +134,22 @@ def single(bench: Bench) -> Iterator[str]:
     _save(bench, "single", results)
 
 
+def auto(bench: Bench) -> Iterator[str]:
+    """Drafter auto against the best fixed choice, interleaved, 8 running."""
+    yield "\n| canonical shapes | deterministic | `none` | `decode` | `auto` | `auto` / best |"
+    yield "|---|---|---|---|---|---|"
+    for family in (None, (64,)):
+        for share in (50, 100):
+            speeds: dict[str, list[float]] = {"none": [], "decode": [], "auto": []}
+            for _ in range(bench.options.repeats):
+                for drafter, found in speeds.items():
+                    requests = bench.requests(share, drafter, new=bench.options.new)
+                    found.append(offline(bench.engine(running=8, family=family), requests).tokens_per_second)
+            ratio = statistics.median(a / max(n, d) for n, d, a in zip(*speeds.values(), strict=True))
+            cells = " | ".join(f"{statistics.median(found):.0f}" for found in speeds.values())
+            yield f"| {family or 'audited'} | {share} % | {cells} | {ratio:.2f} |"
+
+
 def arrivals(bench: Bench) -> Iterator[str]:
     """Requests as a trace has them; latency of those that asked for no determinism beside those that did."""
     options = bench.options
@@ -330,7 +346,7 @@ def _save(bench: Bench, part: str, results: Results) -> None:
 
 
 PARTS = {
-    "single": single, "shares": shares, "arrivals": arrivals, "recomputed": recomputed, "replay": replay,
+    "single": single, "shares": shares, "auto": auto, "arrivals": arrivals, "recomputed": recomputed, "replay": replay,
     "flips": flips,
 }  # fmt: skip
 
