@@ -231,10 +231,10 @@ VS_API void vs_top_k(Engine* engine, const float* logits, const int32_t* logit_r
 }
 
 VS_API void vs_noisy_top_k(Engine* engine, const float* logits, const int32_t* logit_rows, int vocab,
-                           const Sampling* sampling, int k, int64_t* token_ids, float* values) {
+                           const Sampling* sampling, int k, int64_t* token_ids, float* values, float* logprobs) {
   float* scratch = engine->reserve_rows(vocab);
   engine->pool.run(1, [&](Crew crew) {
-    engine->table->noisy_top_k(crew, logits, logit_rows, vocab, *sampling, k, token_ids, values, scratch);
+    engine->table->noisy_top_k(crew, logits, logit_rows, vocab, *sampling, k, token_ids, values, logprobs, scratch);
   });
 }
 

@@ -70,7 +70,7 @@ struct Store {
 struct Sampling {
   int32_t num_rows, num_penalties, num_bias;
   const uint64_t* seeds;
-  const int64_t *t, *sample_index, *top_k;
+  const int64_t *t, *sample_index, *stream, *top_k;
   const float *temperature, *top_p, *log_min_p;
   const int64_t *penalty_rows, *penalty_ids;
   const float *repetition, *penalty;
@@ -107,7 +107,7 @@ struct Table {
   void (*top_k)(Crew, const float* logits, const int32_t* logit_rows, int num_rows, int vocab, int k, int64_t* token_ids,
                 float* values);
   void (*noisy_top_k)(Crew, const float* logits, const int32_t* logit_rows, int vocab, const Sampling&, int k,
-                      int64_t* token_ids, float* values, float* scratch);
+                      int64_t* token_ids, float* values, float* logprobs, float* scratch);
   void (*elementary)(Crew, int which, const float* x, int64_t count, float* y);
 };
 

@@ -122,9 +122,10 @@ constexpr int kChunk = 64;
 static void chunk_noise(const Sampling& s, int64_t row, int first, float* noise) {
   const uint32_t k0 = uint32_t(s.seeds[row]), k1 = uint32_t(s.seeds[row] >> 32);
   const uint32_t t = uint32_t(s.t[row]), sample = uint32_t(s.sample_index[row]);
+  const uint32_t stream = uint32_t(s.stream[row]);
   uint32_t words[4][kChunk / 4];
   for (int b = 0; b < kChunk / 4; ++b) {
-    const Words w = philox(uint32_t(first / 4 + b), t, sample, 0, k0, k1);
+    const Words w = philox(uint32_t(first / 4 + b), t, sample, stream, k0, k1);
     for (int i = 0; i < 4; ++i) words[i][b] = w.v[i];
   }
   for (int i = 0; i < 4; ++i)
@@ -204,16 +205,21 @@ static void add_noise(const Sampling& s, int64_t row, float* z, int vocab) {
 }
 
 static void noisy_top_k(Crew crew, const float* logits, const int32_t* logit_rows, int vocab, const Sampling& s, int k,
-                        int64_t* token_ids, float* values, float* scratch) {
-  float *z = scratch + size_t(crew.tid) * 2 * vocab, *spare = z + vocab;
+                        int64_t* token_ids, float* values, float* logprobs, float* scratch) {
+  float *z = scratch + size_t(crew.tid) * 2 * vocab, *noisy = z + vocab;
   run(crew, s.num_rows, [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
       edit(s, r, logits + size_t(logit_rows[r]) * vocab, vocab, z);
-      scale_and_filter(s, r, z, vocab, spare);
-      if (s.temperature[r] != 0.0f) add_noise(s, r, z, vocab);
-      best_of(z, vocab, k, token_ids + r * k, values + r * k);
-      for (int i = 0; i < k; ++i)
-        if (!is_finite(values[r * k + i])) token_ids[r * k + i] = -1;
+      if (s.temperature[r] != 0.0f) scale_and_filter(s, r, z, vocab, noisy);
+      std::memcpy(noisy, z, size_t(vocab) * 4);
+      if (s.temperature[r] != 0.0f) add_noise(s, r, noisy, vocab);
+      best_of(noisy, vocab, k, token_ids + r * k, values + r * k);
+      const float total = normaliser(z, vocab);
+      for (int64_t i = r * k; i < (r + 1) * k; ++i) {
+        logprobs[i] = z[token_ids[i]] - total;
+        if (!is_finite(values[i])) token_ids[i] = -1;
+        values[i] -= total;
+      }
     }
   });
 }

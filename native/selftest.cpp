@@ -109,12 +109,12 @@ static void check_sampling(Engine* engine) {
   vs_normalisers(engine, logits.data(), num_rows, vocab, normalisers.data());
   const float off = -__builtin_inff();
   const uint64_t seeds[] = {1, 2, 3, 18446744073709551615ull};
-  const int64_t t[] = {5, 6, 7, 8}, sample_index[] = {0, 0, 1, 2}, top_k[] = {0, 40, 0, 0};
+  const int64_t t[] = {5, 6, 7, 8}, sample_index[] = {0, 0, 1, 2}, stream[] = {0, 0, 258, 0}, top_k[] = {0, 40, 0, 0};
   const float temperature[] = {0.0f, 0.7f, 1.0f, 1.5f}, top_p[] = {1.0f, 1.0f, 0.9f, 1.0f};
   const float log_min_p[] = {off, off, off, -3.0f};
   Sampling sampling = {};
   sampling.num_rows = num_rows;
-  sampling.seeds = seeds, sampling.t = t, sampling.sample_index = sample_index, sampling.top_k = top_k;
+  sampling.seeds = seeds, sampling.t = t, sampling.sample_index = sample_index, sampling.stream = stream, sampling.top_k = top_k;
   sampling.temperature = temperature, sampling.top_p = top_p, sampling.log_min_p = log_min_p;
   const int32_t rows[] = {0, 1, 2, 3};
   int64_t token_ids[num_rows];

@@ -34,6 +34,7 @@ from verispec.backends.protocol import (
 )
 from verispec.errors import InputError
 from verispec.kv import NUM_RESERVED
+from verispec.sampling import draw
 from verispec.sampling.draw import NO_TOKEN
 from verispec.types import NO_PARENT, Draft, SamplingParams
 
@@ -243,25 +244,58 @@ def test_wanted_results_agree(backend: Backend) -> None:
     assert np.array_equal(result.draw.logprobs, by_id[every, result.draw.token_ids])
     assert np.array_equal(result.draw.token_ids, result.noisy_top_k.token_ids[:, 0])
     assert (result.noisy_top_k.token_ids[:, 5:] == NO_TOKEN).all()  # top_k = 5 leaves no sixth child
+    assert (np.diff(result.noisy_top_k.values[:, :5], axis=-1) <= 0).all()
     probabilities = result.distribution.probabilities()
+    children = np.take_along_axis(probabilities, result.noisy_top_k.token_ids[:, :5], axis=-1)
+    assert np.allclose(np.exp(result.noisy_top_k.logprobs[:, :5]), children, rtol=1e-5)
     assert probabilities.shape == (len(ask), vocab_size)
     assert ((probabilities > 0).sum(axis=-1) == 5).all()
     assert np.allclose(probabilities.sum(axis=-1), 1, atol=1e-6)
     assert (np.diff(result.top_k.values, axis=-1) <= 0).all()
 
 
-def test_a_distribution_lives_until_the_next_pass(backend: Backend) -> None:
+@pytest.mark.parametrize(("temperature", "stream"), [(0.0, 0), (1.0, 0), (0.7, 2 + 256 * 3)])
+def test_children_are_those_of_the_shared_code(backend: Backend, temperature: float, stream: int) -> None:
+    """Noisy top-k at T = 0 and in a drafter's own stream, against `draw.noisy_top_k` on the same logits."""
+    tape = Tape(backend, seq_row=1, first_slot=0)
+    rows = RowsBuilder()
+    added, update = tape.add_prompt_rows(rows, PROMPT[:6])
+    ask, vocab_size = np.array(added, np.int32), backend.limits.vocab_size
+    plain = sampling_rows(SamplingParams(temperature=temperature, seed=3), [i + 1 for i in ask], vocab_size)
+    sampling = replace(plain, stream=np.full(len(ask), stream))
+    wanted = Wanted(top_k=TopKWanted(ask, vocab_size), noisy_top_k=NoisyTopKWanted(ask, 4, sampling))
+    result = run(tape, rows, wanted, update, 8)
+    assert result.top_k is not None
+    assert result.noisy_top_k is not None
+    logits = np.empty_like(result.top_k.values)
+    np.put_along_axis(logits, result.top_k.token_ids, result.top_k.values, axis=-1)
+    expected = draw.noisy_top_k(np, logits, sampling, 4)
+    assert np.array_equal(result.noisy_top_k.token_ids, expected.token_ids)
+    assert np.allclose(result.noisy_top_k.values, expected.values, atol=1e-4)
+    assert np.allclose(result.noisy_top_k.logprobs, expected.logprobs, atol=1e-4)
+    others = draw.noisy_top_k(np, logits, replace(sampling, stream=sampling.stream + 1), 4)
+    assert np.array_equal(expected.token_ids, others.token_ids) == (temperature == 0)
+
+
+def test_a_distribution_lives_until_it_is_released(backend: Backend) -> None:
     tape = Tape(backend, seq_row=1, first_slot=0)
     rows = RowsBuilder()
     added, update = tape.add_prompt_rows(rows, [1, 2])
     ask = np.array(added, np.int32)
-    sampling = sampling_rows(SamplingParams(), [1, 2], backend.limits.vocab_size)
+    sampling = sampling_rows(SamplingParams(temperature=1.0, seed=0), [1, 2], backend.limits.vocab_size)
     handle = run(tape, rows, Wanted(distribution=DistributionWanted(ask, sampling)), update, 4).distribution
     assert handle is not None
-    handle.probabilities()
+    before = np.array(handle.probabilities())
     tape.feed([3], shape=4)
-    with pytest.raises(StaleHandleError):
-        handle.probabilities()
+    assert np.array_equal(handle.probabilities(), before)
+    first = np.arange(len(ask))
+    raw = handle.logprobs(first, first)
+    assert np.allclose(raw, np.log(before[first, first]), atol=1e-4)
+    handle.release()
+    handle.release()
+    for use in (handle.probabilities, lambda: handle.logprobs(first, first)):
+        with pytest.raises(StaleHandleError):
+            use()
 
 
 def test_results_are_stable(backend: Backend) -> None:

@@ -187,7 +187,7 @@ def test_noisy_top_k_starts_with_the_draw() -> None:
     logits = np.random.default_rng(5).standard_normal((6, VOCAB)).astype(np.float32)
     for params in (SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_k=2)):
         rows = build(params, num_rows=6)
-        ids, values = noisy_top_k(np, logits, rows, 4)
+        ids, values, _ = noisy_top_k(np, logits, rows, 4)
         assert ids[:, 0].tolist() == draw(np, logits, rows).token_ids.tolist()
         assert (np.diff(values[np.isfinite(values).all(axis=-1)], axis=-1) <= 0).all()
 

@@ -15,6 +15,7 @@ from verispec.sampling.noise import (
     noise_words,
     philox4x32,
     split_seed,
+    stream,
     uniform_f32,
     vocabulary_words,
 )
@@ -45,7 +46,7 @@ def word(seed: int, t: int, sample_index: int, domain: Domain, node: int, token_
     low, high = split_seed(seed)
     ids = np.array([token_id], np.int64)
     return int(
-        noise_words(ids, seed_low=low, seed_high=high, t=t, sample_index=sample_index, domain=domain, node=node)[0]
+        noise_words(ids, seed_low=low, seed_high=high, t=t, sample_index=sample_index, stream=stream(domain, node))[0]
     )
 
 

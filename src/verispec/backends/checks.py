@@ -38,6 +38,9 @@ def check_pass(pass_: Pass, limits: BackendLimits) -> None:
     _check_range("table_update.seq_rows", update.seq_rows, 1, limits.num_seq_rows + 1)
     _check_range("table_update.positions", update.positions, 0, limits.context_len)
     _check_range("table_update.slots", update.slots, NUM_RESERVED, total_slots)
+    for part in (pass_.wanted.top_k, pass_.wanted.noisy_top_k):
+        if part is not None and not 1 <= part.k <= limits.vocab_size:
+            raise InputError(f"k must be from 1 to {limits.vocab_size}, not {part.k}")
     head_rows = pass_.wanted.head_rows()
     _check_range("wanted rows", head_rows, 0, num_rows)
     if pass_.head_shape < len(head_rows):

@@ -26,6 +26,7 @@ from verispec.backends.protocol import (
     BackendLimits,
     DrawResult,
     DrawWanted,
+    NoisyTopKResult,
     Pass,
     PassResult,
     ReadyTicket,
@@ -35,7 +36,6 @@ from verispec.backends.protocol import (
 from verispec.errors import InputError
 from verispec.kv import NUM_RESERVED
 from verispec.model.architecture import Architecture
-from verispec.sampling import draw as shared
 from verispec.sampling.rows import History, SampleKey, SamplingRows, SamplingRowsBuilder
 from verispec.types import SamplingParams
 
@@ -79,7 +79,6 @@ class NativeBackend:
         self._models = [NativeModel(m, context_len=context_len, kv_is_half=kv_dtype == "float16") for m in models]
         self._stores = [_KVStore(m.architecture, num_slots, kv_dtype) for m in models]
         self._table = np.zeros((num_seq_rows + 1, context_len), np.int32)
-        self._handle: Handle | None = None
 
     @property
     def isa(self) -> str:
@@ -96,9 +95,6 @@ class NativeBackend:
         check_pass(pass_, self.limits)
         update = pass_.table_update
         self._table[update.seq_rows, update.positions] = update.slots
-        if self._handle is not None:
-            self._handle.expire()
-            self._handle = None
         hidden = self._forward(pass_)
         head_rows = pass_.wanted.head_rows()
         if not len(head_rows):
@@ -150,7 +146,7 @@ class NativeBackend:
         def at(rows: NDArray[np.int32]) -> NDArray[np.int32]:
             return np.searchsorted(head_rows, rows).astype(np.int32)
 
-        logprobs = top_k = noisy = None
+        logprobs = top_k = noisy = handle = None
         if wanted.logprobs is not None:
             rows = at(wanted.logprobs.rows)
             logprobs = logits[rows, wanted.logprobs.token_ids] - normalisers[rows]
@@ -163,14 +159,13 @@ class NativeBackend:
             noisy = self._noisy_best(logits, at(part.rows), part.sampling, part.k)
         if wanted.distribution is not None:
             # Not for what is committed under `match`, so the shared code will do.
-            chosen = logits[at(wanted.distribution.rows)]
-            self._handle = Handle(shared.probabilities(np, chosen, wanted.distribution.sampling))
+            handle = Handle(np, logits[at(wanted.distribution.rows)], wanted.distribution.sampling)
         return PassResult(
             draw=None if wanted.draw is None else self._draw(wanted.draw, at(wanted.draw.rows), logits, normalisers),
             logprobs=logprobs,
             top_k=top_k,
             noisy_top_k=noisy,
-            distribution=self._handle,
+            distribution=handle,
         )
 
     def _draw(self, wanted: DrawWanted, rows: NDArray[np.int32], logits: Float32, normalisers: Float32) -> DrawResult:
@@ -187,12 +182,15 @@ class NativeBackend:
         self._kernels.call("vs_top_k", logits, rows, len(rows), self.limits.vocab_size, k, ids, values)
         return ids, values
 
-    def _noisy_best(self, logits: Float32, rows: NDArray[np.int32], sampling: SamplingRows, k: int) -> TopKResult:
-        ids, values = np.empty((len(rows), k), np.int64), np.empty((len(rows), k), np.float32)
+    def _noisy_best(self, logits: Float32, rows: NDArray[np.int32], sampling: SamplingRows, k: int) -> NoisyTopKResult:
+        ids = np.empty((len(rows), k), np.int64)
+        values, logprobs = np.empty((2, len(rows), k), np.float32)
         struct, alive = _sampling(sampling)
-        self._kernels.call("vs_noisy_top_k", logits, rows, self.limits.vocab_size, ctypes.byref(struct), k, ids, values)
+        self._kernels.call(
+            "vs_noisy_top_k", logits, rows, self.limits.vocab_size, ctypes.byref(struct), k, ids, values, logprobs
+        )
         del alive
-        return TopKResult(ids, values)
+        return NoisyTopKResult(ids, values, logprobs)
 
     def kv(self, store: int, slots: NDArray[np.int64]) -> tuple[NDArray[np.generic], NDArray[np.generic]]:
         """Copies of K and V at these slots, [layers, slots, kv_heads, head_dim]; for tests and debugging."""

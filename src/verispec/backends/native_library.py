@@ -81,7 +81,7 @@ class Sampling(Structure):
         *(
             (name, c_void_p)
             for name in (
-                "seeds", "t", "sample_index", "top_k", "temperature", "top_p", "log_min_p", "penalty_rows",
+                "seeds", "t", "sample_index", "stream", "top_k", "temperature", "top_p", "log_min_p", "penalty_rows",
                 "penalty_ids", "repetition", "penalty", "bias_rows", "bias_ids", "bias",
             )
         ),
@@ -97,7 +97,7 @@ _SIGNATURES = {
     "vs_normalisers": (None, [c_void_p, c_void_p, c_int, c_int, c_void_p]),
     "vs_draw": (None, [c_void_p, c_void_p, c_void_p, c_void_p, c_int, POINTER(Sampling), c_void_p, c_void_p]),
     "vs_top_k": (None, [c_void_p, c_void_p, c_void_p, c_int, c_int, c_int, c_void_p, c_void_p]),
-    "vs_noisy_top_k": (None, [c_void_p, c_void_p, c_void_p, c_int, POINTER(Sampling), c_int, c_void_p, c_void_p]),
+    "vs_noisy_top_k": (None, [c_void_p, c_void_p, c_void_p, c_int, POINTER(Sampling), c_int, *[c_void_p] * 3]),
     "vs_linear": (None, [c_void_p, POINTER(Matrix), c_void_p, c_int, c_void_p]),
     "vs_norm": (None, [c_void_p, c_void_p, c_void_p, c_int, c_int, c_float, c_void_p]),
     "vs_silu": (None, [c_void_p, c_void_p, c_int, c_int, c_void_p]),

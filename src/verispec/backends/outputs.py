@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from verispec.backends.protocol import (
-    DistributionHandle,
     DrawResult,
+    NoisyTopKResult,
     PassResult,
     StaleHandleError,
     TopKResult,
@@ -19,35 +19,43 @@ from verispec.backends.protocol import (
 )
 from verispec.sampling import draw
 from verispec.sampling.noise import Array
+from verispec.sampling.rows import SamplingRows
 
 
 class Handle:
-    """Distributions of one pass, until the next one."""
+    """Distributions of some rows of one pass, made from their logits when they are asked for."""
 
-    def __init__(self, probabilities: Array) -> None:
-        self._probabilities: Array | None = probabilities
+    def __init__(self, xp: Any, logits: Array, sampling: SamplingRows) -> None:
+        self._xp = xp
+        self._logits: Array | None = logits
+        self._sampling = sampling
 
     def probabilities(self) -> Array:
-        if self._probabilities is None:
-            raise StaleHandleError("a distribution lives until the next pass")
-        return self._probabilities
+        """[R, V]"""
+        return draw.probabilities(self._xp, self._alive(), self._sampling)
 
-    def expire(self) -> None:
-        self._probabilities = None
+    def logprobs(self, rows: Array, token_ids: Array) -> Array:
+        """Of one id at each of these rows, raw."""
+        return draw.logprobs_of(self._xp, self._alive()[rows], token_ids)
+
+    def release(self) -> None:
+        """Drop the logits."""
+        self._logits = None
+
+    def _alive(self) -> Array:
+        if self._logits is None:
+            raise StaleHandleError("the distribution was released")
+        return self._logits
 
 
 class Outputs:
-    """Computes results in array namespace `xp` and remembers which handle is alive."""
+    """Computes results in array namespace `xp`."""
 
     def __init__(self, xp: Any) -> None:
         self._xp = xp
-        self._handle: Handle | None = None
 
     def collect(self, wanted: Wanted, head_rows: Any, logits: Array) -> PassResult:
         """`logits[i]` are those of row `head_rows[i]` of the pass; `head_rows` is ascending."""
-        if self._handle is not None:
-            self._handle.expire()
-            self._handle = None
 
         def at(rows: Any) -> Array:
             return logits if len(rows) == len(head_rows) and (rows == head_rows).all() else logits[
@@ -61,17 +69,12 @@ class Outputs:
             if wanted.logprobs
             else None,
             top_k=TopKResult(*draw.top_logprobs(xp, at(wanted.top_k.rows), wanted.top_k.k)) if wanted.top_k else None,
-            noisy_top_k=TopKResult(
+            noisy_top_k=NoisyTopKResult(
                 *draw.noisy_top_k(xp, at(wanted.noisy_top_k.rows), wanted.noisy_top_k.sampling, wanted.noisy_top_k.k)
             )
             if wanted.noisy_top_k
             else None,
-            distribution=self._distribution(wanted, at),
+            distribution=Handle(xp, at(wanted.distribution.rows), wanted.distribution.sampling)
+            if wanted.distribution
+            else None,
         )
-
-    def _distribution(self, wanted: Wanted, at: Any) -> DistributionHandle | None:
-        if wanted.distribution is None:
-            return None
-        rows, sampling = wanted.distribution
-        self._handle = Handle(draw.probabilities(self._xp, at(rows), sampling))
-        return self._handle

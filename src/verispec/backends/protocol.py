@@ -88,7 +88,7 @@ class TopKWanted(NamedTuple):
 
 
 class NoisyTopKWanted(NamedTuple):
-    """The k largest of processed logits plus token noise at each of these rows."""
+    """The k largest of log p plus noise at each of these rows, p being the processed distribution; see `draw.py`."""
 
     rows: Int32  # [R]
     k: int
@@ -96,7 +96,7 @@ class NoisyTopKWanted(NamedTuple):
 
 
 class DistributionWanted(NamedTuple):
-    """A handle to the processed distributions of these rows; it lives until the next pass of the backend."""
+    """A handle to the distributions of these rows, which lives until it is released."""
 
     rows: Int32  # [R]
     sampling: SamplingRows
@@ -146,15 +146,29 @@ class TopKResult(NamedTuple):
     values: Float32  # [R, k]
 
 
+class NoisyTopKResult(NamedTuple):
+    """Children of each row, best first; NO_TOKEN where fewer than k ids are possible."""
+
+    token_ids: NDArray[np.int64]  # [R, k]
+    values: Float32  # [R, k] log p + noise, p after all processing; at T = 0 without noise
+    logprobs: Float32  # [R, k] log p
+
+
 class DistributionHandle(Protocol):
-    """Distributions that stay where they were computed."""
+    """Distributions that stay where they were computed, until whoever wanted them lets go: at the end of a step."""
 
     def probabilities(self) -> Any:
-        """The backend's own array [R, V]; raises StaleHandleError after the next pass."""
+        """The backend's own array [R, V], after all processing; raises StaleHandleError after `release`."""
+
+    def logprobs(self, rows: NDArray[np.int64], token_ids: NDArray[np.int64]) -> Float32:
+        """Raw log-probabilities of one id at each of these rows of the handle."""
+
+    def release(self) -> None:
+        """Give back the memory. Releasing twice is fine."""
 
 
 class StaleHandleError(RuntimeError):
-    """A distribution handle was used after the pass it belongs to."""
+    """A distribution handle was used after its release."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +178,7 @@ class PassResult:
     draw: DrawResult | None = None
     logprobs: Float32 | None = None
     top_k: TopKResult | None = None
-    noisy_top_k: TopKResult | None = None
+    noisy_top_k: NoisyTopKResult | None = None
     distribution: DistributionHandle | None = None
 
 

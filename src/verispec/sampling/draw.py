@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from verispec.sampling.noise import Array, Domain, gumbel_f32, noise_words, split_seed, vocabulary_words
+from verispec.sampling.noise import Array, gumbel_f32, noise_words, split_seed, vocabulary_words
 from verispec.sampling.rows import SamplingRows
 
 NO_TOKEN = -1  # the draw of a row whose logits hold NaN; the engine ends that request
@@ -98,13 +98,14 @@ def noisy_logits(xp: Any, z: Array, rows: SamplingRows) -> Array:
         if rows.temperature[row] == 0:
             continue
         seed, t, sample_index = int(rows.seeds[row]), int(rows.t[row]), int(rows.sample_index[row])
+        stream = int(rows.stream[row])
         (ids,) = xp.nonzero(z[row] > -xp.inf)
         if len(ids) * _DENSE_SHARE > vocab_size:
-            words = vocabulary_words(xp, vocab_size, seed=seed, t=t, sample_index=sample_index)
+            words = vocabulary_words(xp, vocab_size, seed=seed, t=t, sample_index=sample_index, stream=stream)
             noisy[row] += gumbel_f32(xp, words)
         else:
             low, high = split_seed(seed)
-            words = noise_words(ids, seed_low=low, seed_high=high, t=t, sample_index=sample_index, domain=Domain.TOKEN)
+            words = noise_words(ids, seed_low=low, seed_high=high, t=t, sample_index=sample_index, stream=stream)
             noisy[row, ids] = noisy[row, ids] + gumbel_f32(xp, words)
     return noisy
 
@@ -121,15 +122,30 @@ def draw(xp: Any, logits: Array, rows: SamplingRows) -> Draws:
     return Draws(xp.where(usable, chosen, NO_TOKEN), logprobs_of(xp, logits, chosen))
 
 
-def noisy_top_k(xp: Any, logits: Array, rows: SamplingRows, k: int) -> tuple[Array, Array]:
-    """The k largest of z + gumbel with their values: what a drafter that shares the noise offers as children.
+class NoisyTopK(NamedTuple):
+    """The k largest of log p + gumbel, best first: k draws without replacement.
 
-    Ids without finite noisy logit are given as NO_TOKEN: a filter may leave fewer than k.
+    NO_TOKEN where a filter leaves fewer than k.
     """
-    noisy = noisy_logits(xp, scaled_logits(xp, process(xp, logits, rows), rows), rows)
+
+    token_ids: Array  # [R, k]
+    values: Array  # [R, k] log p + gumbel
+    logprobs: Array  # [R, k] log p, p after all processing
+
+
+def noisy_top_k(xp: Any, logits: Array, rows: SamplingRows, k: int) -> NoisyTopK:
+    """What a drafter offers as children of each row. At T = 0 the k best processed logits, without filters or noise."""
+    edited = process(xp, logits, rows)
+    z = scaled_logits(xp, edited, rows)
+    for row in range(len(rows)):
+        if rows.temperature[row] == 0:
+            z[row] = edited[row]
+    noisy = noisy_logits(xp, z, rows)
     ids = xp.argsort(-noisy, axis=-1, stable=True)[:, :k]
     values = xp.take_along_axis(noisy, ids, axis=-1)
-    return xp.where(xp.isfinite(values), ids, NO_TOKEN), values
+    total = normalisers(xp, z)[:, None]
+    logprobs = xp.take_along_axis(z, ids, axis=-1) - total
+    return NoisyTopK(xp.where(xp.isfinite(values), ids, NO_TOKEN), values - total, logprobs)
 
 
 def probabilities(xp: Any, logits: Array, rows: SamplingRows) -> Array:

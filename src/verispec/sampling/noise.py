@@ -29,6 +29,12 @@ class Domain(IntEnum):
     TOKEN = 0
     COIN = 1
     DRAFT = 2
+    RESIDUAL = 3
+
+
+def stream(domain: Domain, node: int = 0) -> int:
+    """The counter's last word: what the noise is for, and the node of a draft it belongs to."""
+    return int(domain) + NODE_STRIDE * node
 
 
 def split_seed(seed: int) -> tuple[int, int]:
@@ -83,11 +89,11 @@ def gumbel_f32(xp: Any, word: Array) -> Array:
 
 
 def noise_words(
-    token_ids: Array, *, seed_low: Array, seed_high: Array, t: Array, sample_index: Array, domain: Domain, node: int = 0
+    token_ids: Array, *, seed_low: Array, seed_high: Array, t: Array, sample_index: Array, stream: Array = 0
 ) -> Array:
     """The 32-bit word of each (row, vocabulary id) pair; all arrays are int64 and broadcast together."""
     zero = token_ids * 0
-    counter = (token_ids >> 2, t + zero, sample_index + zero, zero + (int(domain) + NODE_STRIDE * node))
+    counter = (token_ids >> 2, t + zero, sample_index + zero, zero + stream)
     words = philox4x32(counter, (seed_low + zero, seed_high + zero))
     lane = token_ids & 3
     low = words[0] * (lane == 0) + words[1] * (lane == 1)
@@ -95,11 +101,11 @@ def noise_words(
 
 
 def vocabulary_words(
-    xp: Any, vocab_size: int, *, seed: int, t: int, sample_index: int, domain: Domain = Domain.TOKEN, node: int = 0
+    xp: Any, vocab_size: int, *, seed: int, t: int, sample_index: int, stream: int = 0
 ) -> Array:
     """The words of the whole vocabulary for one position: `noise_words` without computing each counter four times."""
     blocks = xp.arange((vocab_size + 3) >> 2, dtype=xp.int64)
     zero = blocks * 0
     low, high = split_seed(seed)
-    counter = (blocks, zero + t, zero + sample_index, zero + (int(domain) + NODE_STRIDE * node))
+    counter = (blocks, zero + t, zero + sample_index, zero + stream)
     return xp.reshape(xp.stack(philox4x32(counter, (zero + low, zero + high)), axis=-1), (-1,))[:vocab_size]

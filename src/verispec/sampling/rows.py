@@ -39,6 +39,7 @@ class SamplingRows:
     seeds: NDArray[np.uint64]  # [R]
     t: NDArray[np.int64]  # [R] absolute index of the token being sampled
     sample_index: NDArray[np.int64]  # [R]
+    stream: NDArray[np.int64]  # [R] the counter's last word: 0 is token noise, others are a drafter's own
     temperature: NDArray[np.float32]  # [R]
     top_k: NDArray[np.int64]  # [R], 0 is off
     top_p: NDArray[np.float32]  # [R], 1 is off
@@ -70,6 +71,7 @@ class SamplingRowsBuilder:
     def __init__(self) -> None:
         self._keys: list[SampleKey] = []
         self._t: list[int] = []
+        self._streams: list[int] = []
         self._params: list[SamplingParams] = []
         self._penalties: list[_RowPenalties] = []
         self._histories: dict[
@@ -90,11 +92,16 @@ class SamplingRowsBuilder:
         path_ids: Sequence[int],
         stopping_ids: Iterable[int],
         vocab_size: int,
+        stream: int = 0,
     ) -> None:
-        """Add the row that samples token `t` after history and path; `stopping_ids` are banned before min_tokens."""
+        """Add the row that samples token `t` after history and path; `stopping_ids` are banned before min_tokens.
+
+        `stream` other than 0 gives noise of its own (`noise.stream`), with `t` as whatever tells its rounds apart.
+        """
         row = len(self._t)
         self._keys.append(key)
         self._t.append(t)
+        self._streams.append(stream)
         self._params.append(params)
         if params.has_penalties:
             self._penalties.append(self._row_penalties(row, params, history, path_ids))
@@ -125,6 +132,7 @@ class SamplingRowsBuilder:
             seeds=np.array([k.seed for k in self._keys], np.uint64),
             t=np.array(self._t, np.int64),
             sample_index=np.array([k.sample_index for k in self._keys], np.int64),
+            stream=np.array(self._streams, np.int64),
             temperature=np.array([p.temperature for p in params], np.float32),
             top_k=np.array([p.top_k for p in params], np.int64),
             top_p=np.array([p.top_p for p in params], np.float32),

@@ -1,0 +1,204 @@
+"""What is known of skipping sub-layers of a model on a device: what parts of a pass cost, and a menu of skip sets.
+
+`verispec tune` makes menus, the drafter `skip` reads them. A menu is kept on disk under everything it depends on: the
+model's files, the backend's fingerprint and the device. One that is unreadable or for anything else is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from verispec.backends.cost import CostTable
+from verispec.backends.protocol import View
+
+FORMAT = 1  # raised when the search or the file changes meaning
+MAX_DRAFT = 12  # the longest draft, as published
+WORTH_IT = 1.05  # a smaller predicted speed-up is not worth drafting
+TYPICAL_CONTEXT = 256
+_SUB_LAYERS = ("attention", "mlp")
+
+
+def expected_tokens(acceptance: float, draft_len: int) -> float:
+    """Tokens a round commits: E = 1 + a + a^2 + ... + a^N."""
+    return sum(acceptance**depth for depth in range(draft_len + 1))
+
+
+@dataclass(frozen=True, slots=True)
+class SkipProfile:
+    """T(M, context) of a whole pass, and of one sub-layer of each kind: what skipping it saves."""
+
+    full: CostTable
+    attention: CostTable
+    mlp: CostTable
+
+    def cost_of(self, view: View) -> CostTable:
+        """T of a pass of this view; never below a hundredth of the whole one, however noisy the clock was."""
+        skipped = ((len(view.skipped_attention), self.attention), (len(view.skipped_mlp), self.mlp))
+
+        def left(name: str) -> tuple[float, ...]:
+            whole = getattr(self.full, name)
+            saved = [sum(count * getattr(part, name)[i] for count, part in skipped) for i in range(len(whole))]
+            return tuple(max(t * 0.01, t - s) for t, s in zip(whole, saved, strict=True))
+
+        return CostTable(self.full.shapes, left("base"), left("per_context_token"))
+
+    def ratios(self, view: View, draft_len: int, num_sequences: int = 1) -> tuple[float, float]:
+        """c and v: a draft step and the verification of such drafts, in full steps of so many sequences."""
+        rows, nodes = num_sequences, num_sequences * (1 + draft_len)
+        step = self.full.seconds(rows, rows * TYPICAL_CONTEXT)
+        draft = self.cost_of(view).seconds(rows, rows * TYPICAL_CONTEXT)
+        return draft / step, self.full.seconds(nodes, nodes * TYPICAL_CONTEXT) / step
+
+    def speedup(self, view: View, acceptance: float, draft_len: int, num_sequences: int = 1) -> float:
+        """S = E / (N c + v): predicted tokens a second against plain decoding."""
+        c, v = self.ratios(view, draft_len, num_sequences)
+        return expected_tokens(acceptance, draft_len) / (draft_len * c + v)
+
+    def best(self, view: View, acceptance: float, max_draft: int = MAX_DRAFT, num_sequences: int = 1) -> Prediction:
+        """The draft length of at least 1 that promises most; the shortest on a tie."""
+        lengths = range(1, max(1, max_draft) + 1)
+        return max(
+            (Prediction(self.speedup(view, acceptance, n, num_sequences), n) for n in lengths),
+            key=lambda p: (p.speedup, -p.draft_len),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """A predicted speed-up, and the draft length it is for."""
+
+    speedup: float
+    draft_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class MenuEntry:
+    """A skip set, and how often its next token was the full model's: greedily, and at temperature 1 with one noise."""
+
+    view: View
+    agreement: float
+    sampled_agreement: float
+
+    @property
+    def num_skipped(self) -> int:
+        """Sub-layers skipped."""
+        return len(self.view.skipped_attention) + len(self.view.skipped_mlp)
+
+
+@dataclass(frozen=True, slots=True)
+class SkipMenu:
+    """Skip sets, fewest sub-layers first, with the profile that says what they cost.
+
+    `search` names what found them, `num_tokens` how many of the model's own tokens they were scored on.
+    """
+
+    profile: SkipProfile
+    entries: tuple[MenuEntry, ...]
+    search: str
+    num_tokens: int
+
+    def best(self, max_draft: int = MAX_DRAFT, num_sequences: int = 1) -> MenuEntry | None:
+        """The entry that promises most; None without entries."""
+        return max(
+            self.entries,
+            key=lambda e: self.profile.best(e.view, e.agreement, max_draft, num_sequences).speedup,
+            default=None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class MenuKey:
+    """Everything a menu depends on; `model` is the digest of the model's files."""
+
+    model: str
+    fingerprint: tuple[tuple[str, str], ...]
+    device: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def of(cls, model: str, fingerprint: Mapping[str, str], device: Mapping[str, str]) -> MenuKey:
+        """With the mappings in a fixed order."""
+        return cls(model, tuple(sorted(fingerprint.items())), tuple(sorted(device.items())))
+
+    def path(self, cache_dir: Path) -> Path:
+        """Where the menu is kept."""
+        text = json.dumps([FORMAT, asdict(self)], sort_keys=True)
+        return cache_dir / f"skip-{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+
+
+def read_menu(cache_dir: Path, key: MenuKey) -> SkipMenu | None:
+    """The menu kept for exactly this model, fingerprint and device; None if there is none that can be trusted."""
+    try:
+        data = json.loads(key.path(cache_dir).read_text(encoding="utf-8"))
+        if data["format"] != FORMAT or data["key"] != _plain(key):
+            return None
+        menu = SkipMenu(
+            profile=SkipProfile(*(_cost(data["profile"][name]) for name in ("full", *_SUB_LAYERS))),
+            entries=tuple(_entry(e) for e in data["entries"]),
+            search=str(data["search"]),
+            num_tokens=int(data["num_tokens"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    shapes = {table.shapes for table in (menu.profile.full, menu.profile.attention, menu.profile.mlp)}
+    sound = len(shapes) == 1 and all(0 <= e.agreement <= 1 and 0 <= e.sampled_agreement <= 1 for e in menu.entries)
+    return menu if sound else None
+
+
+def write_menu(cache_dir: Path, key: MenuKey, menu: SkipMenu) -> Path:
+    """Keep a menu, whole or not at all; raises OSError where the cache cannot be written."""
+    data = {
+        "format": FORMAT,
+        "key": _plain(key),
+        "search": menu.search,
+        "num_tokens": menu.num_tokens,
+        "profile": {name: _plain_cost(getattr(menu.profile, name)) for name in ("full", *_SUB_LAYERS)},
+        "entries": [_plain_entry(e) for e in menu.entries],
+    }
+    path = key.path(cache_dir)
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        partial.write_text(json.dumps(data), encoding="utf-8")
+        partial.replace(path)
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+    return path
+
+
+def _plain(key: MenuKey) -> dict[str, Any]:
+    return {"model": key.model, "fingerprint": dict(key.fingerprint), "device": dict(key.device)}
+
+
+def _plain_cost(cost: CostTable) -> dict[str, tuple[float, ...]]:
+    return {"shapes": cost.shapes, "base": cost.base, "per_context_token": cost.per_context_token}
+
+
+def _cost(data: Mapping[str, list[float]]) -> CostTable:
+    shapes, base, slope = (tuple(data[name]) for name in ("shapes", "base", "per_context_token"))
+    seconds = (*base, *slope)
+    if not shapes or len(seconds) != 2 * len(shapes) or not all(0 <= s < math.inf for s in seconds):
+        raise ValueError("a cost table is malformed")
+    return CostTable(tuple(map(int, shapes)), base, slope)
+
+
+def _plain_entry(entry: MenuEntry) -> dict[str, Any]:
+    return {
+        "attention": sorted(entry.view.skipped_attention),
+        "mlp": sorted(entry.view.skipped_mlp),
+        "agreement": entry.agreement,
+        "sampled_agreement": entry.sampled_agreement,
+    }
+
+
+def _entry(data: Mapping[str, Any]) -> MenuEntry:
+    view = View(*(frozenset(map(int, data[name])) for name in _SUB_LAYERS))
+    return MenuEntry(view, float(data["agreement"]), float(data["sampled_agreement"]))
