@@ -33,7 +33,7 @@ from verispec import LLM, SamplingParams
 from verispec.backends.blas import blas_name, cpu_name
 from verispec.backends.cost import FLAT_COST
 from verispec.engine import Engine, Request
-from verispec.spec.registry import make_drafters
+from verispec.spec.registry import DraftSetup, make_drafters
 
 SHARES = (0, 2, 5, 10, 20, 50, 100)
 Results = dict[str, Any]
@@ -52,7 +52,7 @@ class Bench:
             self.llm._backend,
             family=family or self.llm.calibration.family,
             cost=self.llm.calibration.cost,
-            drafters=make_drafters(draft_len),
+            drafters=make_drafters(DraftSetup(draft_len=draft_len)),
             config=replace(self.llm._config, max_running=running, max_draft=draft_len),
         )
 
@@ -206,7 +206,8 @@ def recomputed(bench: Bench) -> Iterator[str]:
     digests = set()
     for window_len in (16, 32, 64, 128):
         engine = Engine(
-            backend, family=llm.calibration.family, cost=llm.calibration.cost, drafters=make_drafters(window_len),
+            backend, family=llm.calibration.family, cost=llm.calibration.cost,
+            drafters=make_drafters(DraftSetup(draft_len=window_len)),
             config=replace(llm._config, max_running=8, max_draft=window_len),
         )  # fmt: skip
         run = offline(engine, bench.requests(100, "decode", new=options.long_new)[: options.requests // 2])

@@ -208,14 +208,14 @@ def prompt(bench: Bench) -> Iterator[str]:
 
 def passes(bench: Bench) -> Iterator[str]:
     """T(M) at a context of 200 tokens, and the share of the limits: memory read at 24 GB/s, integer operations."""
-    from verispec.backends.cost import _probe_pass
+    from verispec.backends.cost import probe_pass
 
     yield "| rows | ms | GB/s of weights | 8-bit GOP/s |"
     yield "|---|---|---|---|"
     llm = bench.load(bench.path)
     nbytes = llm._backend.weights_nbytes  # type: ignore[attr-defined]
     for shape in (1, 2, 4, 8, 16, 32, 64, 128):
-        pass_ = _probe_pass(llm._backend, shape, 200)
+        pass_ = probe_pass(llm._backend, shape, 200)
         best = min(_timed(lambda: llm._backend.submit(pass_).result()) for _ in range(7))  # noqa: B023
         yield f"| {shape} | {best * 1e3:.1f} | {nbytes / best / 1e9:.1f} | {2 * 0.269 * shape / best:.0f} |"
         bench.save("passes", str(shape), best)

@@ -6,6 +6,7 @@ may be open at once, and whichever is read drives the engine for all.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,13 +24,15 @@ from verispec.engine import Engine, Request
 from verispec.errors import InputError, NumericError
 from verispec.interrupts import deferred_interrupt
 from verispec.model import DEFAULT_MODEL, Checkpoint, cache_dir, open_checkpoint, resolve
+from verispec.model.architecture import Architecture
 from verispec.model.hub import label
 from verispec.model.identity import ModelIdentity
 from verispec.model.load import load_tokenizer
 from verispec.model.tokenizer import Tokenizer
 from verispec.receipt.values import Receipt, check_recordable, make_receipt
 from verispec.spec.drafter import Drafter
-from verispec.spec.registry import DRAFTER_NAMES, make_drafters
+from verispec.spec.registry import DRAFTER_NAMES, DraftSetup, make_drafters
+from verispec.spec.skip_menu import MenuKey, SkipMenu, read_menu
 from verispec.text.chat import ChatTemplate
 from verispec.text.detokenizer import TextStream
 from verispec.types import FinishReason, SampleOutput, SamplingParams, SequenceStats, TokenEvent, TokenLogprob
@@ -114,9 +117,10 @@ class LLM:
     """A loaded model, ready to generate.
 
     `model` is a known name, a GGUF file or a folder with safetensors. `drafter` is the default of every request; no
-    drafter changes the output. `draft_len` is the most tokens of one draft (default: the drafter's own). `kv_slots` is
-    the K/V capacity in tokens, `max_len` the most a request may hold, prompt included. `backend` is native or numpy
-    (default: native where it was built). `threads` is how many compute (default: all cores); it changes no bit.
+    drafter changes the output. `draft_len` is the most tokens of one draft (default: the drafter's own); `force` drafts
+    even where that is predicted not to pay. `kv_slots` is the K/V capacity in tokens, `max_len` the most a request may
+    hold, prompt included. `backend` is native or numpy (default: native where it was built). `threads` is how many
+    compute (default: all cores); it changes no bit.
     `weights="q8"` makes the native backend quantise float weights at load, `kv_dtype` is float16 or float32; both are
     part of the profile. `family` names canonical shapes other than the audit's choice,
     `fresh_audit` measures again. `progress(stage, share)` reports loading.
@@ -136,6 +140,7 @@ class LLM:
         max_running: int = DEFAULTS.max_running,
         row_budget: int = DEFAULTS.row_budget,
         draft_len: int | None = DEFAULTS.max_draft,
+        force: bool = False,
         prefix_cache: bool = True,
         family: Sequence[int] | None = None,
         fresh_audit: bool = False,
@@ -162,6 +167,7 @@ class LLM:
             self.tokenizer: Tokenizer = load_tokenizer(checkpoint.tokenizer_source)
             _check_vocabulary(self.tokenizer, checkpoint)
             self.identity = ModelIdentity.of(checkpoint, name=label(model, path))
+            self.architecture: Architecture = checkpoint.architecture
             set_up = BackendOptions(config.num_slots, max_running, threads, weights, kv_dtype)
             self._backend: Backend = make_backend(backend, checkpoint, set_up)
         self.calibration: Calibration = calibrate(
@@ -169,6 +175,7 @@ class LLM:
         )
         self._config = config
         self._drafter = drafter
+        self._force = force
         self.engine = self.fresh_engine()
         self._inboxes: dict[int, deque[TokenEvent]] = {}
         self._chat_template: ChatTemplate | None = None
@@ -177,6 +184,18 @@ class LLM:
     def profile(self) -> str:
         """The hash of the numeric profile: equal hashes give equal bytes."""
         return self.calibration.profile.hash
+
+    @property
+    def backend(self) -> Backend:
+        """What runs the model."""
+        return self._backend
+
+    @property
+    def menu_key(self) -> MenuKey:
+        """What a menu of skip sets is kept under. Reads the model's files, once."""
+        joined = "\n".join(f"{f.name} {f.sha256}" for f in self.identity.files)
+        model = hashlib.sha256(joined.encode()).hexdigest()
+        return MenuKey.of(model, self._backend.fingerprint(), self._backend.device())
 
     @property
     def vocab_size(self) -> int:
@@ -199,11 +218,17 @@ class LLM:
             self._backend,
             family=self.calibration.family,
             cost=self.calibration.cost,
-            drafters=drafters or make_drafters(config.max_draft),
+            drafters=drafters or make_drafters(self._draft_setup(config.max_draft)),
             default_drafter=None if drafters else self._drafter,
             config=config,
             no_family_reason=f"no shape of a pass is row-pure for every kernel\n{self.calibration.audit.table()}\n",
         )
+
+    def _draft_setup(self, draft_len: int | None) -> DraftSetup:
+        return DraftSetup(draft_len=draft_len, backend=self._backend, find_menu=self._find_menu, force=self._force)
+
+    def _find_menu(self) -> SkipMenu | None:
+        return read_menu(cache_dir(), self.menu_key)
 
     @contextmanager
     def separate_engine(self, *, drafters: Mapping[str, Drafter] | None = None, **changes: Any) -> Iterator[Engine]:

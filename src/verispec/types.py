@@ -155,11 +155,13 @@ def _check_stop(value: Any) -> tuple[str, ...]:
 class Draft:
     """A guess at what comes next: a token tree. `parents[i]` is a node index below i, or NO_PARENT for a root's child.
 
-    A chain is a tree. The empty draft is a draft too.
+    A chain is a tree. The empty draft is a draft too. `probabilities` are the drafter's own, where it has any: they are
+    shown, and decide nothing.
     """
 
     token_ids: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
+    probabilities: tuple[float, ...] = ()
 
     @classmethod
     def chain(cls, token_ids: Iterable[int]) -> Draft:
@@ -211,7 +213,10 @@ class Verdict(NamedTuple):
 
 
 class SequenceView(Protocol):
-    """What a drafter may see of a sequence: committed tokens and identity, read only."""
+    """What a drafter may see of a sequence: committed tokens and identity, read only.
+
+    `computed_len` is how many of the tokens have their K/V: all but the last, once the prompt is done.
+    """
 
     @property
     def sequence_id(self) -> int: ...
@@ -219,6 +224,10 @@ class SequenceView(Protocol):
     def token_ids(self) -> Sequence[int]: ...
     @property
     def prompt_len(self) -> int: ...
+    @property
+    def computed_len(self) -> int: ...
+    @property
+    def params(self) -> SamplingParams: ...
     @property
     def drafter(self) -> str: ...
 
@@ -273,6 +282,7 @@ class SequenceStats:
     dropped for that. `longest_stall` is the longest this sequence, running in fast passes, waited for a replay of
     others, `stall_caused` its share of the time that its replays made such sequences wait. `chosen` counts the steps by
     what was planned for the sequence; `chosen_because` and `no_draft_reason` speak of the last step they apply to.
+    `exit_threshold` and `exit_rate` are the state of the adaptive draft exit after the sequence's last draft.
     """
 
     passes: int = 0
@@ -288,6 +298,8 @@ class SequenceStats:
     chosen: Counter[str] = field(default_factory=Counter)
     chosen_because: str = ""
     no_draft_reason: str = ""
+    exit_threshold: float | None = None
+    exit_rate: float | None = None
     preemptions: int = 0
     cached_tokens: int = 0
     arrival_time: float = 0.0

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.native import smollm2_backend
+from tests.support.skipping import skip_setup
 from verispec.backends import native_library
 from verispec.backends.native_backend import NativeBackend
 from verispec.config import EngineConfig
@@ -35,7 +36,7 @@ def run(backend: NativeBackend, wanted: list[Request], **config: int) -> tuple[l
     engine = Engine(
         backend,
         family=backend.shapes,
-        drafters=make_drafters(5),
+        drafters=make_drafters(skip_setup(backend, draft_len=5)),
         config=EngineConfig(**options),  # type: ignore[arg-type]
     )
     ids = [engine.add(request) for request in wanted]

@@ -40,7 +40,7 @@ from verispec.errors import DeterminismError
 from verispec.spec.decode import DecodeConfig, DecodeDrafter
 from verispec.spec.drafter import AUTO
 from verispec.spec.none import NoDrafter
-from verispec.spec.registry import make_drafters
+from verispec.spec.registry import DraftSetup, make_drafters
 from verispec.types import FinishReason, SampleOutput, SamplingParams, SequenceStats
 
 VOCAB_SIZE = 8
@@ -667,7 +667,12 @@ def tiny_prompts() -> list[tuple[int, ...]]:
 
 
 def run_tiny(backend: Backend, family: tuple[int, ...], drafter: str) -> tuple[Engine, list[SampleOutput]]:
-    engine = Engine(backend, family=family, drafters=make_drafters(16), config=EngineConfig(num_slots=TINY_SLOTS))
+    engine = Engine(
+        backend,
+        family=family,
+        drafters=make_drafters(DraftSetup(draft_len=16)),
+        config=EngineConfig(num_slots=TINY_SLOTS),
+    )
     for i, prompt in enumerate(tiny_prompts()):
         params = SamplingParams(max_tokens=64, seed=i, temperature=(0.0, 0.8, 1.2)[i % 3], logprobs=i % 3)
         engine.add(Request(prompt, params, drafter=drafter))

@@ -10,7 +10,7 @@ import pytest
 from tests.support.fake_backend import FakeBackend
 from verispec.engine import Engine, Request
 from verispec.interrupts import deferred_interrupt
-from verispec.spec.registry import DRAFTERS
+from verispec.spec.registry import DRAFTERS, DraftSetup
 from verispec.types import FinishReason, NoText, SampleOutput, SamplingParams, TextPiece
 
 
@@ -27,7 +27,7 @@ def run(*, failing_passes: set[int], error: type[BaseException] = RuntimeError) 
         return ticket
 
     backend.submit = submit  # type: ignore[method-assign]
-    engine = Engine(backend, family=(4, 8, 16), drafters={"ngram": DRAFTERS["ngram"](None)})
+    engine = Engine(backend, family=(4, 8, 16), drafters={"ngram": DRAFTERS["ngram"](DraftSetup())})
     for i in range(5):
         engine.add(Request([1, 2, 3, i] * 4, SamplingParams(max_tokens=12, temperature=1.0, seed=i, n=1 + i % 2)))
     digests = {}
@@ -63,7 +63,7 @@ def test_an_interrupted_commit_ends_one_request_and_loses_no_event(interrupted_p
     """The request whose commit was cut in two ends with an error; what others committed comes with the next step."""
 
     def outputs(*, push: int) -> tuple[dict[int, SampleOutput], int]:
-        engine = Engine(FakeBackend(), family=(4, 8), drafters={"none": DRAFTERS["none"](None)})
+        engine = Engine(FakeBackend(), family=(4, 8), drafters={"none": DRAFTERS["none"](DraftSetup())})
         for i in range(3):
             text = (lambda: InterruptedText(push)) if i == 1 else NoText
             engine.add(Request([1, 2, i], SamplingParams(max_tokens=4, seed=i), text=text))

@@ -7,13 +7,15 @@ one. Everything a client sees must be equal, and the finish must be the first ev
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 
 from tests.support.fake_backend import FakeBackend
 from verispec.engine import Engine, Request
 from verispec.spec.drafter import Offer
-from verispec.spec.registry import DRAFTERS
+from verispec.spec.plan import SequencePlan
+from verispec.spec.registry import DRAFTERS, DraftSetup
 from verispec.text.detokenizer import TextStream
 from verispec.types import Draft, FinishReason, SampleOutput, SamplingParams, SequenceView, TokenEvent, Verdict
 
@@ -55,11 +57,11 @@ class Oracle:
     def offer(self, sequence: SequenceView, limit: int) -> Offer:
         return Offer(limit, 1.0)
 
-    def draft(self, sequence: SequenceView, quota: int) -> Draft:
-        done = len(sequence.token_ids) - sequence.prompt_len
-        return Draft.chain(self._truth[done : done + quota])
+    def draft(self, plans: Sequence[SequencePlan]) -> list[Draft]:
+        done = [len(p.sequence.token_ids) - p.sequence.prompt_len for p in plans]
+        return [Draft.chain(self._truth[d : d + p.draft_quota]) for p, d in zip(plans, done, strict=True)]
 
-    def observe(self, sequence: SequenceView, draft: Draft, verdict: Verdict) -> None: ...
+    def observe(self, plan: SequencePlan, draft: Draft, verdict: Verdict) -> None: ...
 
     def forget(self, sequence_id: int) -> None: ...
 
@@ -67,7 +69,7 @@ class Oracle:
 def run(
     params: SamplingParams, *, truth: tuple[int, ...] | None = None, eos: tuple[int, ...] = (), context_len: int = 128
 ) -> tuple[SampleOutput, list[TokenEvent]]:
-    drafters = {"none": DRAFTERS["none"](None)} if truth is None else {"oracle": Oracle(truth)}
+    drafters = {"none": DRAFTERS["none"](DraftSetup())} if truth is None else {"oracle": Oracle(truth)}
     engine = Engine(FakeBackend(model_seed=4, context_len=context_len), family=(4, 8, 32), drafters=drafters)
     request = Request(PROMPT, params, eos_ids=eos, text=lambda: TextStream(ToyTokenizer(), params.stop))
     engine.add(request)

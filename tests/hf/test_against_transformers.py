@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.support.passes import Tape
+from tests.support.skipping import skip_setup
 from verispec.backends.audit import audit
 from verispec.backends.numpy_backend import LoadedModel, NumpyBackend
 from verispec.engine import Engine, Request
@@ -135,7 +136,7 @@ def test_greedy_tokens(pair: Pair, torch: Any) -> None:
     )
     wanted = theirs.sequences[0, NUM_PROMPT:].tolist()
     family = audit(pair.ours.probes(), shapes=(4, 8, 16)).choose()
-    engine = Engine(pair.ours, family=family, drafters=make_drafters())
+    engine = Engine(pair.ours, family=family, drafters=make_drafters(skip_setup(pair.ours)))
     for name in DRAFTERS:
         engine.add(Request(pair.prompt_ids, SamplingParams(max_tokens=NUM_NEW), drafter=name))
     outputs = []

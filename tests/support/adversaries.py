@@ -24,6 +24,7 @@ from verispec.spec.decode import DecodeDrafter
 from verispec.spec.drafter import AUTO, Drafter, Offer
 from verispec.spec.ngram import NgramDrafter
 from verispec.spec.none import NoDrafter
+from verispec.spec.plan import SequencePlan
 from verispec.types import (
     NO_PARENT,
     Draft,
@@ -54,10 +55,10 @@ class Adversary:
     def offer(self, sequence: SequenceView, limit: int) -> Offer:
         return Offer(limit + self._extra_nodes, self._acceptance)
 
-    def draft(self, sequence: SequenceView, quota: int) -> Draft:
-        return self._guess(sequence, quota)
+    def draft(self, plans: Sequence[SequencePlan]) -> list[Draft]:
+        return [self._guess(p.sequence, p.draft_quota) for p in plans]
 
-    def observe(self, sequence: SequenceView, draft: Draft, verdict: Verdict) -> None:
+    def observe(self, plan: SequencePlan, draft: Draft, verdict: Verdict) -> None:
         pass
 
     def forget(self, sequence_id: int) -> None:

@@ -5,11 +5,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from verispec.backends.audit import Progress, no_progress
-from verispec.backends.protocol import Backend, DrawWanted, Pass, PassKind, RowsBuilder, TableUpdate, Wanted
+from verispec.backends.protocol import (
+    FULL_VIEW,
+    Backend,
+    BackendLimits,
+    DrawWanted,
+    Pass,
+    PassKind,
+    RowsBuilder,
+    TableUpdate,
+    View,
+    Wanted,
+)
 from verispec.kv import NUM_RESERVED
 from verispec.sampling.rows import History, SampleKey, SamplingRowsBuilder
 from verispec.types import SamplingParams
@@ -17,6 +29,13 @@ from verispec.types import SamplingParams
 SHORT_CONTEXT, LONG_CONTEXT = 32, 512
 _SEQUENCES = 8  # large passes are prompts of a few sequences, not hundreds of them
 _SMALL_SHAPE = 32
+
+
+class CostLine(NamedTuple):
+    """T of one shape: seconds without context, and per context token."""
+
+    base: float
+    per_context_token: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +50,12 @@ class CostTable:
     base: tuple[float, ...]
     per_context_token: tuple[float, ...]
     _known: dict[int, tuple[float, float]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _fast_shapes: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @classmethod
+    def of(cls, shapes: Sequence[int], lines: Sequence[CostLine]) -> CostTable:
+        """From one line per shape."""
+        return cls(tuple(shapes), tuple(x.base for x in lines), tuple(x.per_context_token for x in lines))
 
     def seconds(self, num_rows: int, context_tokens: int) -> float:
         """The predicted time of a pass."""
@@ -47,11 +72,33 @@ class CostTable:
 
     def fast_shape(self, num_rows: int) -> int:
         """The shape a fast pass of so many rows runs in: its own, or a larger one that costs less."""
-        return self.cheapest((num_rows, *(m for m in self.shapes if num_rows < m <= 2 * num_rows)))
+        found = self._fast_shapes.get(num_rows)
+        if found is None:
+            candidates = (num_rows, *(m for m in self.shapes if num_rows < m <= 2 * num_rows))
+            found = self._fast_shapes[num_rows] = self.cheapest(candidates)
+        return found
 
 
 # What is assumed of a backend that nobody timed: a pass costs a pass.
 FLAT_COST = CostTable((1, 1 << 20), (1.0, 1.0), (0.0, 0.0))
+
+
+class Contexts(NamedTuple):
+    """The two context lengths that passes are timed at."""
+
+    short: int
+    long: int
+
+    @classmethod
+    def of(cls, limits: BackendLimits) -> Contexts:
+        """Those that fit a backend."""
+        long = min(LONG_CONTEXT, limits.context_len - 1, limits.num_slots - 1)
+        return cls(max(1, min(SHORT_CONTEXT, long // 4)), long)
+
+    def line(self, short: float, long: float, shape: int) -> CostLine:
+        """From the seconds of passes of `shape` rows at both lengths."""
+        per_token = max(0.0, (long - short) / (shape * max(1, self.long - self.short)))
+        return CostLine(max(1e-9, short - per_token * shape * self.short), per_token)
 
 
 def measure_cost(
@@ -63,30 +110,34 @@ def measure_cost(
     progress: Progress = no_progress,
 ) -> CostTable:
     """Time passes of every shape at a short and a long context. Overwrites K/V: run it before the first request."""
-    longest = min(LONG_CONTEXT, backend.limits.context_len - 1, backend.limits.num_slots - 1)
-    shortest = max(1, min(SHORT_CONTEXT, longest // 4))
-    base, slope = [], []
+    contexts = Contexts.of(backend.limits)
+    lines = []
+
+    def best(shape: int, context: int, count: int) -> float:
+        return min(time_pass(backend, probe_pass(backend, shape, context), clock) for _ in range(count))
+
     for i, shape in enumerate(shapes):
         progress(f"timing {shape} rows", i / len(shapes))
         # The first pass of a shape also pays for fresh memory, so none is timed only once, but for the slowest.
-        short = min(_time_pass(backend, shape, shortest, clock) for _ in range(repeats))
-        long = min(_time_pass(backend, shape, longest, clock) for _ in range(repeats if shape <= _SMALL_SHAPE else 1))
-        per_token = max(0.0, (long - short) / (shape * max(1, longest - shortest)))
-        base.append(max(1e-9, short - per_token * shape * shortest))
-        slope.append(per_token)
+        short = best(shape, contexts.short, repeats)
+        long = best(shape, contexts.long, repeats if shape <= _SMALL_SHAPE else 1)
+        lines.append(contexts.line(short, long, shape))
     progress("timed", 1.0)
-    return CostTable(tuple(shapes), tuple(base), tuple(slope))
+    return CostTable.of(shapes, lines)
 
 
-def _time_pass(backend: Backend, shape: int, context: int, clock: Callable[[], float]) -> float:
-    pass_ = _probe_pass(backend, shape, context)
+def time_pass(backend: Backend, pass_: Pass, clock: Callable[[], float]) -> float:
+    """Seconds of one pass, from `submit` to its result."""
     start = clock()
     backend.submit(pass_).result()
     return clock() - start
 
 
-def _probe_pass(backend: Backend, shape: int, context: int) -> Pass:
-    """A pass as the engine makes them: rows of a few sequences at the end of their contexts, all drawing greedily."""
+def probe_pass(backend: Backend, shape: int, context: int, *, view: View = FULL_VIEW, draws: bool = True) -> Pass:
+    """A pass as the engine makes them: rows of a few sequences at the end of their contexts.
+
+    All draw greedily; without `draws` nothing is wanted of them and the head does not run.
+    """
     limits = backend.limits
     num_sequences = min(shape, _SEQUENCES, limits.num_seq_rows)
     rows, sampling = RowsBuilder(), SamplingRowsBuilder()
@@ -106,5 +157,5 @@ def _probe_pass(backend: Backend, shape: int, context: int) -> Pass:
             np.int32
         ),
     )
-    draws = DrawWanted(np.arange(shape, dtype=np.int32), sampling.build())
-    return Pass(PassKind.CANONICAL, rows.build(shape), Wanted(draw=draws), update, head_shape=shape)
+    wanted = Wanted(draw=DrawWanted(np.arange(shape, dtype=np.int32), sampling.build()) if draws else None)
+    return Pass(PassKind.CANONICAL, rows.build(shape), wanted, update, head_shape=shape if draws else 0, view=view)

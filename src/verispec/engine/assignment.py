@@ -140,7 +140,7 @@ class Assigner:
             if s.sequence_id in bound:  # its row will be a fast one
                 exact, fast = exact.plus(-1, s.committed_len), fast.plus(1, s.committed_len)
         if free:
-            drafts = [_draft_offer(offers[s.sequence_id])[1] for s in free]
+            drafts = [self._draft_offer(offers[s.sequence_id], exact)[1] for s in free]
             choice = self.planner.choose(drafts, [windows[s.sequence_id][1] for s in free], exact=exact, fast=fast)
             for s in free:
                 s.stats.chosen_because = choice.reason
@@ -157,16 +157,25 @@ class Assigner:
         beside: Load = NO_LOAD,
     ) -> dict[int, Action]:
         """Drafts that are verified in this step."""
-        best = [_draft_offer(offers[s.sequence_id]) for s in sequences]
-        granted = self.planner.quotas([offer for _, offer in best], load, canonical=canonical, beside=beside)
+        best = [self._draft_offer(offers[s.sequence_id], load) for s in sequences]
+        granted, predicted = self.planner.quotas([offer for _, offer in best], load, canonical=canonical, beside=beside)
         for s, (_, offer), quota in zip(sequences, best, granted, strict=True):
             if not quota and (self.limit(s) or not s.stats.no_draft_reason):
-                s.stats.no_draft_reason = offer.reason or _NOT_WORTH_IT
+                s.stats.no_draft_reason = offer.reason or _why_not(offer, predicted)
         return {
             s.sequence_id: Action(quota, name)
             for s, (name, _), quota in zip(sequences, best, granted, strict=True)
             if quota
         }
+
+    def _draft_offer(self, offers: Mapping[str, Offer], load: Load) -> tuple[str, Offer]:
+        """The offer, not by decoding, that promises most tokens a second; nothing where there is none."""
+        drafts = [(name, o) for name, o in offers.items() if not o.by_decoding]
+        useful = [(name, o) for name, o in drafts if o.max_nodes]
+        if len(useful) > 1:
+            return max(useful, key=lambda pair: self.planner.promise(pair[1], load))
+        nothing = ("", Offer.nothing("regular decoding is all that was asked for"))
+        return next(iter(useful or drafts), nothing)
 
 
 def _completes(sequence: Sequence, num_rows: Mapping[int, int]) -> bool:
@@ -177,11 +186,11 @@ def _window_offer(offers: Mapping[str, Offer]) -> tuple[str, Offer] | None:
     return next(((name, o) for name, o in offers.items() if o.by_decoding and o.max_nodes), None)
 
 
-def _draft_offer(offers: Mapping[str, Offer]) -> tuple[str, Offer]:
-    """The offer, not by decoding, that promises most tokens; nothing where there is none."""
-    drafts = [(name, o) for name, o in offers.items() if not o.by_decoding]
-    nothing = ("", Offer.nothing("regular decoding is all that was asked for"))
-    return max(drafts, key=lambda pair: pair[1].expected_tokens, default=nothing)
+def _why_not(offer: Offer, predicted: float | None) -> str:
+    """Why an offer with nodes got none."""
+    if offer.cost is None or predicted is None:
+        return _NOT_WORTH_IT
+    return f"{offer.what} predicted {predicted:.2f}x on this model and device; not drafting; --force to draft anyway"
 
 
 def _exact_load(exact: Iterable[Sequence], num_rows: Mapping[int, int], actions: Mapping[int, Action]) -> Load:

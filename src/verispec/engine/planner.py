@@ -7,13 +7,16 @@ what is committed, only when.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
 from verispec.backends.cost import CostTable
 from verispec.spec.drafter import Offer
+from verispec.spec.skip_menu import WORTH_IT
 
 
 class Load(NamedTuple):
@@ -33,6 +36,25 @@ class Load(NamedTuple):
 
 NO_LOAD = Load()
 _LONG = 1 << 40  # context tokens: a cost is linear in them, so two points compare two costs
+
+
+NOTHING = Offer.nothing("")
+
+
+class Grants(NamedTuple):
+    """Nodes granted to each offer, and the speed-up predicted for drafts that cost passes of their own, if any."""
+
+    quotas: tuple[int, ...]
+    predicted: float | None
+
+
+class Fill(NamedTuple):
+    """So many of the ranked levels; the tokens and seconds of a step with them."""
+
+    num_levels: int
+    tokens: float
+    seconds: float
+    quotas: tuple[int, ...] = ()
 
 
 class Choice(NamedTuple):
@@ -57,16 +79,13 @@ class Planner:
         apart = self._exact_seconds(exact) + self._fast_seconds(fast)
         return self._exact_seconds(exact.joined(fast)) < apart
 
-    def quotas(self, offers: Sequence[Offer], load: Load, *, canonical: bool, beside: Load = NO_LOAD) -> list[int]:
+    def quotas(self, offers: Sequence[Offer], load: Load, *, canonical: bool, beside: Load = NO_LOAD) -> Grants:
         """Nodes granted to each offer with the rows `load` that run anyway. One committed token per offer is sure.
 
         `beside` are the rows of the step's other pass, which may be joined to this one.
         """
-        nodes, count, _ = self._best_fill(offers, load, beside, canonical=canonical)
-        quotas = [0] * len(offers)
-        for i in nodes[:count]:
-            quotas[i] += 1
-        return quotas
+        best, predicted = self._worthwhile(offers, load, beside, canonical=canonical)
+        return Grants(best.quotas, predicted)
 
     def choose(self, drafts: Sequence[Offer], windows: Sequence[Offer], *, exact: Load, fast: Load) -> Choice:
         """Whether sequences decode canonically, with these drafts, or regularly, in these windows to be replayed.
@@ -78,8 +97,8 @@ class Planner:
         context_len = exact.context_tokens / max(1, exact.num_rows)
         others = Load(exact.num_rows - count, exact.context_tokens - round(count * context_len))
         other_tokens = fast.num_rows
-        num_nodes, tokens = self._best_fill(drafts, exact, fast, canonical=True)[1:]
-        plain_rate = (tokens + other_tokens) / self._step_seconds(exact.plus(num_nodes, context_len), fast)
+        best, _ = self._worthwhile(drafts, exact, fast, canonical=True)
+        plain_rate = (best.tokens + other_tokens) / best.seconds
         window_tokens = sum(_expected_tokens(w) / w.max_nodes for w in windows)
         replay_seconds = count * self._replay_seconds_per_row(count * max(w.max_nodes for w in windows), context_len)
         window_seconds = self._step_seconds(others, fast.plus(count, context_len)) + replay_seconds
@@ -109,26 +128,62 @@ class Planner:
         """Rows that cost nothing more beside so many: those up to the end of the shape that the pass will have."""
         return self.cost.cheapest(m for m in self.family if m >= num_rows) - num_rows if num_rows else 0
 
-    def _best_fill(
+    def promise(self, offer: Offer, load: Load) -> float:
+        """Tokens a second that a sequence is predicted to get from an offer alone, beside the rows that run anyway."""
+        best, _ = self._worthwhile([offer], load, NO_LOAD, canonical=bool(self.family))
+        return best.tokens / best.seconds
+
+    def _worthwhile(
         self, offers: Sequence[Offer], load: Load, beside: Load, *, canonical: bool
-    ) -> tuple[list[int], int, float]:
-        """Offers' nodes by their worth, how many of them to take, and the tokens of a pass with those."""
-        ranked = sorted(
-            ((o.acceptance**depth, i) for i, o in enumerate(offers) for depth in range(1, o.max_nodes + 1)),
-            key=lambda node: (-node[0], node[1]),
-        )
-        if not ranked:
-            return [], 0, float(len(offers))
+    ) -> tuple[Fill, float | None]:
+        """The best fill, and the speed-up predicted for those drafts that cost passes of their own, if there are any.
+
+        Those are taken only if they promise a real gain, or are forced.
+        """
+        free = [o if o.cost is None else NOTHING for o in offers]
+        without = self._best_fill(free, load, beside, canonical=canonical)
+        if free == list(offers):
+            return without, None
+        best = self._best_fill(offers, load, beside, canonical=canonical, needs_paid=True)
+        predicted = (best.tokens + beside.num_rows) * without.seconds
+        predicted /= best.seconds * (without.tokens + beside.num_rows)
+        is_forced = any(o.is_forced for o in offers)
+        return best if is_forced or predicted >= WORTH_IT else without, predicted
+
+    def _best_fill(
+        self, offers: Sequence[Offer], load: Load, beside: Load, *, canonical: bool, needs_paid: bool = False
+    ) -> Fill:
+        """The levels to take of each offer: those worth most per node, as many as promise most tokens a second.
+
+        With `needs_paid` at least one of those that cost passes of their own is taken, where any fits.
+        """
         context_len = load.context_tokens / load.num_rows if load.num_rows else 0.0
-        worth = list(accumulate((value for value, _ in ranked), initial=0.0))
-        best_count, best_tokens, best_seconds = 0, 0.0, 1.0
-        for count in self._fills(load, beside, len(ranked), canonical=canonical):
-            tokens = len(offers) + worth[count]
-            filled = load.plus(count, context_len)
+        ranked = _ranked(offers)
+        least = 0
+        if needs_paid:
+            forced = [i for i, block in enumerate(ranked) if block.offer.is_forced]
+            paid = (i for i, block in enumerate(ranked) if block.offer.cost is not None)
+            least = max(forced) + 1 if forced else next(paid, -1) + 1
+        sums = list(accumulate(ranked, _Sum.plus(context_len), initial=_Sum()))
+        nodes = [s.num_nodes for s in sums]
+        best: Fill | None = None
+        for room in self._fills(load, beside, nodes[-1], canonical=canonical):
+            count = bisect_right(nodes, room) - 1
+            tokens, filled = len(offers) + sums[count].tokens, load.plus(nodes[count], context_len)
             seconds = self._step_seconds(filled, beside) if canonical else self._fast_seconds(filled)
-            if (tokens + beside.num_rows) * best_seconds > (best_tokens + beside.num_rows) * seconds:
-                best_count, best_tokens, best_seconds = count, tokens, seconds
-        return [i for _, i in ranked], best_count, best_tokens
+            seconds = max(1e-12, seconds + sums[count].seconds)
+            found = Fill(count, tokens, seconds)
+            if best is None or (best.num_levels < least and count > best.num_levels):
+                best = found
+                continue
+            gained = (tokens + beside.num_rows) * best.seconds > (best.tokens + beside.num_rows) * seconds
+            if count >= least and gained:
+                best = found
+        assert best is not None
+        quotas = [0] * len(offers)
+        for block in ranked[: best.num_levels]:
+            quotas[block.at] += block.num_nodes
+        return best._replace(quotas=tuple(quotas))
 
     def _fills(self, load: Load, beside: Load, most: int, *, canonical: bool) -> list[int]:
         """Numbers of nodes worth a look: none, and those that fill a shape, with or without the rows beside."""
@@ -167,6 +222,60 @@ class Planner:
     def _replay_seconds_per_row(self, num_rows: int, context_len: float) -> float:
         """What a row costs when so many are replayed, in the shape that is cheapest per row."""
         return min(self.cost.seconds(m, round(min(m, num_rows) * context_len)) / min(m, num_rows) for m in self.family)
+
+
+class _Block(NamedTuple):
+    """A level of offer number `at`; `num_rows` are the rows of the draft pass that makes it."""
+
+    at: int
+    depth: int
+    num_nodes: int
+    tokens: float
+    num_rows: int
+    offer: Offer
+
+
+def _ranked(offers: Sequence[Offer]) -> list[_Block]:
+    """All levels of all offers: forced ones, then by their worth per node; an offer's own in their order."""
+    ranked: list[tuple[tuple[bool, float, int, int], _Block]] = []
+    for i, offer in enumerate(offers):
+        worth, num_rows = math.inf, 1
+        for depth, level in enumerate(offer.all_levels):
+            worth = min(worth, level.tokens / level.num_nodes)
+            block = _Block(i, depth, level.num_nodes, level.tokens, num_rows, offer)
+            ranked.append(((not offer.is_forced, -worth, depth, i), block))
+            num_rows = level.num_nodes
+    ranked.sort(key=lambda pair: pair[0])
+    return [block for _, block in ranked]
+
+
+@dataclass(slots=True)
+class _Sum:
+    """What the first of the ranked levels add up to; `rows` are those of each draft pass, by its cost and depth."""
+
+    num_nodes: int = 0
+    tokens: float = 0.0
+    seconds: float = 0.0
+    rows: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    @staticmethod
+    def plus(context_len: float) -> Callable[[_Sum, _Block], _Sum]:
+        """Adds a level; draft passes of all sequences that share a cost are one."""
+
+        def add(before: _Sum, block: _Block) -> _Sum:
+            seconds, cost, key = before.seconds, block.offer.cost, (id(block.offer.cost), block.depth)
+            if cost is not None:  # the rows are one running count for all sums: they are read in order
+                count = before.rows.get(key, 0)
+                before.rows[key] = count + block.num_rows
+                seconds += _pass_seconds(cost, count + block.num_rows, context_len)
+                seconds -= _pass_seconds(cost, count, context_len) if count else 0.0
+            return _Sum(before.num_nodes + block.num_nodes, before.tokens + block.tokens, seconds, before.rows)
+
+        return add
+
+
+def _pass_seconds(cost: CostTable, num_rows: int, context_len: float) -> float:
+    return cost.seconds(cost.fast_shape(num_rows), round(num_rows * context_len))
 
 
 def _expected_tokens(window: Offer) -> float:

@@ -6,10 +6,12 @@ this drafter says how many make a window and learns how often they are confirmed
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from verispec.errors import InputError
 from verispec.spec.drafter import Offer
+from verispec.spec.plan import SequencePlan
 from verispec.types import NO_DRAFT, Draft, SequenceView, Verdict
 
 
@@ -39,11 +41,11 @@ class DecodeDrafter:
         """A window of regular decoding."""
         return Offer(min(limit, self._config.window_len), self._accepted / self._tried, by_decoding=True)
 
-    def draft(self, sequence: SequenceView, quota: int) -> Draft:
+    def draft(self, plans: Sequence[SequencePlan]) -> list[Draft]:
         """Nothing: the engine has what was decoded."""
-        return NO_DRAFT
+        return [NO_DRAFT] * len(plans)
 
-    def observe(self, sequence: SequenceView, draft: Draft, verdict: Verdict) -> None:
+    def observe(self, plan: SequencePlan, draft: Draft, verdict: Verdict) -> None:
         """Move the acceptance towards what this replay found."""
         tried = min(len(draft), len(verdict.path) + 1)  # tokens behind the first mismatch were never tried
         self._accepted = self._accepted * self._config.memory**tried + len(verdict.path)

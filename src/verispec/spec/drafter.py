@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
+from verispec.backends.cost import CostTable
 from verispec.spec.plan import Plan, SequencePlan
 from verispec.types import NO_DRAFT, Draft, SequenceView, Verdict
 
@@ -19,23 +20,36 @@ T = TypeVar("T")
 AUTO = "auto"  # a sequence that names this leaves the choice among all drafters to the planner
 
 
+class Level(NamedTuple):
+    """Nodes that come and go together, and the tokens they are expected to add."""
+
+    num_nodes: int
+    tokens: float
+
+
 class Offer(NamedTuple):
     """What a drafter could do for a sequence now.
 
     Up to `max_nodes` nodes, each accepted with chance `acceptance` if the ones before it were. Without nodes, `reason`
     says why. Nodes `by_decoding` are not drafted by the drafter but by regular decoding in fast passes, one a step,
-    until there are `max_nodes` of them.
+    until there are `max_nodes` of them. With a `cost`, each node takes one pass of it, shared by all sequences that
+    draft so; such drafts must promise a real gain, unless they are forced. `what` names them in the reason why not.
+    The nodes of a tree come in whole `levels`; without any, the nodes are a chain.
     """
 
     max_nodes: int
     acceptance: float
     reason: str = ""
     by_decoding: bool = False
+    cost: CostTable | None = None
+    what: str = ""
+    is_forced: bool = False
+    levels: tuple[Level, ...] = ()
 
     @property
-    def expected_tokens(self) -> float:
-        """Tokens that a draft of all its nodes is expected to add."""
-        return sum(self.acceptance**depth for depth in range(1, self.max_nodes + 1))
+    def all_levels(self) -> tuple[Level, ...]:
+        """The levels, those of a chain too."""
+        return self.levels or tuple(Level(1, self.acceptance**depth) for depth in range(1, self.max_nodes + 1))
 
     @classmethod
     def nothing(cls, reason: str) -> Offer:
@@ -49,10 +63,10 @@ class Drafter(Protocol):
     def offer(self, sequence: SequenceView, limit: int) -> Offer:
         """What could be drafted for this sequence, at most `limit` nodes. Changes nothing the output depends on."""
 
-    def draft(self, sequence: SequenceView, quota: int) -> Draft:
-        """At most `quota` nodes."""
+    def draft(self, plans: Sequence[SequencePlan]) -> list[Draft]:
+        """A draft for each plan, of at most `draft_quota` nodes."""
 
-    def observe(self, sequence: SequenceView, draft: Draft, verdict: Verdict) -> None:
+    def observe(self, plan: SequencePlan, draft: Draft, verdict: Verdict) -> None:
         """Learn what became of a draft. The sequence holds the committed tokens by now."""
 
     def forget(self, sequence_id: int) -> None:
@@ -77,12 +91,26 @@ class DrafterSet:
         return (*self._drafters, AUTO)
 
     def offers(self, sequence: SequenceView, limit: int) -> dict[str, Offer]:
-        """The offers of the sequence's drafters by their names, brought into range."""
-        return {name: self._offer(name, sequence, limit) for name in self._members(sequence)}
+        """The offers of the sequence's drafters by their names, brought into range.
+
+        Whoever leaves the choice forces nothing.
+        """
+        offers = {name: self._offer(name, sequence, limit) for name in self._members(sequence)}
+        if sequence.drafter == AUTO:
+            offers = {name: offer._replace(is_forced=False) for name, offer in offers.items()}
+        return offers
 
     def advance(self, plan: Plan) -> list[Draft]:
-        """One valid draft per judged sequence plan, in the plan's order."""
-        return [self._draft(p) if p.draft_quota else NO_DRAFT for p in plan.sequences]
+        """One valid draft per judged sequence plan, in the plan's order; each drafter drafts for all its sequences."""
+        drafts = [Draft.chain(p.window[: p.draft_quota]) for p in plan.sequences]
+        wanted: dict[str, list[int]] = {}
+        for i, p in enumerate(plan.sequences):
+            if p.draft_quota and not p.window:
+                wanted.setdefault(p.drafter, []).append(i)
+        for name, indices in wanted.items():
+            for i, draft in zip(indices, self._draft(name, [plan.sequences[i] for i in indices]), strict=True):
+                drafts[i] = draft
+        return drafts
 
     def observe(self, plan: Plan, drafts: Sequence[Draft], verdicts: Sequence[Verdict | None]) -> None:
         """Tell each drafter what became of its draft."""
@@ -98,7 +126,7 @@ class DrafterSet:
             self._guarded(name, None, partial(self._drafters[name].forget, sequence.sequence_id))
 
     def _observe(self, plan: SequencePlan, draft: Draft, verdict: Verdict) -> None:
-        self._drafters[plan.drafter].observe(plan.sequence, draft, verdict)
+        self._drafters[plan.drafter].observe(plan, draft, verdict)
 
     def _members(self, sequence: SequenceView) -> tuple[str, ...]:
         return tuple(self._drafters) if sequence.drafter == AUTO else (sequence.drafter,)
@@ -109,12 +137,18 @@ class DrafterSet:
         failed = Offer.nothing("the drafter failed; see the log")
         return self._guarded(name, failed, lambda: _in_range(self._drafters[name].offer(sequence, limit), limit))
 
-    def _draft(self, plan: SequencePlan) -> Draft:
-        if plan.window:
-            return Draft.chain(plan.window[: plan.draft_quota])
+    def _draft(self, name: str, plans: Sequence[SequencePlan]) -> list[Draft]:
+        def drafts() -> list[Draft]:
+            found = self._drafters[name].draft(plans)
+            if len(found) != len(plans):
+                raise ValueError(f"{len(found)} drafts for {len(plans)} sequences")
+            return found
 
+        found = self._guarded(name, [NO_DRAFT] * len(plans), drafts)
+        return [self._checked(plan, draft) for plan, draft in zip(plans, found, strict=True)]
+
+    def _checked(self, plan: SequencePlan, draft: Draft) -> Draft:
         def valid_draft() -> Draft:
-            draft = self._drafters[plan.drafter].draft(plan.sequence, plan.draft_quota)
             if not draft.is_valid(vocab_size=self._vocab_size, max_nodes=plan.draft_quota):
                 raise ValueError("the draft is not a tree over the vocabulary, or too large")
             if not draft.is_chain and draft.depth > self._max_tail:
@@ -144,4 +178,14 @@ def _in_range(offer: Offer, limit: int) -> Offer:
     """The offer with at most `limit` nodes and a probability for acceptance; NaN and negative ones offer nothing."""
     if not offer.acceptance > 0 or offer.max_nodes < 1:
         return Offer.nothing(offer.reason)._replace(by_decoding=offer.by_decoding is True)
-    return offer._replace(max_nodes=min(offer.max_nodes, limit), acceptance=min(offer.acceptance, 1.0))
+    levels, room = [], limit
+    for level in offer.levels:
+        room -= level.num_nodes
+        if room < 0 or level.num_nodes < 1:
+            break
+        levels.append(level._replace(tokens=min(1.0, max(0.0, level.tokens))))
+    if offer.levels and not levels:
+        return Offer.nothing("no room for a tree")
+    return offer._replace(
+        max_nodes=min(offer.max_nodes, limit), acceptance=min(offer.acceptance, 1.0), levels=tuple(levels)
+    )

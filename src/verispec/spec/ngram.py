@@ -7,10 +7,12 @@ a match is worth; it decides speed only.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from verispec.errors import InputError
 from verispec.spec.drafter import Offer
+from verispec.spec.plan import SequencePlan
 from verispec.types import NO_DRAFT, Draft, SequenceView, Verdict
 
 
@@ -67,8 +69,12 @@ class NgramDrafter:
         rate = self._rates[length]
         return Offer(min(limit, self._config.max_draft), rate.accepted / rate.tried)
 
-    def draft(self, sequence: SequenceView, quota: int) -> Draft:
-        """The chain that followed the match. Where it reaches the end of the text it goes on with its own beginning."""
+    def draft(self, plans: Sequence[SequencePlan]) -> list[Draft]:
+        """The chain that followed each match."""
+        return [self._follow(p.sequence, p.draft_quota) for p in plans]
+
+    def _follow(self, sequence: SequenceView, quota: int) -> Draft:
+        """Where what follows the match reaches the end of the text, it goes on with its own beginning."""
         length, position = self._match(sequence)
         if not length:
             return NO_DRAFT
@@ -76,8 +82,9 @@ class NgramDrafter:
         period = len(tokens) - position
         return Draft.chain(tokens[position + i % period] for i in range(quota))
 
-    def observe(self, sequence: SequenceView, draft: Draft, verdict: Verdict) -> None:
+    def observe(self, plan: SequencePlan, draft: Draft, verdict: Verdict) -> None:
         """Update the acceptance of the match length this draft came from."""
+        sequence = plan.sequence
         start = len(sequence.token_ids) - len(verdict.path) - 1
         length, _ = self._match(sequence, start)
         if length:

@@ -5,24 +5,22 @@ The scheduler makes plans, drafters and the verifier read them; nobody changes o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from verispec.kv import Lease
 from verispec.sampling.rows import History, SampleKey
-from verispec.types import SamplingParams, SequenceStats, SequenceView
+from verispec.types import SequenceStats, SequenceView
 
 
 class PlannedSequence(SequenceView, Protocol):
     """What the verifier reads of a sequence, committed state only, and the counters it is reported in."""
 
     @property
-    def params(self) -> SamplingParams: ...
-    @property
     def sample_key(self) -> SampleKey: ...
     @property
-    def stopping_ids(self) -> Iterable[int]: ...
+    def stopping_ids(self) -> Collection[int]: ...
     @property
     def stats(self) -> SequenceStats: ...
     def history(self) -> History: ...

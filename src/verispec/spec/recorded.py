@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from verispec.spec.drafter import Offer
+from verispec.spec.plan import SequencePlan
 from verispec.types import Draft, SequenceView, Verdict
 
 
@@ -26,12 +27,12 @@ class RecordedDrafter:
         num_left = len(self._token_ids) - len(sequence.token_ids) - 1
         return Offer(min(limit, num_left), 1.0) if num_left > 0 else Offer.nothing("the recording ends here")
 
-    def draft(self, sequence: SequenceView, quota: int) -> Draft:
+    def draft(self, plans: Sequence[SequencePlan]) -> list[Draft]:
         """The chain that follows the committed tokens in the recording."""
-        start = len(sequence.token_ids)
-        return Draft.chain(self._token_ids[start : start + quota])
+        starts = [len(p.sequence.token_ids) for p in plans]
+        return [Draft.chain(self._token_ids[s : s + p.draft_quota]) for p, s in zip(plans, starts, strict=True)]
 
-    def observe(self, sequence: SequenceView, draft: Draft, verdict: Verdict) -> None:
+    def observe(self, plan: SequencePlan, draft: Draft, verdict: Verdict) -> None:
         """Nothing to learn."""
 
     def forget(self, sequence_id: int) -> None:

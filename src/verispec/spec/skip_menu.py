@@ -23,6 +23,7 @@ FORMAT = 1  # raised when the search or the file changes meaning
 MAX_DRAFT = 12  # the longest draft, as published
 WORTH_IT = 1.05  # a smaller predicted speed-up is not worth drafting
 TYPICAL_CONTEXT = 256
+GREEDY, BAYES = "greedy", "bayes"  # what finds skip sets
 _SUB_LAYERS = ("attention", "mlp")
 
 
@@ -33,11 +34,15 @@ def expected_tokens(acceptance: float, draft_len: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class SkipProfile:
-    """T(M, context) of a whole pass, and of one sub-layer of each kind: what skipping it saves."""
+    """T(M, context) of a whole pass, and of one sub-layer of each kind: what skipping it saves.
+
+    `head`, if it was timed, is what of a pass goes into logits and draws; only reports read it.
+    """
 
     full: CostTable
     attention: CostTable
     mlp: CostTable
+    head: CostTable | None = None
 
     def cost_of(self, view: View) -> CostTable:
         """T of a pass of this view; never below a hundredth of the whole one, however noisy the clock was."""
@@ -81,11 +86,15 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class MenuEntry:
-    """A skip set, and how often its next token was the full model's: greedily, and at temperature 1 with one noise."""
+    """A skip set, and how often its next token was the full model's: greedily, and at temperature 1 with one noise.
+
+    `found_by` names the search that found it.
+    """
 
     view: View
     agreement: float
     sampled_agreement: float
+    found_by: str = GREEDY
 
     @property
     def num_skipped(self) -> int:
@@ -140,7 +149,7 @@ def read_menu(cache_dir: Path, key: MenuKey) -> SkipMenu | None:
         if data["format"] != FORMAT or data["key"] != _plain(key):
             return None
         menu = SkipMenu(
-            profile=SkipProfile(*(_cost(data["profile"][name]) for name in ("full", *_SUB_LAYERS))),
+            profile=_profile(data["profile"]),
             entries=tuple(_entry(e) for e in data["entries"]),
             search=str(data["search"]),
             num_tokens=int(data["num_tokens"]),
@@ -159,7 +168,7 @@ def write_menu(cache_dir: Path, key: MenuKey, menu: SkipMenu) -> Path:
         "key": _plain(key),
         "search": menu.search,
         "num_tokens": menu.num_tokens,
-        "profile": {name: _plain_cost(getattr(menu.profile, name)) for name in ("full", *_SUB_LAYERS)},
+        "profile": _plain_profile(menu.profile),
         "entries": [_plain_entry(e) for e in menu.entries],
     }
     path = key.path(cache_dir)
@@ -176,6 +185,16 @@ def write_menu(cache_dir: Path, key: MenuKey, menu: SkipMenu) -> Path:
 
 def _plain(key: MenuKey) -> dict[str, Any]:
     return {"model": key.model, "fingerprint": dict(key.fingerprint), "device": dict(key.device)}
+
+
+def _plain_profile(profile: SkipProfile) -> dict[str, Any]:
+    tables = {name: _plain_cost(getattr(profile, name)) for name in ("full", *_SUB_LAYERS)}
+    return {**tables, "head": None if profile.head is None else _plain_cost(profile.head)}
+
+
+def _profile(data: Mapping[str, Any]) -> SkipProfile:
+    full, attention, mlp = (_cost(data[name]) for name in ("full", *_SUB_LAYERS))
+    return SkipProfile(full, attention, mlp, None if data["head"] is None else _cost(data["head"]))
 
 
 def _plain_cost(cost: CostTable) -> dict[str, tuple[float, ...]]:
@@ -196,9 +215,10 @@ def _plain_entry(entry: MenuEntry) -> dict[str, Any]:
         "mlp": sorted(entry.view.skipped_mlp),
         "agreement": entry.agreement,
         "sampled_agreement": entry.sampled_agreement,
+        "found_by": entry.found_by,
     }
 
 
 def _entry(data: Mapping[str, Any]) -> MenuEntry:
     view = View(*(frozenset(map(int, data[name])) for name in _SUB_LAYERS))
-    return MenuEntry(view, float(data["agreement"]), float(data["sampled_agreement"]))
+    return MenuEntry(view, float(data["agreement"]), float(data["sampled_agreement"]), str(data["found_by"]))

@@ -1,0 +1,52 @@
+"""The adaptive draft exit is the published recurrence, number by number."""
+
+from __future__ import annotations
+
+import pytest
+
+from verispec.spec.draft_exit import DraftExit
+
+MOST = 12
+# (matched, drafted) of each round, then AR and gamma as the published rule gives them, worked out by hand:
+# AR = AR / 2 + matched / drafted / 2; gamma moves by +0.001 below 0.9, by nothing at 0.9 and a full draft, else -0.001.
+ROUNDS = [
+    ((5, 5), 0.5, 0.601),
+    ((0, 4), 0.25, 0.602),
+    ((12, 12), 0.625, 0.603),
+    ((12, 12), 0.8125, 0.604),
+    ((12, 12), 0.90625, 0.604),
+    ((3, 3), 0.953125, 0.603),
+    ((7, 7), 0.9765625, 0.602),
+    ((12, 12), 0.98828125, 0.602),
+    ((1, 2), 0.744140625, 0.603),
+]
+
+
+def test_the_published_recurrence_number_by_number() -> None:
+    state = DraftExit()
+    assert (state.gamma, state.rate) == (0.6, 0.0)
+    for (matched, drafted), rate, gamma in ROUNDS:
+        state.observe(matched=matched, drafted=drafted, most=MOST)
+        assert state.rate == pytest.approx(rate, abs=1e-12)
+        assert state.gamma == pytest.approx(gamma, abs=1e-12)
+
+
+def test_a_round_without_a_draft_changes_nothing() -> None:
+    state = DraftExit()
+    state.observe(matched=0, drafted=0, most=MOST)
+    assert (state.gamma, state.rate) == (0.6, 0.0)
+
+
+def test_it_moves_at_most_a_thousandth_a_round() -> None:
+    state = DraftExit()
+    for i in range(50):
+        before = state.gamma
+        state.observe(matched=i % 4, drafted=3 if i % 4 < 4 and i % 4 <= 3 else 4, most=3)
+        assert abs(state.gamma - before) <= 0.001 + 1e-12
+
+
+@pytest.mark.parametrize(
+    ("probability", "stops"), [(0.59, True), (0.6, False), (0.61, False), (1.0, False), (float("nan"), True)]
+)
+def test_the_exit_is_below_the_threshold(probability: float, stops: bool) -> None:
+    assert DraftExit().stops(probability) is stops

@@ -1,0 +1,29 @@
+"""Menus of skip sets without a search: what `verispec tune` would store, made up."""
+
+from __future__ import annotations
+
+from verispec.backends.cost import CostTable
+from verispec.backends.protocol import Backend, View
+from verispec.spec.registry import DraftSetup
+from verispec.spec.skip_menu import MenuEntry, SkipMenu, SkipProfile
+
+SOME_SKIPPED = View(frozenset({1}), frozenset({0}))
+
+
+def menu_of(
+    view: View, *, agreement: float = 0.9, full: float = 1.0, attention: float = 0.1, mlp: float = 0.2
+) -> SkipMenu:
+    """One entry; every pass of the whole model takes `full` seconds, whatever its rows."""
+
+    def flat(seconds: float) -> CostTable:
+        return CostTable((1, 64), (seconds, seconds), (0.0, 0.0))
+
+    profile = SkipProfile(flat(full), flat(attention), flat(mlp))
+    return SkipMenu(profile, (MenuEntry(view, agreement, agreement),), "made up", 0)
+
+
+def skip_setup(
+    backend: Backend, view: View = SOME_SKIPPED, *, draft_len: int | None = None, force: bool = True
+) -> DraftSetup:
+    """Drafters whose `skip` drafts with this view, whatever that promises."""
+    return DraftSetup(draft_len=draft_len, backend=backend, find_menu=lambda: menu_of(view), force=force)
