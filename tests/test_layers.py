@@ -1,4 +1,4 @@
-"""Imports point one way only: types, config | kv, sampling, model | backends | spec | engine | llm, text, cli."""
+"""Imports point one way only: types, config | kv, sampling, model | backends | spec | engine | llm, tuning, cli, text."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import verispec
 
 ROOT = Path(verispec.__file__).parent
 LAYERS = [
-    {"errors", "types", "config", "strict_json"},
+    {"errors", "types", "config", "strict_json", "tree"},
     {"kv", "sampling", "model"},
     {"backends"},
     {"spec"},
     {"engine"},
-    {"llm", "demonstration", "interrupts", "receipt", "text", "cli", "__main__", "__init__"},
+    {"llm", "demonstration", "interrupts", "receipt", "text", "tuning", "cli", "__main__", "__init__"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 # Each heavy or optional package is imported only where it is needed.
@@ -28,6 +28,8 @@ HOMES = {
     "typer": {"cli"},
     "rich": {"cli"},
     "safetensors": {"model"},
+    "optuna": {"tuning"},
+    "matplotlib": {"tuning"},
 }
 FORBIDDEN = {"torch", "transformers", "pickle", "marshal", "shelve"}
 

@@ -16,6 +16,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple, Protocol, Self
 
 from verispec.errors import InputError
+from verispec.tree import TreeShape
 
 MAX_SEED = 2**64 - 1
 MAX_ALTERNATIVES = 64
@@ -151,17 +152,48 @@ def _check_stop(value: Any) -> tuple[str, ...]:
     return tuple(stops)
 
 
+class Accept(StrEnum):
+    """Rules that accept drafts. `match`: the target's own draw. The others go by the probabilities of draft and target.
+
+    Under `rejection` (chains) and `recursive` (trees) tokens depend on the drafter, the tree and the load.
+    """
+
+    MATCH = "match"
+    REJECTION = "rejection"
+    RECURSIVE = "recursive"
+
+
+class Proposal(NamedTuple):
+    """Row `row` of a backend's handle: the distribution that the children of `node` were drawn from."""
+
+    node: int
+    handle: Any
+    row: int
+
+
+class Stored(NamedTuple):
+    """K/V in a drafter's own store: of the first `num_tokens` committed tokens and the first `num_nodes` nodes."""
+
+    store: int
+    num_tokens: int
+    num_nodes: int
+
+
 @dataclass(frozen=True, slots=True)
 class Draft:
     """A guess at what comes next: a token tree. `parents[i]` is a node index below i, or NO_PARENT for a root's child.
 
     A chain is a tree. The empty draft is a draft too. `probabilities` are the drafter's own, where it has any: they are
-    shown, and decide nothing.
+    shown, and decide nothing. `proposals` are what p/q rules need: the distribution that each node's children were
+    drawn from, in the order of their indices. A drafter with a K/V store of its own says there how many committed
+    tokens it has computed, and how many of the first nodes.
     """
 
     token_ids: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
     probabilities: tuple[float, ...] = ()
+    proposals: tuple[Proposal, ...] = ()
+    stored: Stored | None = None
 
     @classmethod
     def chain(cls, token_ids: Iterable[int]) -> Draft:
@@ -230,6 +262,10 @@ class SequenceView(Protocol):
     def params(self) -> SamplingParams: ...
     @property
     def drafter(self) -> str: ...
+    @property
+    def tree(self) -> TreeShape | None: ...
+    @property
+    def accept(self) -> Accept: ...
 
 
 class TextPiece(NamedTuple):

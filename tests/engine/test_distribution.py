@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.support.fake_backend import FakeBackend
-from tests.support.skipping import skip_setup
+from tests.support.skipping import fake_setup
 from verispec.engine import Engine, Request
 from verispec.spec.registry import DRAFTERS, make_drafters
 from verispec.types import SampleOutput, SamplingParams
@@ -25,8 +25,8 @@ NUM_REQUESTS = 6000
 
 
 def run(requests: list[Request]) -> list[SampleOutput]:
-    backend = FakeBackend(vocab_size=VOCAB, model_seed=5)
-    engine = Engine(backend, family=(4, 8, 16, 32, 64), drafters=make_drafters(skip_setup(backend)))
+    backend = FakeBackend(vocab_size=VOCAB, model_seed=5, num_stores=2)
+    engine = Engine(backend, family=(4, 8, 16, 32, 64), drafters=make_drafters(fake_setup(backend)))
     found: dict[int, SampleOutput] = {}
     ids = []
     waiting = list(reversed(requests))

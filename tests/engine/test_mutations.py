@@ -18,9 +18,9 @@ from tests.support.decoding import PROMPT, SAMPLED, Watched, letters, oracle
 from tests.support.faulty_backends import AtPositions
 from verispec.backends.protocol import PassKind
 from verispec.engine import Engine, Request
-from verispec.engine import engine as engine_module
+from verispec.engine import judging as judging_module
 from verispec.engine import scheduler as scheduler_module
-from verispec.engine.engine import _judge
+from verispec.engine.judging import judge_plan
 from verispec.engine.scheduler import Scheduler
 from verispec.engine.sequence import Sequence as EngineSequence
 from verispec.engine.window import Window
@@ -105,7 +105,7 @@ def check_stale_results() -> None:
             else:
                 engine._scheduler.plan()
             before = state(sequence)
-            engine._scheduler.commit(plan, drafts, scores, _judge(plan, drafts, scores.judged))
+            engine._scheduler.commit(plan, drafts, scores, judge_plan(plan, drafts, scores)[0])
             assert state(sequence) == before, "a stale result was committed"
             watched.finish(300)
 
@@ -187,12 +187,12 @@ def replay_writes_to_each_others_slots(patch: Patch) -> None:
 
 
 def _patch_judge(patch: Patch, change: Callable[[Draft, Sequence[int], Verdict], Verdict]) -> None:
-    honest = engine_module.judge
+    honest = judging_module.judge
 
     def judge(drafts: Sequence[Draft], draws: Sequence[Any]) -> list[Verdict]:
         return [change(*parts) for parts in zip(drafts, draws, honest(drafts, draws), strict=True)]
 
-    patch.setattr(engine_module, "judge", judge)
+    patch.setattr(judging_module, "judge", judge)
 
 
 def one_token_too_many_is_accepted(patch: Patch) -> None:

@@ -29,7 +29,7 @@ from verispec.types import NO_PARENT, Draft, Verdict
 NUM_DRAWS = 100_000
 LIMIT = 1e-6  # below, a p-value rejects
 CHAIN = Branch((1, 1, 1))
-TREES = {
+TREES: dict[str, Beam | Branch] = {
     "chain": CHAIN,
     "branch:2,2": Branch((2, 2)),
     "branch:3,1": Branch((3, 1)),
@@ -242,14 +242,17 @@ def test_uniforms_lie_strictly_between_0_and_1(word: int, monkeypatch: pytest.Mo
 # --- One round against a walk in plain Python ---
 
 
-def round_keys(seeds: Any, *, committed_len: int = 9, sample_index: int = 0) -> RoundKeys:
+SAMPLE = 3
+
+
+def round_keys(seeds: Any, *, committed_len: int = 9) -> RoundKeys:
     num = len(seeds)
-    return RoundKeys(np.array(seeds, np.uint64), np.full(num, sample_index), np.full(num, committed_len))
+    return RoundKeys(np.array(seeds, np.uint64), np.full(num, SAMPLE), np.full(num, committed_len))
 
 
 def uniform(seed: int, committed_len: int, which: int) -> float:
     low, high = split_seed(seed)
-    key = {"seed_low": low, "seed_high": high, "t": committed_len, "sample_index": 3, "stream": which}
+    key = {"seed_low": low, "seed_high": high, "t": committed_len, "sample_index": SAMPLE, "stream": which}
     first, second = (int(w) for w in noise_words(np.arange(2), **key))
     return ((first << 32 | second) // 2**12 + 0.5) / 2**52
 
@@ -309,11 +312,21 @@ def stacked(tables: list[list[list[float]]]) -> Distributions:
 @settings(max_examples=scaled(120), deadline=None)
 @given(st.lists(rounds(), max_size=5))
 def test_judge_equals_the_walk(batch: list[tuple[Draft, list[list[float]], list[list[float]], int]]) -> None:
-    keys = round_keys([seed for *_, seed in batch], committed_len=77, sample_index=3)
+    keys = round_keys([seed for *_, seed in batch], committed_len=77)
     found = judge_recursive(
         [draft for draft, *_ in batch], stacked([q for _, q, _, _ in batch]), stacked([p for _, _, p, _ in batch]), keys
     )
     assert found == [walk(draft, q, p, seed, 77) for draft, q, p, seed in batch]
+
+
+def test_many_children_are_tried_in_the_order_drawn() -> None:
+    """More than a sort by insertion would take, with the grandchildren between them."""
+    rng = np.random.default_rng(5)
+    parents = (NO_PARENT, *(0 if i % 3 else NO_PARENT for i in range(59)))
+    draft = Draft(tuple(rng.integers(0, VOCAB, 60).tolist()), parents)
+    q, p = rng.dirichlet(np.ones(VOCAB), (2, 61)).tolist()
+    found = judge_recursive([draft] * 50, *(stacked([table] * 50) for table in (q, p)), round_keys(range(50)))
+    assert found == [walk(draft, q, p, seed, 9) for seed in range(50)]
 
 
 def test_a_verdict_does_not_depend_on_the_batch() -> None:

@@ -19,9 +19,10 @@ from verispec.backends.protocol import FULL_VIEW, Backend, Pass, PassKind, Ticke
 from verispec.config import EngineConfig
 from verispec.engine import Engine, Request
 from verispec.engine.sequence import Sequence
+from verispec.spec.model_drafter import ModelDrafter, ModelDrafterConfig
 from verispec.spec.none import NoDrafter
 from verispec.spec.registry import DraftSetup, make_drafters
-from verispec.spec.skip import NOT_TUNED, SkipConfig, SkipDrafter
+from verispec.spec.skip import NOT_TUNED, skip_drafter
 from verispec.types import SampleOutput, SamplingParams
 
 NUM_LAYERS = 3
@@ -123,22 +124,19 @@ def test_committed_kv_is_that_of_plain_decoding(world: World, view: View, temper
 # Acceptance
 
 
-class CanonicalDrafts(SkipDrafter):
+def canonical_drafts(world: World, view: View, draft_len: int) -> ModelDrafter:
     """Drafts in canonical passes, where the full view gives the target's own bits."""
-
-    def __init__(self, world: World, view: View, draft_len: int) -> None:
-        family = world.family
-        super().__init__(
-            world.backend,
-            lambda: menu_of(view),
-            SkipConfig(max_draft=draft_len, force=True),
-            kind=PassKind.CANONICAL,
-            fit=lambda num_rows: min(m for m in family if m >= num_rows),
-        )
+    return skip_drafter(
+        world.backend,
+        lambda: menu_of(view),
+        ModelDrafterConfig(max_draft=draft_len, exits=True, force=True),
+        kind=PassKind.CANONICAL,
+        fit=lambda num_rows: min(m for m in world.family if m >= num_rows),
+    )
 
 
 def acceptance(world: World, view: View, draft_len: int, temperature: float) -> tuple[int, int]:
-    engine = world.engine({"skip": CanonicalDrafts(world, view, draft_len), "none": NoDrafter()})
+    engine = world.engine({"skip": canonical_drafts(world, view, draft_len), "none": NoDrafter()})
     params = SamplingParams(max_tokens=40, temperature=temperature, top_p=0.9 if temperature else 1.0, ignore_eos=True)
     requests = [Request([i, 7, 3 * i], replace(params, seed=i)) for i in range(4)]
     outputs = run(engine, requests)

@@ -18,7 +18,7 @@ from tests.support.fake_backend import FakeBackend
 from verispec.backends.protocol import PassKind
 from verispec.config import EngineConfig
 from verispec.engine import Engine, Request
-from verispec.engine.engine import _judge
+from verispec.engine.judging import judge_plan
 from verispec.engine.planner import Load, Planner
 from verispec.spec.decode import DecodeDrafter
 from verispec.spec.drafter import AUTO, Drafter, Offer
@@ -353,7 +353,7 @@ class Bench:
         scores = self.engine._verifier.run(plan, drafts)
 
         def commit() -> list:
-            self.engine._scheduler.commit(plan, drafts, scores, _judge(plan, drafts, scores.judged))
+            self.engine._scheduler.commit(plan, drafts, scores, judge_plan(plan, drafts, scores)[0])
             return list(self.engine._scheduler.changed.values())
 
         return commit

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from tests.support.fake_backend import FakeBackend
 from verispec.backends.cost import CostTable
 from verispec.backends.protocol import Backend, View
 from verispec.spec.registry import DraftSetup
@@ -20,6 +23,12 @@ def menu_of(
 
     profile = SkipProfile(flat(full), flat(attention), flat(mlp))
     return SkipMenu(profile, (MenuEntry(view, agreement, agreement),), "made up", 0)
+
+
+def fake_setup(backend: FakeBackend, *, draft_len: int | None = None) -> DraftSetup:
+    """Every drafter drafts, whatever that promises; the backend needs a second store for `model`."""
+    draft_cost = CostTable((1, 64), (0.1, 0.1), (0.0, 0.0)) if backend.limits.num_stores > 1 else None
+    return replace(skip_setup(backend, draft_len=draft_len), draft_cost=draft_cost)
 
 
 def skip_setup(

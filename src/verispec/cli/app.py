@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from verispec.cli import chat, generate, inspect, models, replay, verify
+from verispec.cli import chat, generate, inspect, models, replay, tune, verify
 from verispec.cli.terminal import out
 
 # Newer typer brings its own click, older versions import it: the classes are found through what both export.
@@ -26,6 +26,7 @@ app.command()(generate.generate)
 app.command()(chat.chat)
 app.command()(inspect.score)
 app.command()(inspect.audit)
+app.command()(tune.tune)
 app.command()(verify.verify)
 app.command()(replay.replay)
 app.add_typer(models.app, name="models")

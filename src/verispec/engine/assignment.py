@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from verispec.engine.planner import NO_LOAD, Load, Planner
 from verispec.engine.sequence import Sequence
 from verispec.spec.drafter import DrafterSet, Offer
+from verispec.tree import TreeShape
 
 _NOT_WORTH_IT = "verifying a draft was not predicted to pay at this load"
 
@@ -24,6 +25,7 @@ class Action:
     draft_quota: int = 0
     drafter: str = ""
     target_len: int = 0
+    shape: TreeShape | None = None
 
     @property
     def decodes(self) -> bool:
@@ -163,14 +165,14 @@ class Assigner:
             if not quota and (self.limit(s) or not s.stats.no_draft_reason):
                 s.stats.no_draft_reason = offer.reason or _why_not(offer, predicted)
         return {
-            s.sequence_id: Action(quota, name)
-            for s, (name, _), quota in zip(sequences, best, granted, strict=True)
+            s.sequence_id: Action(quota, name, shape=offer.shape)
+            for s, (name, offer), quota in zip(sequences, best, granted, strict=True)
             if quota
         }
 
     def _draft_offer(self, offers: Mapping[str, Offer], load: Load) -> tuple[str, Offer]:
         """The offer, not by decoding, that promises most tokens a second; nothing where there is none."""
-        drafts = [(name, o) for name, o in offers.items() if not o.by_decoding]
+        drafts = [(name, o) for name, offer in offers.items() if not offer.by_decoding for o in offer.shapes]
         useful = [(name, o) for name, o in drafts if o.max_nodes]
         if len(useful) > 1:
             return max(useful, key=lambda pair: self.planner.promise(pair[1], load))

@@ -16,18 +16,17 @@ from verispec.backends.cost import FLAT_COST, CostTable
 from verispec.backends.protocol import Backend
 from verispec.config import EngineConfig
 from verispec.engine.assignment import Assigner
+from verispec.engine.judging import judge_plan
 from verispec.engine.planner import Planner
 from verispec.engine.scheduler import Scheduler
 from verispec.engine.sequence import Prompt, Sequence
 from verispec.errors import DeterminismError, InputError, QueueFullError
 from verispec.kv import NUM_RESERVED, NoPrefixCache, PrefixCache, RadixPrefixCache, SlotPool
-from verispec.sampling.judge import judge
 from verispec.sampling.rows import SampleKey
 from verispec.spec.drafter import Drafter, DrafterSet
 from verispec.spec.plan import Plan
-from verispec.spec.verifier import Score, Scores, Verifier
+from verispec.spec.verifier import Scores, Verifier
 from verispec.types import (
-    Draft,
     FinishReason,
     NoText,
     SamplingParams,
@@ -35,7 +34,6 @@ from verispec.types import (
     TextSink,
     TokenEvent,
     Totals,
-    Verdict,
 )
 
 
@@ -160,7 +158,7 @@ class Engine:
         plan = self._scheduler.plan()
         drafts = self._drafters.advance(plan)
         scores = self._verifier.run(plan, drafts)
-        verdicts = _judge(plan, drafts, scores.judged)
+        verdicts, scores = judge_plan(plan, drafts, scores)
         self._scheduler.commit(plan, drafts, scores, verdicts)
         self._drafters.observe(plan, drafts, verdicts)
         _note_stalls(plan, scores)
@@ -277,14 +275,3 @@ def _note_stalls(plan: Plan, scores: Scores) -> None:
     for p in replayed:
         share = (p.num_pending + p.draft_quota) / num_rows
         p.sequence.stats.stall_caused += scores.canonical_seconds * share
-
-
-def _judge(plan: Plan, drafts: SequenceOf[Draft], scores: SequenceOf[Score]) -> list[Verdict | None]:
-    """Verdicts of the sequences whose rows are complete, None for the others."""
-    complete = [i for i, p in enumerate(plan.sequences) if p.completes]
-    verdicts: list[Verdict | None] = [None] * len(drafts)
-    for i, verdict in zip(
-        complete, judge([drafts[i] for i in complete], [scores[i].draws for i in complete]), strict=True
-    ):
-        verdicts[i] = verdict
-    return verdicts

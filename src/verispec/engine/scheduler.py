@@ -19,7 +19,7 @@ from verispec.engine.sequence import Sequence
 from verispec.kv import PrefixCache, SlotPool
 from verispec.spec.plan import Plan, SequencePlan, WindowPlan
 from verispec.spec.verifier import Score, Scores
-from verispec.types import Draft, FinishReason, Verdict
+from verispec.types import Draft, FinishReason, Stored, Verdict
 
 logger = logging.getLogger(__name__)
 NO_DRAW = "no token can be drawn: the model's logits are NaN or infinite, or every token is banned"
@@ -117,6 +117,7 @@ class Scheduler:
                 return
             self.waiting.popleft()
             sequence.slots, sequence.canonical_len, sequence.synced_len = hit.slots, len(hit.slots), 0
+            sequence.store_lens = hit.valid_lens
             if not sequence.stats.preemptions:
                 sequence.stats.cached_tokens = len(hit.slots)
             sequence.seq_row = self._free_seq_rows.pop()
@@ -191,6 +192,8 @@ class Scheduler:
             completes=sequence.computed_len + num_pending == sequence.committed_len,
             drafter=action.drafter,
             window=window,
+            shape=action.shape,
+            store_lens=sequence.store_lens,
         )
 
     def _take(self, sequence: Sequence, count: int) -> bool:
@@ -247,6 +250,8 @@ class Scheduler:
         num_kept = plan.num_pending + len(path)
         if is_canonical and sequence.canonical_len == sequence.computed_len:
             sequence.canonical_len += num_kept
+        if draft.stored is not None:
+            sequence.store_lens = _with_stored(sequence, plan, draft.stored, path)
         sequence.stats.passes += is_canonical
         sequence.stats.fast_passes += not is_canonical
         if draft.is_chain:
@@ -270,8 +275,11 @@ class Scheduler:
         A sequence that ended inside an accepted path holds slots for tokens it never committed: those are left out.
         """
         canonical_len = min(sequence.canonical_len, sequence.committed_len)
-        held = self._cache.publish(sequence.token_ids[:canonical_len], sequence.slots, (canonical_len,))
-        if held != sequence.slots:
+        valid_lens = (canonical_len, *sequence.store_lens[1:])
+        held = self._cache.publish(sequence.token_ids[:canonical_len], sequence.slots, valid_lens)
+        if held != sequence.slots:  # a drafter's store may lack what the cache's slots hold for the target
+            same = next(i for i, (a, b) in enumerate(zip(held, sequence.slots, strict=True)) if a != b)
+            sequence.store_lens = tuple(min(length, same) for length in sequence.store_lens)
             sequence.slots, sequence.synced_len = held, 0
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -293,6 +301,7 @@ class Scheduler:
         self._free_seq_rows.append(sequence.seq_row)
         self.running.remove(sequence)
         sequence.slots, sequence.canonical_len, sequence.synced_len, sequence.seq_row = [], 0, 0, 0
+        sequence.store_lens = ()
         self._end_flight(sequence)
 
     def _runs_fast(self, sequence: Sequence) -> bool:
@@ -331,6 +340,16 @@ def _window_plan(sequence: Sequence, action: Action) -> WindowPlan:
         target_len=action.target_len,
         drafter=action.drafter,
     )
+
+
+def _with_stored(sequence: Sequence, plan: SequencePlan, stored: Stored, path: SequenceOf[int]) -> tuple[int, ...]:
+    """How much each store holds once the path is committed: of a drafter's, the tokens and nodes it computed."""
+    length = stored.num_tokens
+    if length == plan.start + plan.num_pending:
+        length += sum(node < stored.num_nodes for node in path)
+    lengths = list(sequence.store_lens)
+    lengths[stored.store] = length
+    return tuple(lengths)
 
 
 def _commit_tokens(sequence: Sequence, start: int, score: Score, verdict: Verdict | None) -> None:

@@ -15,7 +15,9 @@ from typing import NamedTuple
 from verispec.engine.window import Window
 from verispec.kv import Lease
 from verispec.sampling.rows import History, SampleKey
+from verispec.tree import TreeShape
 from verispec.types import (
+    Accept,
     Draft,
     FinishReason,
     SampleOutput,
@@ -54,6 +56,8 @@ class Sequence:
     max_len: int
     drafter: str
     text_sink: TextSink
+    tree: TreeShape | None = None
+    accept: Accept = Accept.MATCH
     stats: SequenceStats = field(default_factory=SequenceStats)
     leader: Sequence | None = None  # sample 0 of the same request, whose prompt K/V this one waits to share
 
@@ -66,6 +70,7 @@ class Sequence:
 
     slots: list[int] = field(default_factory=list)
     canonical_len: int = 0
+    store_lens: tuple[int, ...] = ()  # committed tokens with K/V in each store; that of the target's is not used
     synced_len: int = 0  # positions whose slots the backend's table has
     seq_row: int = 0
     epoch: int = 0
@@ -97,6 +102,11 @@ class Sequence:
     def computed_len(self) -> int:
         """Tokens whose K/V is computed."""
         return len(self.slots)
+
+    @property
+    def uses_probabilities(self) -> bool:
+        """Whether drafts are judged by probabilities. At temperature 0 every rule is `match`."""
+        return self.accept is not Accept.MATCH and self.params.temperature > 0
 
     @property
     def scores_only(self) -> bool:

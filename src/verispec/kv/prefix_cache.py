@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 from verispec.kv.pool import SlotPool
 
 TARGET_STORE = 0
+DRAFT_STORE = 1
 
 
 class PrefixHit(NamedTuple):

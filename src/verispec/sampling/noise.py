@@ -100,9 +100,7 @@ def noise_words(
     return low + words[2] * (lane == 2) + words[3] * (lane == 3)
 
 
-def vocabulary_words(
-    xp: Any, vocab_size: int, *, seed: int, t: int, sample_index: int, stream: int = 0
-) -> Array:
+def vocabulary_words(xp: Any, vocab_size: int, *, seed: int, t: int, sample_index: int, stream: int = 0) -> Array:
     """The words of the whole vocabulary for one position: `noise_words` without computing each counter four times."""
     blocks = xp.arange((vocab_size + 3) >> 2, dtype=xp.int64)
     zero = blocks * 0

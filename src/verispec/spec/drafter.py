@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from verispec.backends.cost import CostTable
 from verispec.spec.plan import Plan, SequencePlan
+from verispec.tree import TreeShape
 from verispec.types import NO_DRAFT, Draft, SequenceView, Verdict
 
 logger = logging.getLogger(__name__)
@@ -34,7 +35,8 @@ class Offer(NamedTuple):
     says why. Nodes `by_decoding` are not drafted by the drafter but by regular decoding in fast passes, one a step,
     until there are `max_nodes` of them. With a `cost`, each node takes one pass of it, shared by all sequences that
     draft so; such drafts must promise a real gain, unless they are forced. `what` names them in the reason why not.
-    The nodes of a tree come in whole `levels`; without any, the nodes are a chain.
+    The nodes of a tree come in whole `levels`; without any, the nodes are a chain. `shape` is the tree's, which the
+    plan will name again; `alternatives` are offers of other shapes.
     """
 
     max_nodes: int
@@ -45,6 +47,13 @@ class Offer(NamedTuple):
     what: str = ""
     is_forced: bool = False
     levels: tuple[Level, ...] = ()
+    shape: TreeShape | None = None
+    alternatives: tuple[Offer, ...] = ()
+
+    @property
+    def shapes(self) -> tuple[Offer, ...]:
+        """This offer and its alternatives."""
+        return (self._replace(alternatives=()), *self.alternatives)
 
     @property
     def all_levels(self) -> tuple[Level, ...]:
@@ -91,14 +100,8 @@ class DrafterSet:
         return (*self._drafters, AUTO)
 
     def offers(self, sequence: SequenceView, limit: int) -> dict[str, Offer]:
-        """The offers of the sequence's drafters by their names, brought into range.
-
-        Whoever leaves the choice forces nothing.
-        """
-        offers = {name: self._offer(name, sequence, limit) for name in self._members(sequence)}
-        if sequence.drafter == AUTO:
-            offers = {name: offer._replace(is_forced=False) for name, offer in offers.items()}
-        return offers
+        """The offers of the sequence's drafters by their names, brought into range."""
+        return {name: self._offer(name, sequence, limit) for name in self._members(sequence)}
 
     def advance(self, plan: Plan) -> list[Draft]:
         """One valid draft per judged sequence plan, in the plan's order; each drafter drafts for all its sequences."""
@@ -187,5 +190,8 @@ def _in_range(offer: Offer, limit: int) -> Offer:
     if offer.levels and not levels:
         return Offer.nothing("no room for a tree")
     return offer._replace(
-        max_nodes=min(offer.max_nodes, limit), acceptance=min(offer.acceptance, 1.0), levels=tuple(levels)
+        max_nodes=min(offer.max_nodes, limit),
+        acceptance=min(offer.acceptance, 1.0),
+        levels=tuple(levels),
+        alternatives=tuple(_in_range(o, limit) for o in offer.alternatives),
     )

@@ -11,12 +11,17 @@ from typing import Protocol
 
 from verispec.kv import Lease
 from verispec.sampling.rows import History, SampleKey
+from verispec.tree import TreeShape
 from verispec.types import SequenceStats, SequenceView
 
 
 class PlannedSequence(SequenceView, Protocol):
     """What the verifier reads of a sequence, committed state only, and the counters it is reported in."""
 
+    @property
+    def slots(self) -> Sequence[int]: ...
+    @property
+    def uses_probabilities(self) -> bool: ...
     @property
     def sample_key(self) -> SampleKey: ...
     @property
@@ -32,7 +37,8 @@ class SequencePlan:
 
     The nodes are the first of `window`, or where that is empty, what `drafter` drafts. `table_slots` are the slots of
     positions `table_start`.. that the backend's table does not have yet. Row i of the plan uses `lease.slots[i]`.
-    `epoch` tells a stale result from a current one.
+    `epoch` tells a stale result from a current one. `shape` is what the drafter offered, if that was a tree;
+    `store_lens` says how many committed tokens have K/V in each store.
     """
 
     sequence: PlannedSequence
@@ -47,6 +53,8 @@ class SequencePlan:
     completes: bool  # whether every pending token gets its row, so that the target draws a new token
     drafter: str = ""
     window: tuple[int, ...] = ()  # regularly decoded tokens behind the committed ones
+    shape: TreeShape | None = None
+    store_lens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

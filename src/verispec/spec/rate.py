@@ -1,13 +1,18 @@
-"""A running acceptance: tokens accepted of tokens tried, old ones fading, with what was believed before as a start."""
+"""Running acceptance: how often what was drafted came true, old rounds fading, with a belief to start from."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from verispec.types import NO_PARENT, Draft, Verdict
+
+_LATER_SHARE = 0.35  # believed of each further child: its share of what the ones before it miss
+_MOST_RANKS = 16
+
 
 @dataclass(slots=True)
 class Rate:
-    """`prior` counts as `weight` tokens tried, always; what is observed fades by `memory` with each token."""
+    """`prior` counts as `weight` tries, always; what is observed fades by `memory` with each try."""
 
     prior: float
     weight: float
@@ -20,12 +25,41 @@ class Rate:
         """The estimate, from 0 to 1."""
         return (self.prior * self.weight + self.accepted) / (self.weight + self.tried)
 
-    def observe(self, accepted: int, tried: int) -> None:
-        """So many of so many were accepted."""
-        kept = self.memory**tried
-        self.accepted = self.accepted * kept + accepted
-        self.tried = self.tried * kept + tried
+    def observe(self, is_accepted: bool) -> None:
+        """One try."""
+        self.accepted = self.accepted * self.memory + is_accepted
+        self.tried = self.tried * self.memory + 1
 
     def fade(self) -> None:
         """Trust what was observed half as much: something new begins."""
         self.accepted, self.tried = self.accepted / 2, self.tried / 2
+
+
+class Acceptance:
+    """How often a node's first, second, ... child is the accepted one."""
+
+    def __init__(self, prior: float, *, weight: float = 32.0, memory: float = 0.98) -> None:
+        self._ranks: list[Rate] = []
+        missed = 1.0
+        for rank in range(_MOST_RANKS):
+            share = prior if rank == 0 else _LATER_SHARE
+            self._ranks.append(Rate(missed * share, weight, memory))
+            missed *= 1 - share
+
+    def reach(self, num_children: int) -> float:
+        """The chance that one of so many children is accepted."""
+        return min(1.0, sum(rate.value for rate in self._ranks[:num_children]))
+
+    def observe(self, draft: Draft, verdict: Verdict) -> None:
+        """Learn from every node on the accepted path, and the one it ended at."""
+        children: dict[int, list[int]] = {}
+        for node, parent in enumerate(draft.parents):
+            children.setdefault(parent, []).append(node)
+        for parent, accepted in zip((NO_PARENT, *verdict.path), (*verdict.path, None), strict=True):
+            for rate, child in zip(self._ranks, children.get(parent, ()), strict=False):
+                rate.observe(child == accepted)
+
+    def fade(self) -> None:
+        """Something new begins."""
+        for rate in self._ranks:
+            rate.fade()

@@ -5,27 +5,42 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from verispec.backends.cost import CostTable
 from verispec.backends.protocol import Backend
+from verispec.kv import DRAFT_STORE
 from verispec.spec.decode import DecodeConfig, DecodeDrafter
 from verispec.spec.drafter import AUTO, Drafter
+from verispec.spec.growth import DraftModel
+from verispec.spec.model_drafter import ModelDrafter, ModelDrafterConfig, Source
 from verispec.spec.ngram import NgramConfig, NgramDrafter
 from verispec.spec.none import NoDrafter
-from verispec.spec.skip import NOT_TUNED, SkipConfig, SkipDrafter
+from verispec.spec.skip import NOT_TUNED, skip_drafter
 from verispec.spec.skip_menu import MAX_DRAFT, SkipMenu
+
+NO_DRAFT_MODEL = "there is no draft model; --draft-model names one"
+_MODEL_DRAFT_LEN = 8
+_BELIEVED_AGREEMENT = 0.75  # of a draft model, until some of its drafts were judged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftSetup:
     """What drafters are made of. Those that lack something here draft nothing, and say what.
 
-    `draft_len` is the most nodes of one draft that the user wants, None for each drafter's own default. `backend` is
-    for those that run passes, `find_menu` for `skip`. `force` drafts whatever is predicted.
+    `draft_len` is the most nodes of one chain that the user wants, None for each drafter's own default. `backend` is
+    for those that run passes, `find_menu` for `skip`, `draft_cost`, T of the second model's passes, for `model`.
+    `force` drafts whatever is predicted.
     """
 
     draft_len: int | None = None
     backend: Backend | None = None
     find_menu: Callable[[], SkipMenu | None] = lambda: None
+    draft_cost: CostTable | None = None
     force: bool = False
+
+    def config(self, default_len: int, *, exits: bool = False) -> ModelDrafterConfig:
+        """For a drafter whose chains have so many tokens unless the user says otherwise."""
+        length = default_len if self.draft_len is None else self.draft_len
+        return ModelDrafterConfig(max_draft=length, exits=exits, force=self.force)
 
 
 def _ngram(setup: DraftSetup) -> Drafter:
@@ -39,8 +54,15 @@ def _decode(setup: DraftSetup) -> Drafter:
 def _skip(setup: DraftSetup) -> Drafter:
     if setup.backend is None:
         return NoDrafter(NOT_TUNED)
-    config = SkipConfig(max_draft=MAX_DRAFT if setup.draft_len is None else setup.draft_len, force=setup.force)
-    return SkipDrafter(setup.backend, setup.find_menu, config)
+    return skip_drafter(setup.backend, setup.find_menu, setup.config(MAX_DRAFT, exits=True))
+
+
+def _model(setup: DraftSetup) -> Drafter:
+    if setup.backend is None or setup.draft_cost is None:
+        return NoDrafter(NO_DRAFT_MODEL)
+    model = DraftModel(setup.backend, setup.draft_cost, store=DRAFT_STORE)
+    source = Source(model, _BELIEVED_AGREEMENT, _BELIEVED_AGREEMENT)
+    return ModelDrafter("the draft model", lambda: source, setup.config(_MODEL_DRAFT_LEN))
 
 
 DRAFTERS: dict[str, Callable[[DraftSetup], Drafter]] = {
@@ -48,6 +70,7 @@ DRAFTERS: dict[str, Callable[[DraftSetup], Drafter]] = {
     "ngram": _ngram,
     "decode": _decode,
     "skip": _skip,
+    "model": _model,
 }
 DRAFTER_NAMES = (*DRAFTERS, AUTO)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from verispec.backends.cost import CostTable
 from verispec.backends.protocol import (
     Backend,
+    DistributionHandle,
+    DistributionWanted,
     DrawWanted,
     LogprobsWanted,
     Pass,
@@ -29,7 +31,7 @@ from verispec.backends.protocol import (
 )
 from verispec.sampling.rows import SamplingRowsBuilder
 from verispec.spec.plan import Plan, PlannedSequence, SequencePlan, WindowPlan
-from verispec.types import Draft, TokenLogprob
+from verispec.types import NO_PARENT, Draft, TokenLogprob, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +39,26 @@ class Score:
     """What the target says of one sequence's rows: entry 0 follows the committed tokens, entry 1 + i node i.
 
     `draws` is empty while the prompt is not complete. `prompt_logprobs` are those of the prompt tokens after each row.
+    `distribution` has the rows from `first_row` on, where probabilities judge the draft.
     """
 
     draws: NDArray[np.int64]
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    distribution: DistributionHandle | None = None
+    first_row: int = 0
+
+    def with_verdict(self, draft: Draft, verdict: Verdict) -> Score:
+        """With the verdict's tokens in place of the target's draws, where probabilities judged."""
+        assert self.distribution is not None
+        nodes = (NO_PARENT, *verdict.path)
+        tokens = (*(draft.token_ids[node] for node in verdict.path), verdict.bonus_id)
+        rows = np.array([self.first_row + 1 + node for node in nodes], np.int64)
+        values = self.distribution.logprobs(rows, np.maximum(0, np.array(tokens, np.int64)))
+        logprobs = list(self.logprobs)
+        for node, token_id, value in zip(nodes, tokens, values.tolist(), strict=True):
+            logprobs[node + 1] = TokenLogprob(token_id, value, logprobs[node + 1].alternatives)
+        return replace(self, logprobs=tuple(logprobs))
 
 
 @dataclass(slots=True)
@@ -52,6 +69,8 @@ class _PassBuilder:
     rows: RowsBuilder = field(default_factory=RowsBuilder)
     sampling: SamplingRowsBuilder = field(default_factory=SamplingRowsBuilder)
     draw_rows: list[int] = field(default_factory=list)
+    judged_rows: list[int] = field(default_factory=list)  # rows whose distributions judge a draft
+    judging: SamplingRowsBuilder = field(default_factory=SamplingRowsBuilder)
     given_rows: list[int] = field(default_factory=list)
     given_ids: list[int] = field(default_factory=list)
     given_counts: list[int] = field(default_factory=list)  # per sequence, how many of the given rows are its own
@@ -77,7 +96,7 @@ class _PassBuilder:
                 self._want_given(row, sequence.token_ids[position + 1], params.prompt_logprobs)
         self.given_counts.append(len(self.given_rows) - given_before)
         if plan.completes:
-            self._want_draw(sequence, row, path_ids=())
+            self._want_draw(sequence, row, path_ids=(), judges=bool(draft.proposals))
             add_nodes = self._add_chain if draft.is_chain else self._add_tree
             add_nodes(plan, draft)
 
@@ -108,7 +127,7 @@ class _PassBuilder:
             row = self.rows.add(
                 token_id=token_id, position=position, slot=slot, seq_row=plan.seq_row, prefix_len=position + 1
             )
-            self._want_draw(plan.sequence, row, path_ids=draft.token_ids[: node + 1])
+            self._want_draw(plan.sequence, row, path_ids=draft.token_ids[: node + 1], judges=bool(draft.proposals))
 
     def _add_tree(self, plan: SequencePlan, draft: Draft) -> None:
         prefix_len = len(plan.sequence.token_ids)
@@ -122,21 +141,31 @@ class _PassBuilder:
                 prefix_len=prefix_len,
                 tail=tuple(plan.lease.slots[plan.num_pending + i] for i in path),
             )
-            self._want_draw(plan.sequence, row, path_ids=tuple(draft.token_ids[i] for i in path))
+            path_ids = tuple(draft.token_ids[i] for i in path)
+            self._want_draw(plan.sequence, row, path_ids=path_ids, judges=bool(draft.proposals))
 
     def _want_draw(
-        self, sequence: PlannedSequence, row: int, *, path_ids: tuple[int, ...], alternatives: bool = True
+        self,
+        sequence: PlannedSequence,
+        row: int,
+        *,
+        path_ids: tuple[int, ...],
+        alternatives: bool = True,
+        judges: bool = False,
     ) -> None:
         self.draw_rows.append(row)
-        self.sampling.add(
-            sequence.params,
-            sequence.sample_key,
-            t=len(sequence.token_ids) + len(path_ids),
-            history=sequence.history(),
-            path_ids=path_ids,
-            stopping_ids=sequence.stopping_ids,
-            vocab_size=self.vocab_size,
-        )
+        if judges:
+            self.judged_rows.append(row)
+        for sampling in (self.sampling, self.judging) if judges else (self.sampling,):
+            sampling.add(
+                sequence.params,
+                sequence.sample_key,
+                t=len(sequence.token_ids) + len(path_ids),
+                history=sequence.history(),
+                path_ids=path_ids,
+                stopping_ids=sequence.stopping_ids,
+                vocab_size=self.vocab_size,
+            )
         if sequence.params.logprobs and alternatives:
             self._want_top(row, sequence.params.logprobs)
 
@@ -160,6 +189,9 @@ class _PassBuilder:
             if self.given_rows
             else None,
             top_k=TopKWanted(np.unique(np.array(self.top_rows, ints)), self.top_k) if self.top_rows else None,
+            distribution=DistributionWanted(np.array(self.judged_rows, ints), self.judging.build())
+            if self.judged_rows
+            else None,
         )
         table_update = TableUpdate(update[:, 0], update[:, 1], update[:, 2])
         num_head = len(wanted.head_rows())
@@ -242,7 +274,7 @@ def _scores(
     if result.top_k is not None:
         for row, ids, values in zip(sorted(set(builder.top_rows)), *result.top_k, strict=True):
             alternatives[row] = list(zip(ids.tolist(), values.tolist(), strict=True))
-    next_draw, next_given = 0, 0
+    next_draw, next_given, next_judged = 0, 0, 0
     scores = []
     for plan, draft, num_given in zip(plans, drafts, builder.given_counts, strict=True):
         params = plan.sequence.params
@@ -260,5 +292,7 @@ def _scores(
             drawn.append(TokenLogprob(int(result.draw.token_ids[i]), float(result.draw.logprobs[i]), top))
         next_draw += num_draws
         draws = np.array([entry.token_id for entry in drawn], np.int64)
-        scores.append(Score(draws, tuple(drawn), tuple(prompt)))
+        judged = result.distribution if draft.proposals and num_draws else None
+        scores.append(Score(draws, tuple(drawn), tuple(prompt), judged, next_judged))
+        next_judged += num_draws if judged is not None else 0
     return scores

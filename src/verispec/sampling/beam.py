@@ -1,0 +1,86 @@
+"""Which paths a draft beam keeps at each level: stochastic beam search as a race. Pure functions in float64.
+
+Every sequence of tokens arrives at an exponential time of rate p(sequence); the W first are W draws of whole sequences
+without replacement. A path's race time tau is that of its earliest sequence, so the first child inherits its parent's
+and the others come later: tau_child = tau_parent + (e_child - min over siblings of e), e = exp(-(phi + log p + g)),
+with phi the parent's log-probability and g the child's Gumbel noise. -log tau is the perturbed log-probability G.
+
+Times are kept as logarithms, and the difference of two as log e_child + log(1 - exp(-gap)), gap being how far the
+child's log p + g lies below the best sibling's: 1/p never appears, so p(path) may lie far below 1e-300. The sibling
+minimum is that of the best child, which is always among those drawn; W children of each path suffice for the W best.
+
+With a drafter's own noise (rule `recursive`) and with the target's (rule `match`) the ranking is the same function.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from verispec.sampling.draw import NO_TOKEN, NoisyTopK
+
+_Floats = NDArray[np.float64]
+_Ints = NDArray[np.int64]
+
+NOBODY = -1  # in place of a survivor, where there are fewer candidates than the beam is wide
+
+
+class Paths(NamedTuple):
+    """The paths of one level, after any batch axes."""
+
+    phi: _Floats  # [..., P] log-probability of the path
+    log_tau: _Floats  # [..., P] logarithm of its race time; of 1 / p(path) at temperature 0
+
+
+class Survivors(NamedTuple):
+    """The W best candidates of a level, best first, hence siblings in the order drawn; a prefix is a narrower beam.
+
+    Where there are fewer, NOBODY at the end, with phi = -inf and log tau = inf: it has no children.
+    """
+
+    parents: _Ints  # [..., W] index among the P paths above
+    ranks: _Ints  # [..., W] which of that path's children
+    paths: Paths  # [..., W]
+
+
+def root(*batch: int) -> Paths:
+    """The path of no tokens: probability 1, G = 0. Its time only shifts all others, so it may be anything. [..., 1]"""
+    return Paths(np.zeros((*batch, 1)), np.zeros((*batch, 1)))
+
+
+def race_level(paths: Paths, children: NoisyTopK, *, width: int) -> Survivors:
+    """The `width` earliest children of P paths, or all there are; `children` is [..., P, k], in the order drawn."""
+    exists = _existing(paths, children)
+    value = np.where(exists, children.values, 0.0).astype(np.float64)  # [..., P, k]
+    gap = np.where(exists, value[..., :1] - value, 0.0)
+    phi = np.where(exists, paths.phi[..., None], 0.0)
+    with np.errstate(divide="ignore"):  # the best child comes at its parent's time: log 0 = -inf
+        log_wait = np.log(-np.expm1(-gap)) - (phi + value)
+    return _first(paths, children, exists, np.logaddexp(paths.log_tau[..., None], log_wait), width)
+
+
+def greedy_level(paths: Paths, children: NoisyTopK, *, width: int) -> Survivors:
+    """The same at temperature 0, where there is no noise: the `width` children of largest cumulative log-softmax."""
+    exists = _existing(paths, children)
+    logprob = np.where(exists, children.logprobs, 0.0)
+    return _first(paths, children, exists, -(paths.phi[..., None] + logprob), width)
+
+
+def _existing(paths: Paths, children: NoisyTopK) -> NDArray[np.bool_]:
+    exists: NDArray[np.bool_] = (children.token_ids != NO_TOKEN) & np.isfinite(children.values)
+    return exists & (paths.log_tau < np.inf)[..., None]
+
+
+def _first(paths: Paths, children: NoisyTopK, exists: NDArray[np.bool_], log_tau: _Floats, width: int) -> Survivors:
+    """The first `width` by time; equal times by parent, then child."""
+    # Rounding must not let a child overtake a sibling: a survivor's earlier siblings survive, before it.
+    log_tau = np.where(exists, np.maximum.accumulate(log_tau, axis=-1), np.inf)
+    phi = np.where(exists, paths.phi[..., None] + children.logprobs, -np.inf)
+    *batch, num_paths, k = exists.shape
+    flat = (*batch, num_paths * k)
+    order = np.argsort(log_tau.reshape(flat), axis=-1, kind="stable")[..., :width]
+    kept = Paths(*(np.take_along_axis(a.reshape(flat), order, axis=-1) for a in (phi, log_tau)))
+    is_there = kept.log_tau < np.inf
+    return Survivors(np.where(is_there, order // k, NOBODY), np.where(is_there, order % k, NOBODY), kept)
