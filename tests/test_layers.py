@@ -1,4 +1,4 @@
-"""Imports point one way only: types, config | kv, sampling, model | backends | spec | engine | llm, tuning, cli, text."""
+"""Imports point one way only: types, config | kv, sampling, model | backends | spec | engine | llm, tuning, cli."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LAYERS = [
     {"backends"},
     {"spec"},
     {"engine"},
-    {"llm", "demonstration", "interrupts", "receipt", "text", "tuning", "cli", "__main__", "__init__"},
+    {"llm", "speculation", "demonstration", "interrupts", "receipt", "text", "tuning", "cli", "__main__", "__init__"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 # Each heavy or optional package is imported only where it is needed.

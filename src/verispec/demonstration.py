@@ -17,7 +17,6 @@ from verispec.engine import Engine, Request
 from verispec.errors import InputError, VerispecError
 from verispec.interrupts import deferred_interrupt
 from verispec.llm import LLM, Prompt
-from verispec.spec.registry import DRAFTER_NAMES
 from verispec.types import SampleOutput, SamplingParams, TokenEvent
 
 REFERENCE_DRAFTER = "none"
@@ -171,7 +170,7 @@ class Demonstration:
             yield FastCase(num_others, run, compare(run.output, alone.output))
 
     def _all_situations(self) -> list[_Situation]:
-        drafters = [name for name in DRAFTER_NAMES if name != REFERENCE_DRAFTER]
+        drafters = [name for name in self._llm.drafter_names if name != REFERENCE_DRAFTER]
         return [
             _Situation(MIDDLE, self._middle, _had_company),
             _Situation(FIRST, self._first, _had_company),
@@ -201,7 +200,8 @@ class Demonstration:
             deterministic=index % 2 == 0,
         )
         ids = (own_ids, half_ids, prompt_ids)[index % 3][: self._llm.engine.max_len - 1]
-        return self._llm.request(ids, params, drafter=DRAFTER_NAMES[index % len(DRAFTER_NAMES)])
+        names = self._llm.drafter_names
+        return self._llm.request(ids, params, drafter=names[index % len(names)])
 
     def _text_ids(self, index: int) -> list[int]:
         text = _OTHER_TEXTS[index % len(_OTHER_TEXTS)]

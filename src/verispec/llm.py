@@ -10,7 +10,7 @@ import hashlib
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from numbers import Integral
 from pathlib import Path
@@ -29,17 +29,20 @@ from verispec.model.hub import label
 from verispec.model.identity import ModelIdentity
 from verispec.model.load import load_tokenizer
 from verispec.model.tokenizer import Tokenizer
+from verispec.model.vocabulary import check_same_vocabulary
 from verispec.receipt.values import Receipt, check_recordable, make_receipt
 from verispec.spec.drafter import Drafter
-from verispec.spec.registry import DRAFTER_NAMES, DraftSetup, make_drafters
+from verispec.spec.registry import DRAFTER_NAMES, MODEL_DRAFTER, SKIP_DRAFTER, DraftSetup, make_drafters
 from verispec.spec.skip_menu import MenuKey, SkipMenu, read_menu
+from verispec.speculation import Speculation
 from verispec.text.chat import ChatTemplate
 from verispec.text.detokenizer import TextStream
-from verispec.types import FinishReason, SampleOutput, SamplingParams, SequenceStats, TokenEvent, TokenLogprob
+from verispec.types import Accept, FinishReason, SampleOutput, SamplingParams, SequenceStats, TokenEvent, TokenLogprob
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 LoadProgress = Callable[[str, float], None]
+Speculative = Mapping[str, Any] | bool | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +121,13 @@ class LLM:
 
     `model` is a known name, a GGUF file or a folder with safetensors. `drafter` is the default of every request; no
     drafter changes the output. `draft_len` is the most tokens of one draft (default: the drafter's own); `force` drafts
-    even where that is predicted not to pay. `kv_slots` is the K/V capacity in tokens, `max_len` the most a request may
-    hold, prompt included. `backend` is native or numpy (default: native where it was built). `threads` is how many
-    compute (default: all cores); it changes no bit.
-    `weights="q8"` makes the native backend quantise float weights at load, `kv_dtype` is float16 or float32; both are
-    part of the profile. `family` names canonical shapes other than the audit's choice,
-    `fresh_audit` measures again. `progress(stage, share)` reports loading.
+    even where that is predicted not to pay. `draft_model` is a smaller model with the same vocabulary, for drafter
+    `model`; `tree` is the shape of drafts (`chain:N`, `branch:3,2,1`, `beam:3,4`), `accept` the rule that judges them.
+    `kv_slots` is the K/V capacity in tokens, `max_len` the most a request may hold, prompt included. `backend` is
+    native or numpy (default: native where it was built). `threads` is how many compute (default: all cores); it changes
+    no bit. `weights="q8"` makes the native backend quantise float weights at load, `kv_dtype` is float16 or float32;
+    both are part of the profile. `family` names canonical shapes other than the audit's choice, `fresh_audit` measures
+    again. `progress(stage, share)` reports loading.
     """
 
     def __init__(
@@ -131,6 +135,9 @@ class LLM:
         model: str | Path = DEFAULT_MODEL,
         *,
         drafter: str = "ngram",
+        draft_model: str | Path | None = None,
+        tree: str | None = None,
+        accept: str = Accept.MATCH,
         backend: str | None = None,
         threads: int | None = None,
         weights: str = AS_STORED,
@@ -149,8 +156,11 @@ class LLM:
         report = progress or (lambda stage, share: None)
         backend = default_backend() if backend is None else backend
         check_name(backend)
-        if drafter not in DRAFTER_NAMES:
-            raise InputError(f"unknown drafter {drafter!r}; known: {', '.join(DRAFTER_NAMES)}")
+        speculation = Speculation.of(drafter, tree=tree, accept=accept)
+        if tree is not None and draft_len is not None:
+            raise InputError(f"tree {tree} and draft_len exclude each other: draft_len N is short for chain:N")
+        if drafter == MODEL_DRAFTER and draft_model is None:
+            raise InputError(f"drafter {drafter} needs a draft_model")
         config = EngineConfig(
             num_slots=kv_slots,
             max_len=max_len,
@@ -161,24 +171,35 @@ class LLM:
         )
         if threads is not None and not (isinstance(threads, int) and 1 <= threads <= 1024):
             raise InputError(f"threads must be from 1 to 1024, not {threads!r}")
-        path = resolve(model, progress=lambda stage, done, total: report(stage, done / max(1, total)))
+        named = [model] if draft_model is None else [model, draft_model]
+        paths = [resolve(m, progress=lambda stage, done, total: report(stage, done / max(1, total))) for m in named]
         report("loading", 0.0)
-        with open_checkpoint(path) as checkpoint:
-            self.tokenizer: Tokenizer = load_tokenizer(checkpoint.tokenizer_source)
-            _check_vocabulary(self.tokenizer, checkpoint)
-            self.identity = ModelIdentity.of(checkpoint, name=label(model, path))
-            self.architecture: Architecture = checkpoint.architecture
+        with ExitStack() as files:
+            checkpoints = [files.enter_context(open_checkpoint(path)) for path in paths]
+            self.tokenizer: Tokenizer = load_tokenizer(checkpoints[0].tokenizer_source)
+            _check_vocabulary(self.tokenizer, checkpoints[0])
+            for draft in checkpoints[1:]:
+                check_same_vocabulary(
+                    self.tokenizer,
+                    load_tokenizer(draft.tokenizer_source),
+                    logits=checkpoints[0].architecture.vocab_size,
+                    draft_logits=draft.architecture.vocab_size,
+                )
+            self.identity = ModelIdentity.of(checkpoints[0], name=label(model, paths[0]))
+            self.architecture: Architecture = checkpoints[0].architecture
             set_up = BackendOptions(config.num_slots, max_running, threads, weights, kv_dtype)
-            self._backend: Backend = make_backend(backend, checkpoint, set_up)
+            self._backend: Backend = make_backend(backend, checkpoints, set_up)
         self.calibration: Calibration = calibrate(
             self._backend, cache_dir=cache_dir(), family=family, fresh=fresh_audit, progress=report
         )
         self._config = config
-        self._drafter = drafter
-        self._force = force
-        self.engine = self.fresh_engine()
         self._inboxes: dict[int, deque[TokenEvent]] = {}
         self._chat_template: ChatTemplate | None = None
+        self._speculation = speculation
+        self._force = force
+        if drafter == SKIP_DRAFTER:
+            self._tune_quickly(report)
+        self.engine = self.fresh_engine()
 
     @property
     def profile(self) -> str:
@@ -196,6 +217,14 @@ class LLM:
         joined = "\n".join(f"{f.name} {f.sha256}" for f in self.identity.files)
         model = hashlib.sha256(joined.encode()).hexdigest()
         return MenuKey.of(model, self._backend.fingerprint(), self._backend.device())
+
+    @property
+    def drafter_names(self) -> tuple[str, ...]:
+        """The drafters that can draft here: `skip` needs a menu, `model` a draft model."""
+        missing = {MODEL_DRAFTER} if self.calibration.draft_cost is None else set()
+        if self._find_menu() is None:
+            missing.add(SKIP_DRAFTER)
+        return tuple(name for name in DRAFTER_NAMES if name not in missing)
 
     @property
     def vocab_size(self) -> int:
@@ -219,13 +248,25 @@ class LLM:
             family=self.calibration.family,
             cost=self.calibration.cost,
             drafters=drafters or make_drafters(self._draft_setup(config.max_draft)),
-            default_drafter=None if drafters else self._drafter,
+            default_drafter=None if drafters else self._speculation.drafter,
             config=config,
             no_family_reason=f"no shape of a pass is row-pure for every kernel\n{self.calibration.audit.table()}\n",
         )
 
     def _draft_setup(self, draft_len: int | None) -> DraftSetup:
-        return DraftSetup(draft_len=draft_len, backend=self._backend, find_menu=self._find_menu, force=self._force)
+        return DraftSetup(
+            draft_len=draft_len,
+            backend=self._backend,
+            find_menu=self._find_menu,
+            draft_cost=self.calibration.draft_cost,
+            force=self._force,
+        )
+
+    def _tune_quickly(self, report: LoadProgress) -> None:
+        """See to it that there is a menu of skip sets. One that was tuned before is kept."""
+        from verispec.tuning import Subject, quick_menu
+
+        quick_menu(Subject.of(self), key=self.menu_key, cache_dir=cache_dir(), progress=report)
 
     def _find_menu(self) -> SkipMenu | None:
         return read_menu(cache_dir(), self.menu_key)
@@ -249,12 +290,14 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         drafter: str | None = None,
+        speculative: Speculative = None,
         on_finish: Callable[[int, Completion], None] | None = None,
         receipts: bool = False,
     ) -> list[Completion]:
         """Complete one prompt or many as one batch; results in input order.
 
         Prompts are text or token ids. One set of parameters serves all prompts, or there is one per prompt.
+        `drafter` names another drafter; `speculative` says all of it: `{"method", "tree", "accept"}`, or False.
         `on_finish(index, completion)` is called as each ends. Interrupted, it frees everything it started. With
         `receipts`, which only deterministic requests can have, each completion holds one per sample.
         """
@@ -262,7 +305,10 @@ class LLM:
         each = [params or SamplingParams()] * len(listed) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(listed):
             raise InputError(f"{len(listed)} prompts but {len(each)} sets of sampling parameters")
-        requests = [self.request(prompt, p, drafter=drafter) for prompt, p in zip(listed, each, strict=True)]
+        requests = [
+            self.request(prompt, p, drafter=drafter, speculative=speculative)
+            for prompt, p in zip(listed, each, strict=True)
+        ]
         return self.run(requests, on_finish=on_finish, receipts=receipts)
 
     def run(
@@ -303,25 +349,42 @@ class LLM:
         return [done[i] for i in range(len(requests))]
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, drafter: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        drafter: str | None = None,
+        speculative: Speculative = None,
+        trace: bool = False,
     ) -> Iterator[TokenEvent]:
         """Complete one prompt, giving each commit as it happens; the last event carries the whole output.
 
-        Closing the iterator aborts the request.
+        Closing the iterator aborts the request. With `trace`, events tell of the drafts that were judged.
         """
-        return self._stream(self.request(prompt, params or SamplingParams(), drafter=drafter))
+        request = self.request(prompt, params or SamplingParams(), drafter=drafter, speculative=speculative)
+        return self._stream(replace(request, is_traced=trace))
 
     def chat(
-        self, messages: Sequence[Message], params: SamplingParams | None = None, *, drafter: str | None = None
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        drafter: str | None = None,
+        speculative: Speculative = None,
     ) -> Completion:
         """Answer a conversation, through the model's chat template."""
-        return self.generate([self.chat_ids(messages)], params, drafter=drafter)[0]
+        return self.generate([self.chat_ids(messages)], params, drafter=drafter, speculative=speculative)[0]
 
     def chat_stream(
-        self, messages: Sequence[Message], params: SamplingParams | None = None, *, drafter: str | None = None
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        drafter: str | None = None,
+        speculative: Speculative = None,
     ) -> Iterator[TokenEvent]:
         """`chat`, streamed."""
-        return self.stream(self.chat_ids(messages), params, drafter=drafter)
+        return self.stream(self.chat_ids(messages), params, drafter=drafter, speculative=speculative)
 
     def chat_ids(self, messages: Sequence[Message]) -> list[int]:
         """The prompt tokens of a conversation."""
@@ -330,17 +393,37 @@ class LLM:
         text = self._chat_template.render(messages, special_tokens=self.tokenizer.special_tokens)
         return self.tokenizer.encode(text, add_special=False)
 
-    def request(self, prompt: Prompt, params: SamplingParams, *, drafter: str | None = None) -> Request:
+    def request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        drafter: str | None = None,
+        speculative: Speculative = None,
+    ) -> Request:
         """The engine's request for a prompt. Raises InputError if this model can never serve it."""
+        speculation = self._chosen(drafter, speculative)
         request = Request(
             prompt_ids=self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt),
             params=params,
-            drafter=drafter,
+            drafter=speculation.drafter,
+            tree=speculation.tree,
+            accept=speculation.accept,
             eos_ids=self.tokenizer.eos_ids,
             text=lambda: TextStream(self.tokenizer, params.stop),
         )
         self.engine.validate(request)
         return request
+
+    def _chosen(self, drafter: str | None, speculative: Speculative) -> Speculation:
+        """What a request asks for, or the default; naming the default's drafter keeps its tree and rule."""
+        if drafter is not None and speculative is not None:
+            raise InputError("drafter and speculative exclude each other")
+        named = drafter is not None and drafter != self._speculation.drafter
+        chosen = Speculation.parse({"method": drafter} if named else speculative, self._speculation)
+        if chosen.drafter == MODEL_DRAFTER and self.calibration.draft_cost is None:
+            raise InputError("drafter model needs a draft_model")
+        return chosen
 
     def receipt(self, prompt: Prompt, params: SamplingParams, output: SampleOutput) -> Receipt:
         """The receipt of an answer that was streamed; `output` came with its last event."""

@@ -244,6 +244,14 @@ class Verdict(NamedTuple):
     bonus_id: int
 
 
+class DraftTrace(NamedTuple):
+    """A draft and what became of it, for whoever wants to look: the target's raw probability of each node's token."""
+
+    draft: Draft
+    verdict: Verdict
+    target_probabilities: tuple[float, ...]
+
+
 class SequenceView(Protocol):
     """What a drafter may see of a sequence: committed tokens and identity, read only.
 
@@ -442,6 +450,7 @@ class TokenEvent:
     num_accepted: int = 0
     rejected_ids: tuple[int, ...] = ()
     output: SampleOutput | None = None  # everything about the sample, with its last event
+    trace: DraftTrace | None = None  # of the draft that was judged, if the request asked for traces
 
     @property
     def text(self) -> str:

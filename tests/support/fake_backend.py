@@ -102,8 +102,8 @@ class FakeBackend:
         for slot in slots:
             self.kv[:, slot] = mix(self.kv[:, slot] + np.uint64(12345))
 
-    def fingerprint(self) -> dict[str, str]:
-        return {"backend": "fake"}
+    def fingerprint(self, store: int = 0) -> dict[str, str]:
+        return {"backend": "fake", "store": str(store)}
 
     def device(self) -> dict[str, str]:
         return {}

@@ -18,6 +18,7 @@ from pathlib import Path
 from verispec.backends.audit import Audit, ProbeOutcome, Progress, audit, common_families, no_progress
 from verispec.backends.cost import CostTable, measure_cost
 from verispec.backends.protocol import Backend
+from verispec.kv import DRAFT_STORE
 
 Items = tuple[tuple[str, str], ...]
 _TIMED = frozenset((1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128))  # others are interpolated or extrapolated
@@ -41,11 +42,12 @@ class Profile:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What is known of a backend on this device."""
+    """What is known of a backend on this device. `draft_cost` is T of a second model's passes, if there is one."""
 
     audit: Audit
     cost: CostTable
     profile: Profile
+    draft_cost: CostTable | None = None
 
     @property
     def family(self) -> tuple[int, ...]:
@@ -74,7 +76,22 @@ def calibrate(
         measured = found, measure_cost(backend, _timed(backend.shapes), progress=progress)
         _write(path, fingerprint, *measured)
     found, cost = measured
-    return Calibration(found, cost, Profile(fingerprint, found.choose(family)))
+    draft_cost = None
+    if backend.limits.num_stores > 1:
+        draft_cost = _draft_cost(backend, cache_dir, fresh=fresh, progress=progress)
+    return Calibration(found, cost, Profile(fingerprint, found.choose(family)), draft_cost)
+
+
+def _draft_cost(backend: Backend, cache_dir: Path | None, *, fresh: bool, progress: Progress) -> CostTable:
+    """T of the second model's passes. Its bits are hints: it is not audited, and no part of the profile."""
+    fingerprint, device = _ordered(backend.fingerprint(DRAFT_STORE)), _ordered(backend.device())
+    path = _path(cache_dir, fingerprint, device, kind="draft")
+    measured = None if fresh else _read(path, fingerprint, backend.shapes)
+    if measured is None:
+        cost = measure_cost(backend, _timed(backend.shapes), store=DRAFT_STORE, progress=progress)
+        _write(path, fingerprint, Audit((), ()), cost)
+        return cost
+    return measured[1]
 
 
 def cached_profile(fingerprint: Mapping[str, str], shapes: Sequence[int], cache_dir: Path) -> Profile | None:
@@ -94,10 +111,10 @@ def _timed(shapes: Sequence[int]) -> tuple[int, ...]:
     return tuple(m for m in shapes if m in _TIMED)
 
 
-def _path(cache_dir: Path | None, fingerprint: Items, device: Items) -> Path | None:
+def _path(cache_dir: Path | None, fingerprint: Items, device: Items, *, kind: str = "audit") -> Path | None:
     """The profile depends on the fingerprint alone, but costs are the device's."""
     key = hashlib.sha256(json.dumps([FORMAT, fingerprint, device]).encode()).hexdigest()[:32]
-    return None if cache_dir is None else cache_dir / f"audit-{key}.json"
+    return None if cache_dir is None else cache_dir / f"{kind}-{key}.json"
 
 
 def _read(path: Path | None, fingerprint: Items, shapes: Sequence[int]) -> tuple[Audit, CostTable] | None:

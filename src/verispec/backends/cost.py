@@ -22,7 +22,7 @@ from verispec.backends.protocol import (
     View,
     Wanted,
 )
-from verispec.kv import NUM_RESERVED
+from verispec.kv import NUM_RESERVED, TARGET_STORE
 from verispec.sampling.rows import History, SampleKey, SamplingRowsBuilder
 from verispec.types import SamplingParams
 
@@ -105,6 +105,7 @@ def measure_cost(
     backend: Backend,
     shapes: Sequence[int],
     *,
+    store: int = TARGET_STORE,
     repeats: int = 2,
     clock: Callable[[], float] = time.perf_counter,
     progress: Progress = no_progress,
@@ -114,7 +115,7 @@ def measure_cost(
     lines = []
 
     def best(shape: int, context: int, count: int) -> float:
-        return min(time_pass(backend, probe_pass(backend, shape, context), clock) for _ in range(count))
+        return min(time_pass(backend, probe_pass(backend, shape, context, store=store), clock) for _ in range(count))
 
     for i, shape in enumerate(shapes):
         progress(f"timing {shape} rows", i / len(shapes))
@@ -133,7 +134,9 @@ def time_pass(backend: Backend, pass_: Pass, clock: Callable[[], float]) -> floa
     return clock() - start
 
 
-def probe_pass(backend: Backend, shape: int, context: int, *, view: View = FULL_VIEW, draws: bool = True) -> Pass:
+def probe_pass(
+    backend: Backend, shape: int, context: int, *, view: View = FULL_VIEW, store: int = TARGET_STORE, draws: bool = True
+) -> Pass:
     """A pass as the engine makes them: rows of a few sequences at the end of their contexts.
 
     All draw greedily; without `draws` nothing is wanted of them and the head does not run.
@@ -158,4 +161,5 @@ def probe_pass(backend: Backend, shape: int, context: int, *, view: View = FULL_
         ),
     )
     wanted = Wanted(draw=DrawWanted(np.arange(shape, dtype=np.int32), sampling.build()) if draws else None)
-    return Pass(PassKind.CANONICAL, rows.build(shape), wanted, update, head_shape=shape if draws else 0, view=view)
+    built, head_shape = rows.build(shape), shape if draws else 0
+    return Pass(PassKind.CANONICAL, built, wanted, update, head_shape=head_shape, store=store, view=view)

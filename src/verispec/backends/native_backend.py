@@ -34,7 +34,7 @@ from verispec.backends.protocol import (
     Wanted,
 )
 from verispec.errors import InputError
-from verispec.kv import NUM_RESERVED
+from verispec.kv import NUM_RESERVED, TARGET_STORE
 from verispec.model.architecture import Architecture
 from verispec.sampling.rows import History, SampleKey, SamplingRows, SamplingRowsBuilder
 from verispec.types import SamplingParams
@@ -196,27 +196,27 @@ class NativeBackend:
         """Copies of K and V at these slots, [layers, slots, kv_heads, head_dim]; for tests and debugging."""
         return self._stores[store].k[:, slots], self._stores[store].v[:, slots]
 
-    def fingerprint(self) -> dict[str, str]:
+    def fingerprint(self, store: int = TARGET_STORE) -> dict[str, str]:
         """Kernels, dtypes and model shapes: no CPU, no library, because bits depend on none."""
-        return fingerprint([m.architecture for m in self._models], kv_dtype=self._kv_dtype, quantises=self._quantises)
+        arch, quantises = self._models[store].architecture, self._quantises[store]
+        return fingerprint([arch], kv_dtype=self._kv_dtype, quantises=[quantises])
 
     def device(self) -> dict[str, str]:
         """What the speed depends on."""
         return {"cpu": cpu_name(), "isa": self.isa, "threads": str(self._num_threads)}
 
     def probes(self) -> list[KernelProbe]:
-        """Every row kernel of every model, attention and sampling included."""
-        probes = []
-        for model in self._models:
-            arch, layer = model.architecture, model.layer(0)
-            matrices = {name: getattr(layer, name) for name in ("q", "k", "v", "o", "gate", "up", "down")}
-            matrices["head"] = model.struct.head
-            probes += [KernelProbe(name, m.num_in, partial(self._linear, m)) for name, m in matrices.items()]
-            probes += [
-                KernelProbe("norm", arch.hidden_size, partial(self._probe_norm, layer, arch)),
-                KernelProbe("silu", 2 * arch.mlp_size, partial(self._probe_silu, arch)),
-                KernelProbe("attention", arch.num_heads * arch.head_dim, partial(self._probe_attention, model)),
-            ]
+        """Every row kernel of the target's model, attention and sampling included."""
+        model = self._models[TARGET_STORE]
+        arch, layer = model.architecture, model.layer(0)
+        matrices = {name: getattr(layer, name) for name in ("q", "k", "v", "o", "gate", "up", "down")}
+        matrices["head"] = model.struct.head
+        probes = [KernelProbe(name, m.num_in, partial(self._linear, m)) for name, m in matrices.items()]
+        probes += [
+            KernelProbe("norm", arch.hidden_size, partial(self._probe_norm, layer, arch)),
+            KernelProbe("silu", 2 * arch.mlp_size, partial(self._probe_silu, arch)),
+            KernelProbe("attention", arch.num_heads * arch.head_dim, partial(self._probe_attention, model)),
+        ]
         vocab_size = self.limits.vocab_size
         probes.append(KernelProbe("logprob", vocab_size, self._probe_normalisers))
         probes.append(KernelProbe("draw", vocab_size, self._probe_draw))

@@ -25,7 +25,7 @@ from verispec.backends.probe_rows import probe_rows
 from verispec.backends.protocol import BackendLimits, Pass, ReadyTicket
 from verispec.backends.workers import Workers
 from verispec.errors import InputError
-from verispec.kv import NUM_RESERVED
+from verispec.kv import NUM_RESERVED, TARGET_STORE
 from verispec.model.architecture import Architecture
 from verispec.sampling import draw
 from verispec.sampling.rows import History, SampleKey, SamplingRowsBuilder
@@ -97,18 +97,18 @@ class NumpyBackend:
         """Copies of K and V at these slots, [layers, slots, kv_heads, head_dim]; for tests and debugging."""
         return self._stores[store].k[:, slots], self._stores[store].v[:, slots]
 
-    def fingerprint(self) -> dict[str, str]:
+    def fingerprint(self, store: int = TARGET_STORE) -> dict[str, str]:
         """Device, libraries, arithmetic, dtypes, kernels and model shapes."""
-        return fingerprint([m.architecture for m in self._models])
+        return fingerprint([self._models[store].architecture])
 
     def device(self) -> dict[str, str]:
         """Nothing: the fingerprint has it all, but for the number of threads."""
         return {"threads": str(self._workers.num_threads)}
 
     def probes(self) -> list[KernelProbe]:
-        """Every row kernel of every model, attention and sampling included."""
-        probes = [probe for model in self._models for probe in model.probes()]
-        arch = self._models[0].architecture
+        """Every row kernel of the target's model, attention and sampling included."""
+        model = self._models[TARGET_STORE]
+        probes, arch = model.probes(), model.architecture
         vocab_size = arch.vocab_size
         probes += [
             KernelProbe("attention", arch.num_heads * arch.head_dim, self._probe_attention),

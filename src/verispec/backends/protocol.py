@@ -224,14 +224,14 @@ class Backend(Protocol):
     def submit(self, pass_: Pass) -> Ticket:
         """Start a pass. Raises InputError for arrays that do not fit the limits."""
 
-    def fingerprint(self) -> dict[str, str]:
-        """Everything a float result of this backend depends on: device, libraries, arithmetic, dtypes, model shapes."""
+    def fingerprint(self, store: int = TARGET_STORE) -> dict[str, str]:
+        """Everything a float result of one of its models depends on: device, libraries, arithmetic, dtypes, shapes."""
 
     def device(self) -> dict[str, str]:
         """What its speed depends on beside that."""
 
     def probes(self) -> list[KernelProbe]:
-        """Every kind of row kernel the audit has to measure."""
+        """Every kind of row kernel of the target's model that the audit has to measure."""
 
     def close(self) -> None:
         """Give back memory and threads."""

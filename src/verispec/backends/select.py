@@ -51,8 +51,8 @@ def check_name(name: str) -> None:
         raise InputError(f"backend native: {lost}")
 
 
-def make_backend(name: str, checkpoint: Checkpoint, options: BackendOptions) -> Backend:
-    """The named backend with the checkpoint's model in it."""
+def make_backend(name: str, checkpoints: Sequence[Checkpoint], options: BackendOptions) -> Backend:
+    """The named backend with the checkpoints' models in it: the target's first, then a draft model's."""
     check_name(name)
     if options.weights not in WEIGHTS:
         raise InputError(f"unknown weights {options.weights!r}; known: {', '.join(WEIGHTS)}")
@@ -62,7 +62,7 @@ def make_backend(name: str, checkpoint: Checkpoint, options: BackendOptions) -> 
         if options.weights != AS_STORED or options.kv_dtype not in (None, "float32"):
             raise InputError("weights and kv_dtype are options of the native backend; numpy computes in float32")
         return NumpyBackend(
-            [LoadedModel(checkpoint.architecture, checkpoint.tensor)],
+            [LoadedModel(c.architecture, c.tensor) for c in checkpoints],
             num_slots=options.num_slots,
             num_seq_rows=options.num_seq_rows,
             threads=options.threads,
@@ -72,7 +72,7 @@ def make_backend(name: str, checkpoint: Checkpoint, options: BackendOptions) -> 
 
     quantises = options.weights == QUANTISED
     return NativeBackend(
-        [StoredModel(checkpoint.architecture, checkpoint.tensor, checkpoint.stored, quantises=quantises)],
+        [StoredModel(c.architecture, c.tensor, c.stored, quantises=quantises) for c in checkpoints],
         num_slots=options.num_slots,
         num_seq_rows=options.num_seq_rows,
         threads=options.threads,

@@ -16,6 +16,7 @@ import typer
 from verispec.cli import options, terminal
 from verispec.config import DEFAULTS
 from verispec.errors import InputError, VerispecError
+from verispec.types import Accept
 
 if TYPE_CHECKING:
     from verispec.llm import LLM
@@ -113,6 +114,10 @@ def chat(
     stop: options.Stop = None,
     drafter: options.Drafter = "ngram",
     draft_len: options.DraftLen = None,
+    draft_model: options.DraftModel = None,
+    tree: options.Tree = None,
+    accept: options.Accept = Accept.MATCH,
+    force: options.Force = False,
     deterministic: options.Deterministic = True,
     backend: options.Backend = None,
     threads: options.Threads = None,

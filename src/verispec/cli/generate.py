@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import sys
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 from verispec.cli import options, terminal
 from verispec.config import DEFAULTS
 from verispec.errors import InputError, VerispecError
+from verispec.types import Accept
 
 if TYPE_CHECKING:
     from verispec.cli.receipt_file import NoReceipts, ReceiptFile
     from verispec.llm import LLM
-    from verispec.types import SamplingParams
+    from verispec.types import DraftTrace, SamplingParams
 
     Receipts = NoReceipts | ReceiptFile
+
+
+_TREES_SHOWN = 3
 
 
 def generate(
@@ -44,6 +51,14 @@ def generate(
             help="drafts: accepted draft tokens in green, rejected ones struck through in red. Only on a terminal."
         ),
     ] = None,
+    show_tree: Annotated[
+        bool,
+        typer.Option(
+            "--show-tree",
+            help="After the answer show the last few drafts on stderr, as trees: each token with the probability that "
+            "drafter and model gave it, accepted ones in green, rejected ones in red, and the token the model added.",
+        ),
+    ] = False,
     quiet: Annotated[
         bool, typer.Option("-q", "--quiet", help="Only the text: no progress, no line of figures.")
     ] = False,
@@ -72,7 +87,10 @@ def generate(
     n: options.Samples = 1,
     drafter: options.Drafter = "ngram",
     draft_len: options.DraftLen = None,
-    accept: options.Accept = options.Acceptance.MATCH,
+    draft_model: options.DraftModel = None,
+    tree: options.Tree = None,
+    accept: options.Accept = Accept.MATCH,
+    force: options.Force = False,
     deterministic: options.Deterministic = True,
     backend: options.Backend = None,
     threads: options.Threads = None,
@@ -88,6 +106,8 @@ def generate(
     A prompt that begins with a dash goes after --, as in: verispec generate --max-tokens 9 -- "-1 is"
     """
     _check_choices(prompt, prompts, raw=raw, system=system, as_json=as_json, color=color, n=n)
+    if show_tree and (as_json or prompts is not None):
+        raise InputError("--show-tree goes with one streamed answer; leave --json and --prompts out")
     _check_receipt(receipt, receipt_private, deterministic)
     params = options.sampling_params(ctx.params)
     if system is not None:
@@ -110,7 +130,8 @@ def generate(
         if as_json:
             _print_json(llm, prompt_ids, params, drafter, receipts)
         else:
-            _print_stream(llm, prompt_ids, params, drafter, receipts, color=color is not None, quiet=quiet)
+            shown = Shown(drafts=color is not None, trees=show_tree, figures=not quiet)
+            _print_stream(llm, prompt_ids, params, receipts, shown)
 
 
 def _check_choices(
@@ -178,24 +199,26 @@ def _print_json(llm: LLM, prompt_ids: list[int], params: SamplingParams, drafter
         raise VerispecError(completion.error)
 
 
-def _print_stream(
-    llm: LLM,
-    prompt_ids: list[int],
-    params: SamplingParams,
-    drafter: str,
-    receipts: Receipts,
-    *,
-    color: bool,
-    quiet: bool,
-) -> None:
+class Shown(NamedTuple):
+    """What is shown beside the answer: drafts in colour, the last trees, the line of figures."""
+
+    drafts: bool
+    trees: bool
+    figures: bool
+
+
+def _print_stream(llm: LLM, prompt_ids: list[int], params: SamplingParams, receipts: Receipts, shown: Shown) -> None:
     from verispec.cli.show import coloured, figures
 
-    paint = color and terminal.shows_colour()
+    paint = shown.drafts and terminal.shows_colour()
     output = None
     begun = False
+    traces: deque[DraftTrace] = deque(maxlen=_TREES_SHOWN)
     try:
-        for event in llm.stream(prompt_ids, params, drafter=drafter):
+        for event in llm.stream(prompt_ids, params, trace=shown.trees):
             begun = True
+            if event.trace is not None:
+                traces.append(event.trace)
             if paint:
                 terminal.styled_out(coloured(event, llm.tokenizer.token_text))
             else:
@@ -208,5 +231,20 @@ def _print_stream(
         raise VerispecError(output.error)
     if output is not None and receipts.wanted:
         receipts.put(0, [llm.receipt(prompt_ids, params, output)])
-    if output is not None and not quiet:
+    if shown.trees:
+        _print_trees(llm, traces)
+    if output is not None and shown.figures:
         terminal.note(figures(output, llm.profile))
+
+
+def _print_trees(llm: LLM, traces: Sequence[DraftTrace]) -> None:
+    from verispec.cli.tree_text import tree_lines
+
+    paint = sys.stderr is not None and terminal.shows_colour(sys.stderr)
+    if not traces:
+        terminal.note("no drafts to show")
+    for i, trace in enumerate(traces, start=1):
+        nodes, accepted = len(trace.draft), len(trace.verdict.path)
+        terminal.note(f"draft {i} of the last {len(traces)}: {nodes} nodes, {accepted} accepted")
+        for line in tree_lines(trace, llm.tokenizer.token_text, paint=paint):
+            terminal.styled_note(line)

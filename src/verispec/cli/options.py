@@ -17,6 +17,7 @@ import typer
 
 from verispec.cli import terminal
 from verispec.errors import InputError
+from verispec.types import Accept as RuleOfAcceptance
 
 if TYPE_CHECKING:
     from verispec.llm import LLM
@@ -27,14 +28,13 @@ _MAX_SLOTS = 2**31 - 1
 
 # Fields whose flag is not their own name with dashes.
 _FLAGS = {"num_slots": "--kv-slots", "max_draft": "--draft-len", "n": "-n"}
-_OTHER_FIELDS = ("num_slots", "max_draft", "max_len", "threads", "drafter", "backend", "weights")
-_LOADING = ("model", "drafter", "backend", "threads", "weights", "kv_slots", "max_len", "draft_len")
-
-
-class Acceptance(StrEnum):
-    """The rules of --accept."""
-
-    MATCH = "match"
+_OTHER_FIELDS = (
+    "num_slots", "max_draft", "max_len", "threads", "drafter", "draft_model", "tree", "accept", "backend", "weights",
+)  # fmt: skip
+_LOADING = (
+    "model", "drafter", "draft_model", "tree", "accept", "backend", "threads", "weights", "kv_slots", "max_len",
+    "draft_len", "force",
+)  # fmt: skip
 
 
 class Colour(StrEnum):
@@ -136,7 +136,8 @@ Drafter = Annotated[
     typer.Option(
         rich_help_panel=_SPEED,
         help="none: plain decoding. ngram: what followed the last words before. decode: regular decoding in batches of "
-        "any shape, replayed in canonical passes. auto: what is predicted to be fastest. Changes the speed, never the "
+        "any shape, replayed in canonical passes. skip: the model itself with sub-layers skipped (`verispec tune`). "
+        "model: a smaller model, --draft-model. auto: what is predicted to be fastest. Changes the speed, never the "
         "output.",
         autocompletion=drafters,
     ),
@@ -144,12 +145,38 @@ Drafter = Annotated[
 DraftLen = Annotated[
     int | None,
     typer.Option(
-        rich_help_panel=_SPEED, help="The most tokens to draft before they are verified. Default: ngram 16, decode 32."
+        rich_help_panel=_SPEED,
+        help="The most tokens to draft before they are verified. Default: ngram 16, decode 32, skip 12, model 8.",
+    ),
+]
+DraftModel = Annotated[
+    str | None,
+    typer.Option(
+        rich_help_panel=_SPEED,
+        help="A smaller model with the same vocabulary, for --drafter model; named like --model.",
+        autocompletion=known_models,
+    ),
+]
+Tree = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SHAPE",
+        rich_help_panel=_SPEED,
+        help="Shape of the drafts of skip and model. chain:N: N tokens in a row. branch:3,2,1: so many children for "
+        "each node of a level. beam:W,L: the W best sequences at each of L levels.",
     ),
 ]
 Accept = Annotated[
-    Acceptance,
-    typer.Option(rich_help_panel=_SPEED, help="Rule that accepts drafts. match: those the model would have drawn."),
+    RuleOfAcceptance,
+    typer.Option(
+        rich_help_panel=_SPEED,
+        help="Rule that accepts drafts. match: those the model would have drawn; the same tokens whatever the drafter. "
+        "rejection (chains), recursive (trees): by the probabilities of draft and target; equally distributed, but the "
+        "tokens depend on the drafter, so they need --no-deterministic.",
+    ),
+]
+Force = Annotated[
+    bool, typer.Option("--force", rich_help_panel=_SPEED, help="Draft even where that is predicted not to pay.")
 ]
 Deterministic = Annotated[
     bool,
@@ -177,6 +204,8 @@ def load_llm(given: Mapping[str, Any], *, quiet: bool = False, **more: Any) -> L
     from verispec.llm import LLM
 
     chosen = {name: given[name] for name in _LOADING if name in given}
+    if chosen.get("tree") is not None and chosen.get("draft_len") is not None:
+        raise InputError("--tree and --draft-len exclude each other: --draft-len N is short for --tree chain:N")
     if not quiet:
         _note_backend(chosen)
     with naming_flags(), LoadingDisplay(quiet=quiet) as display:
@@ -216,4 +245,5 @@ def in_flags(message: str) -> str:
     if " nor a known model" in message:
         return f"--model: {message}"
     message = re.sub(r"(?<=^unknown )\w+|^\w+", flag, message)
-    return message.replace("to num_slots (", "to --kv-slots (")  # max_len is bounded by the capacity
+    message = message.replace("to num_slots (", "to --kv-slots (")  # max_len is bounded by the capacity
+    return message.replace("deterministic=False", "--no-deterministic").replace("a draft_model", "--draft-model")

@@ -28,6 +28,8 @@ def figures(output: SampleOutput, profile: str) -> str:
     drafts = f"drafts {stats['accepted']}/{stats['drafted']} accepted"
     if not stats["drafted"]:
         drafts = f"nothing drafted ({stats['no_draft_reason']})" if stats["no_draft_reason"] else "nothing drafted"
+    if stats["exit_threshold"] is not None:
+        drafts += f" (exit below {stats['exit_threshold']:.3f})"
     if stats["replays"]:
         drafts += f", {stats['replays']} replays with {stats['mismatches']} mismatches"
     return (
@@ -64,6 +66,8 @@ def numbers(output: SampleOutput) -> dict[str, Any]:
         "chosen": dict(stats.chosen),
         "chosen_because": stats.chosen_because or None,
         "no_draft_reason": stats.no_draft_reason if not stats.drafted else None,
+        "exit_threshold": stats.exit_threshold,
+        "exit_rate": stats.exit_rate,
     }
 
 

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from verispec.errors import InputError, VerispecError
 from verispec.strict_json import decode
@@ -70,9 +70,14 @@ def out_json(value: dict[str, Any]) -> None:
 
 def note(text: str) -> None:
     """A line on stderr. Where stderr is closed or full there is nobody to tell."""
+    styled_note(safe(text))
+
+
+def styled_note(text: str) -> None:
+    """`note` for text that is safe already and holds colours of our own."""
     if sys.stderr is not None:
         with contextlib.suppress(OSError):
-            sys.stderr.write(safe(text) + "\n")
+            sys.stderr.write(text + "\n")
             sys.stderr.flush()
 
 
@@ -83,9 +88,9 @@ def drop_stdout() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
 
-def shows_colour() -> bool:
-    """Whether stdout is a terminal that knows colours."""
-    return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+def shows_colour(stream: TextIO | None = None) -> bool:
+    """Whether stdout, or the stream given, is a terminal that knows colours."""
+    return (stream or sys.stdout).isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
 def stdin_is_terminal() -> bool:

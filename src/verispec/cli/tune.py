@@ -82,9 +82,13 @@ def tune(
 
 def _check(chosen: TuneOptions, plot: str | None) -> None:
     """Raise InputError for what would only fail in the end."""
+    from verispec.model import cache_dir
     from verispec.tuning.report import check_matplotlib
     from verispec.tuning.search import check_optuna
 
+    cache_dir().mkdir(parents=True, exist_ok=True)  # an OSError becomes a sentence that names the folder
+    if not os.access(cache_dir(), os.W_OK):
+        raise InputError(f"{cache_dir()}: cannot be written")
     if chosen.search.optimises:
         check_optuna()
     if plot is None:

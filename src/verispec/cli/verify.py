@@ -61,7 +61,7 @@ def verify(
     if not prompt.strip():
         raise InputError("the prompt is empty")
     params = options.sampling_params(ctx.params)
-    llm = options.load_llm(ctx.params, drafter="none")
+    llm = options.load_llm(ctx.params, drafter="none", force=True)
     prompt_ids = llm.tokenizer.encode(prompt) if raw else _chat_ids(llm, system, prompt)
     different = _demonstrate(llm, prompt_ids, params, crowd=crowd, as_json=as_json)
     if different:

@@ -23,10 +23,12 @@ from verispec.engine.sequence import Prompt, Sequence
 from verispec.errors import DeterminismError, InputError, QueueFullError
 from verispec.kv import NUM_RESERVED, NoPrefixCache, PrefixCache, RadixPrefixCache, SlotPool
 from verispec.sampling.rows import SampleKey
-from verispec.spec.drafter import Drafter, DrafterSet
+from verispec.spec.drafter import AUTO, Drafter, DrafterSet
 from verispec.spec.plan import Plan
 from verispec.spec.verifier import Scores, Verifier
+from verispec.tree import TreeShape
 from verispec.types import (
+    Accept,
     FinishReason,
     NoText,
     SamplingParams,
@@ -39,11 +41,18 @@ from verispec.types import (
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a caller asks for. `text` makes one sink per sample; without it the request is about token ids alone."""
+    """What a caller asks for. `text` makes one sink per sample; without it the request is about token ids alone.
+
+    `tree` is the shape of drafts, for drafters that have probabilities; `accept` the rule that judges them. Events of
+    a request that `is_traced` tell of its drafts.
+    """
 
     prompt_ids: SequenceOf[int]
     params: SamplingParams = field(default_factory=SamplingParams)
     drafter: str | None = None
+    tree: TreeShape | None = None
+    accept: Accept = Accept.MATCH
+    is_traced: bool = False
     eos_ids: Iterable[int] = ()
     text: Callable[[], TextSink] = NoText
 
@@ -142,6 +151,9 @@ class Engine:
                 stopping_ids=stopping_ids,
                 max_len=min(self.max_len, limit),
                 drafter=request.drafter or self._default_drafter,
+                tree=request.tree,
+                accept=request.accept,
+                is_traced=request.is_traced,
                 text_sink=request.text(),
                 stats=SequenceStats(arrival_time=self._clock()),
                 leader=samples[0] if samples and self._config.prefix_cache else None,
@@ -245,6 +257,7 @@ class Engine:
                 raise InputError(f"stop_ids names token {token_id}; the vocabulary has {vocab_size}")
         if request.drafter is not None and request.drafter not in self._drafters.names:
             raise InputError(f"unknown drafter {request.drafter!r}; known: {', '.join(self._drafters.names)}")
+        self._check_speculation(request)
         if request.params.deterministic and self._no_family_reason:
             raise DeterminismError(
                 f"deterministic requests cannot be served here: {self._no_family_reason}; "
@@ -252,6 +265,23 @@ class Engine:
             )
         if request.params.n > self._config.max_waiting:
             raise InputError(f"n = {request.params.n} exceeds the queue's {self._config.max_waiting} places")
+
+    def _check_speculation(self, request: Request) -> None:
+        """Refuse a tree or a rule that this drafter, or a deterministic request, cannot have."""
+        drafter, accept, tree = request.drafter or self._default_drafter, request.accept, request.tree
+        if tree is not None and not self._drafters.has_probabilities(drafter):
+            raise InputError(f"tree {tree} needs a drafter with probabilities (skip, model, auto), not {drafter!r}")
+        if accept is Accept.MATCH:
+            return
+        if request.params.deterministic:
+            raise InputError(
+                f"accept {accept} lets tokens depend on the drafter, the tree and the load, so it needs "
+                "deterministic=False"
+            )
+        if drafter == AUTO or not self._drafters.has_probabilities(drafter):
+            raise InputError(f"accept {accept} needs the probabilities of drafter skip or model, not {drafter!r}")
+        if accept is Accept.REJECTION and tree is not None and not tree.is_chain:
+            raise InputError(f"accept rejection is for chains; tree {tree} needs accept recursive")
 
 
 def _max_len(backend: Backend, config: EngineConfig) -> int:

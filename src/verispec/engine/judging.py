@@ -31,21 +31,25 @@ def judge_plan(plan: Plan, drafts: SequenceOf[Draft], scores: Scores) -> tuple[l
     verdicts: list[Verdict | None] = [None] * len(drafts)
     judged = list(scores.judged)
     complete = [i for i, p in enumerate(plan.sequences) if p.completes]
-    by_probability = [i for i in complete if judged[i].distribution is not None]
-    by_draw = [i for i in complete if judged[i].distribution is None]
+    by_probability = [i for i in complete if drafts[i].proposals]
+    by_draw = [i for i in complete if not drafts[i].proposals]
     matched = judge([drafts[i] for i in by_draw], [judged[i].draws for i in by_draw])
     for i, verdict in zip(by_draw, matched, strict=True):
         verdicts[i] = verdict
-    if by_probability:
-        cases = [_Case(plan.sequences[i], drafts[i], judged[i]) for i in by_probability]
-        for i, case, verdict in zip(by_probability, cases, _judge_by_probability(cases), strict=True):
-            verdicts[i] = verdict
-            judged[i] = case.score.with_verdict(case.draft, verdict)
-        _release(cases)
+    cases = [_Case(plan.sequences[i], drafts[i], judged[i]) for i in by_probability]
+    for i, case, verdict in zip(by_probability, cases, _judge_by_probability(cases), strict=True):
+        verdicts[i] = verdict
+        judged[i] = case.score.with_verdict(case.draft, verdict)
+    for i in complete:
+        if plan.sequences[i].sequence.is_traced and len(drafts[i]):
+            judged[i] = judged[i].with_nodes(drafts[i])
+    _release(drafts, judged)
     return verdicts, scores._replace(judged=judged)
 
 
 def _judge_by_probability(cases: SequenceOf[_Case]) -> list[Verdict]:
+    if not cases:
+        return []
     width = 1 + max(len(case.draft) for case in cases)
     target = _Gathered(len(cases), width)
     proposal = _Gathered(len(cases), width)
@@ -85,8 +89,8 @@ class _Gathered:
         return Distributions(np.concatenate(self._values), self._rows)
 
 
-def _release(cases: SequenceOf[_Case]) -> None:
-    for case in cases:
-        for handle in (case.score.distribution, *(p.handle for p in case.draft.proposals)):
+def _release(drafts: SequenceOf[Draft], scores: SequenceOf[Score]) -> None:
+    for draft, score in zip(drafts, scores, strict=True):
+        for handle in (score.distribution, *(p.handle for p in draft.proposals)):
             if handle is not None:
                 handle.release()

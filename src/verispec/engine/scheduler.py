@@ -19,7 +19,7 @@ from verispec.engine.sequence import Sequence
 from verispec.kv import PrefixCache, SlotPool
 from verispec.spec.plan import Plan, SequencePlan, WindowPlan
 from verispec.spec.verifier import Score, Scores
-from verispec.types import Draft, FinishReason, Stored, Verdict
+from verispec.types import Draft, DraftTrace, FinishReason, Stored, Verdict
 
 logger = logging.getLogger(__name__)
 NO_DRAW = "no token can be drawn: the model's logits are NaN or infinite, or every token is banned"
@@ -223,6 +223,8 @@ class Scheduler:
             self.changed[sequence.sequence_id] = sequence
         try:
             self._commit_slots(plan, sequence, draft, verdict, is_canonical=is_canonical)
+            if verdict is not None and score.node_logprobs:
+                sequence.note_trace(DraftTrace(draft, verdict, tuple(map(math.exp, score.node_logprobs))))
             _commit_tokens(sequence, plan.start, score, verdict)
         except Exception as error:  # one request's text or stop rules may fail; that request alone ends
             logger.exception("request %d failed", sequence.request_id)

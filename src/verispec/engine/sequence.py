@@ -19,6 +19,7 @@ from verispec.tree import TreeShape
 from verispec.types import (
     Accept,
     Draft,
+    DraftTrace,
     FinishReason,
     SampleOutput,
     SamplingParams,
@@ -58,6 +59,7 @@ class Sequence:
     text_sink: TextSink
     tree: TreeShape | None = None
     accept: Accept = Accept.MATCH
+    is_traced: bool = False  # whether events tell of drafts
     stats: SequenceStats = field(default_factory=SequenceStats)
     leader: Sequence | None = None  # sample 0 of the same request, whose prompt K/V this one waits to share
 
@@ -83,6 +85,7 @@ class Sequence:
     _unreported: int = 0
     _unreported_pieces: list[str] = field(default_factory=list)
     _num_accepted: int = 0
+    _trace: DraftTrace | None = None
     _rejected_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -165,6 +168,10 @@ class Sequence:
         self._num_accepted = len(path)
         self._rejected_ids = tuple(t for node, t in enumerate(draft.token_ids) if node not in path)
 
+    def note_trace(self, trace: DraftTrace) -> None:
+        """Remember a judged draft for the next event."""
+        self._trace = trace
+
     def note_replay(self, window: Window, verdict: Verdict) -> int:
         """Remember what a replay found, and close the window or cut its front; returns the tokens it confirmed."""
         confirmed, num_committed = window.num_confirmed(verdict), len(verdict.path) + 1
@@ -208,8 +215,10 @@ class Sequence:
             num_accepted=min(self._num_accepted, self._unreported),
             rejected_ids=self._rejected_ids,
             output=self._sample_output(),
+            trace=self._trace,
         )
         self._unreported, self._unreported_pieces, self._num_accepted, self._rejected_ids = 0, [], 0, ()
+        self._trace = None
         return event
 
     def _sample_output(self) -> SampleOutput | None:

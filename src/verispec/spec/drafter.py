@@ -99,6 +99,11 @@ class DrafterSet:
         """The names a sequence can ask for."""
         return (*self._drafters, AUTO)
 
+    def has_probabilities(self, name: str) -> bool:
+        """Whether this drafter, or one of those that AUTO chooses from, knows how likely its tokens are."""
+        names = tuple(self._drafters) if name == AUTO else (name,)
+        return any(getattr(self._drafters[n], "has_probabilities", False) for n in names)
+
     def offers(self, sequence: SequenceView, limit: int) -> dict[str, Offer]:
         """The offers of the sequence's drafters by their names, brought into range."""
         return {name: self._offer(name, sequence, limit) for name in self._members(sequence)}

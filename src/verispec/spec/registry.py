@@ -17,6 +17,7 @@ from verispec.spec.none import NoDrafter
 from verispec.spec.skip import NOT_TUNED, skip_drafter
 from verispec.spec.skip_menu import MAX_DRAFT, SkipMenu
 
+SKIP_DRAFTER, MODEL_DRAFTER = "skip", "model"
 NO_DRAFT_MODEL = "there is no draft model; --draft-model names one"
 _MODEL_DRAFT_LEN = 8
 _BELIEVED_AGREEMENT = 0.75  # of a draft model, until some of its drafts were judged
@@ -69,8 +70,8 @@ DRAFTERS: dict[str, Callable[[DraftSetup], Drafter]] = {
     "none": lambda setup: NoDrafter(),
     "ngram": _ngram,
     "decode": _decode,
-    "skip": _skip,
-    "model": _model,
+    SKIP_DRAFTER: _skip,
+    MODEL_DRAFTER: _model,
 }
 DRAFTER_NAMES = (*DRAFTERS, AUTO)
 

@@ -39,7 +39,8 @@ class Score:
     """What the target says of one sequence's rows: entry 0 follows the committed tokens, entry 1 + i node i.
 
     `draws` is empty while the prompt is not complete. `prompt_logprobs` are those of the prompt tokens after each row.
-    `distribution` has the rows from `first_row` on, where probabilities judge the draft.
+    `distribution` has the rows from `first_row` on, where probabilities judge the draft or are to be shown; then
+    `node_logprobs` are the target's, raw, of each node's token.
     """
 
     draws: NDArray[np.int64]
@@ -47,6 +48,14 @@ class Score:
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     distribution: DistributionHandle | None = None
     first_row: int = 0
+    node_logprobs: tuple[float, ...] = ()
+
+    def with_nodes(self, draft: Draft) -> Score:
+        """With the target's log-probabilities of all nodes."""
+        assert self.distribution is not None
+        rows = np.array([self.first_row + 1 + parent for parent in draft.parents], np.int64)
+        values = self.distribution.logprobs(rows, np.array(draft.token_ids, np.int64))
+        return replace(self, node_logprobs=tuple(values.tolist()))
 
     def with_verdict(self, draft: Draft, verdict: Verdict) -> Score:
         """With the verdict's tokens in place of the target's draws, where probabilities judged."""
@@ -69,8 +78,8 @@ class _PassBuilder:
     rows: RowsBuilder = field(default_factory=RowsBuilder)
     sampling: SamplingRowsBuilder = field(default_factory=SamplingRowsBuilder)
     draw_rows: list[int] = field(default_factory=list)
-    judged_rows: list[int] = field(default_factory=list)  # rows whose distributions judge a draft
-    judging: SamplingRowsBuilder = field(default_factory=SamplingRowsBuilder)
+    shown_rows: list[int] = field(default_factory=list)  # rows whose distributions judge a draft, or are shown
+    showing: SamplingRowsBuilder = field(default_factory=SamplingRowsBuilder)
     given_rows: list[int] = field(default_factory=list)
     given_ids: list[int] = field(default_factory=list)
     given_counts: list[int] = field(default_factory=list)  # per sequence, how many of the given rows are its own
@@ -96,7 +105,7 @@ class _PassBuilder:
                 self._want_given(row, sequence.token_ids[position + 1], params.prompt_logprobs)
         self.given_counts.append(len(self.given_rows) - given_before)
         if plan.completes:
-            self._want_draw(sequence, row, path_ids=(), judges=bool(draft.proposals))
+            self._want_draw(sequence, row, path_ids=(), shows=_shows(sequence, draft))
             add_nodes = self._add_chain if draft.is_chain else self._add_tree
             add_nodes(plan, draft)
 
@@ -127,7 +136,8 @@ class _PassBuilder:
             row = self.rows.add(
                 token_id=token_id, position=position, slot=slot, seq_row=plan.seq_row, prefix_len=position + 1
             )
-            self._want_draw(plan.sequence, row, path_ids=draft.token_ids[: node + 1], judges=bool(draft.proposals))
+            shows = _shows(plan.sequence, draft)
+            self._want_draw(plan.sequence, row, path_ids=draft.token_ids[: node + 1], shows=shows)
 
     def _add_tree(self, plan: SequencePlan, draft: Draft) -> None:
         prefix_len = len(plan.sequence.token_ids)
@@ -142,7 +152,7 @@ class _PassBuilder:
                 tail=tuple(plan.lease.slots[plan.num_pending + i] for i in path),
             )
             path_ids = tuple(draft.token_ids[i] for i in path)
-            self._want_draw(plan.sequence, row, path_ids=path_ids, judges=bool(draft.proposals))
+            self._want_draw(plan.sequence, row, path_ids=path_ids, shows=_shows(plan.sequence, draft))
 
     def _want_draw(
         self,
@@ -151,12 +161,12 @@ class _PassBuilder:
         *,
         path_ids: tuple[int, ...],
         alternatives: bool = True,
-        judges: bool = False,
+        shows: bool = False,
     ) -> None:
         self.draw_rows.append(row)
-        if judges:
-            self.judged_rows.append(row)
-        for sampling in (self.sampling, self.judging) if judges else (self.sampling,):
+        if shows:
+            self.shown_rows.append(row)
+        for sampling in (self.sampling, self.showing) if shows else (self.sampling,):
             sampling.add(
                 sequence.params,
                 sequence.sample_key,
@@ -189,8 +199,8 @@ class _PassBuilder:
             if self.given_rows
             else None,
             top_k=TopKWanted(np.unique(np.array(self.top_rows, ints)), self.top_k) if self.top_rows else None,
-            distribution=DistributionWanted(np.array(self.judged_rows, ints), self.judging.build())
-            if self.judged_rows
+            distribution=DistributionWanted(np.array(self.shown_rows, ints), self.showing.build())
+            if self.shown_rows
             else None,
         )
         table_update = TableUpdate(update[:, 0], update[:, 1], update[:, 2])
@@ -266,6 +276,11 @@ class Verifier:
         return self._fits[num_rows]
 
 
+def _shows(sequence: PlannedSequence, draft: Draft) -> bool:
+    """Whether the target's distributions are needed: to judge the draft, or to show it."""
+    return bool(draft.proposals) or (sequence.is_traced and len(draft) > 0)
+
+
 def _scores(
     plans: Sequence[SequencePlan], drafts: Sequence[Draft], builder: _PassBuilder, result: PassResult
 ) -> list[Score]:
@@ -274,7 +289,7 @@ def _scores(
     if result.top_k is not None:
         for row, ids, values in zip(sorted(set(builder.top_rows)), *result.top_k, strict=True):
             alternatives[row] = list(zip(ids.tolist(), values.tolist(), strict=True))
-    next_draw, next_given, next_judged = 0, 0, 0
+    next_draw, next_given, next_shown = 0, 0, 0
     scores = []
     for plan, draft, num_given in zip(plans, drafts, builder.given_counts, strict=True):
         params = plan.sequence.params
@@ -292,7 +307,7 @@ def _scores(
             drawn.append(TokenLogprob(int(result.draw.token_ids[i]), float(result.draw.logprobs[i]), top))
         next_draw += num_draws
         draws = np.array([entry.token_id for entry in drawn], np.int64)
-        judged = result.distribution if draft.proposals and num_draws else None
-        scores.append(Score(draws, tuple(drawn), tuple(prompt), judged, next_judged))
-        next_judged += num_draws if judged is not None else 0
+        shown = result.distribution if _shows(plan.sequence, draft) and num_draws else None
+        scores.append(Score(draws, tuple(drawn), tuple(prompt), shown, next_shown))
+        next_shown += num_draws if shown is not None else 0
     return scores

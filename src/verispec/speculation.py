@@ -1,0 +1,55 @@
+"""How a request is drafted and judged, as users say it: a mapping, a word, or off."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from verispec.errors import InputError
+from verispec.spec.registry import DRAFTER_NAMES
+from verispec.tree import TreeShape
+from verispec.types import Accept
+
+_KEYS = ("method", "tree", "accept")
+OFF = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """A drafter's name, the shape of its drafts (None: its own choice) and the rule that accepts them."""
+
+    drafter: str
+    tree: TreeShape | None = None
+    accept: Accept = Accept.MATCH
+
+    @classmethod
+    def of(cls, drafter: str, *, tree: str | None = None, accept: str = Accept.MATCH) -> Speculation:
+        """Checked; every error names its field."""
+        if drafter not in DRAFTER_NAMES:
+            raise InputError(f"unknown drafter {drafter!r}; known: {', '.join(DRAFTER_NAMES)}")
+        if accept not in tuple(Accept):
+            raise InputError(f"unknown accept {accept!r}; known: {', '.join(Accept)}")
+        if tree is not None and not isinstance(tree, str):
+            raise InputError(f"tree must be text such as chain:4, not {type(tree).__name__}")
+        return cls(drafter, None if tree is None else TreeShape.parse(tree), Accept(accept))
+
+    @classmethod
+    def parse(cls, value: Any, default: Speculation) -> Speculation:
+        """From a request's `speculative`: False is off, None or True the default, a mapping says which.
+
+        A mapping without a method keeps the default's; one that names a method leaves nothing of the default.
+        """
+        if value is None or value is True:
+            return default
+        if value is False:
+            return cls(OFF)
+        if not isinstance(value, Mapping):
+            raise InputError(f"speculative must be false or a mapping, not {type(value).__name__}")
+        unknown = sorted(set(map(str, value)) - set(_KEYS))
+        if unknown:
+            raise InputError(f"speculative has no {unknown[0]!r}; known: {', '.join(_KEYS)}")
+        if "method" in value:
+            return cls.of(value["method"], tree=value.get("tree"), accept=value.get("accept", Accept.MATCH))
+        tree = value.get("tree", None if default.tree is None else str(default.tree))
+        return cls.of(default.drafter, tree=tree, accept=value.get("accept", default.accept))
