@@ -13,8 +13,8 @@ class EngineConfig:
 
     `num_slots` is the K/V capacity in tokens. `max_len` bounds prompt plus output of one request (None: the model's
     context or the capacity, whichever is less). `row_budget` bounds the rows of one canonical pass, `max_running` the
-    sequences that run at once, `max_waiting` the queue behind them, `max_draft` the nodes of one draft
-    (None: each drafter's own default).
+    sequences that run at once, `max_waiting` the queue behind them, `max_draft` the tokens of one
+    path of a draft (None: each drafter's own default).
     """
 
     num_slots: int = 8192

@@ -222,7 +222,7 @@ class LLM:
     def drafter_names(self) -> tuple[str, ...]:
         """The drafters that can draft here: `skip` needs a menu, `model` a draft model."""
         missing = {MODEL_DRAFTER} if self.calibration.draft_cost is None else set()
-        if self._find_menu() is None:
+        if self.skip_menu() is None:
             missing.add(SKIP_DRAFTER)
         return tuple(name for name in DRAFTER_NAMES if name not in missing)
 
@@ -257,7 +257,7 @@ class LLM:
         return DraftSetup(
             draft_len=draft_len,
             backend=self._backend,
-            find_menu=self._find_menu,
+            find_menu=self.skip_menu,
             draft_cost=self.calibration.draft_cost,
             force=self._force,
         )
@@ -268,7 +268,8 @@ class LLM:
 
         quick_menu(Subject.of(self), key=self.menu_key, cache_dir=cache_dir(), progress=report)
 
-    def _find_menu(self) -> SkipMenu | None:
+    def skip_menu(self) -> SkipMenu | None:
+        """The skip sets that were tuned for this model and device, if any were."""
         return read_menu(cache_dir(), self.menu_key)
 
     @contextmanager

@@ -97,7 +97,7 @@ class Assigner:
         return self.planner.joins(_exact_load(exact, num_rows, actions), _fast_load(exact, fast, actions))
 
     def limit(self, sequence: Sequence) -> int:
-        """Nodes that could still be committed: the token after the draft must fit too."""
+        """Tokens of a draft that could still be committed: the one after it must fit too."""
         room = max(0, sequence.max_len - sequence.committed_len - 1)
         return room if self.max_draft is None else min(self.max_draft, room)
 

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from verispec.backends.cost import CostTable
 from verispec.spec.plan import Plan, SequencePlan
-from verispec.tree import TreeShape
+from verispec.tree import MAX_NODES, TreeShape
 from verispec.types import NO_DRAFT, Draft, SequenceView, Verdict
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class Drafter(Protocol):
     """One way of drafting. `limit` is what the request has room for, and the caller's own limit if there is one."""
 
     def offer(self, sequence: SequenceView, limit: int) -> Offer:
-        """What could be drafted for this sequence, at most `limit` nodes. Changes nothing the output depends on."""
+        """What could be drafted for this sequence, at most `limit` tokens deep. Changes nothing."""
 
     def draft(self, plans: Sequence[SequencePlan]) -> list[Draft]:
         """A draft for each plan, of at most `draft_quota` nodes."""
@@ -183,11 +183,11 @@ def _with_last_position(plan: SequencePlan, verdict: Verdict) -> tuple[Draft, Ve
 
 
 def _in_range(offer: Offer, limit: int) -> Offer:
-    """The offer with at most `limit` nodes and a probability for acceptance; NaN and negative ones offer nothing."""
+    """The offer, at most `limit` deep and with a probability for acceptance; NaN and negative ones offer nothing."""
     if not offer.acceptance > 0 or offer.max_nodes < 1:
         return Offer.nothing(offer.reason)._replace(by_decoding=offer.by_decoding is True)
-    levels, room = [], limit
-    for level in offer.levels:
+    levels, room = [], MAX_NODES
+    for level in offer.levels[:limit]:
         room -= level.num_nodes
         if room < 0 or level.num_nodes < 1:
             break
@@ -195,7 +195,7 @@ def _in_range(offer: Offer, limit: int) -> Offer:
     if offer.levels and not levels:
         return Offer.nothing("no room for a tree")
     return offer._replace(
-        max_nodes=min(offer.max_nodes, limit),
+        max_nodes=min(offer.max_nodes, sum(level.num_nodes for level in levels) if levels else limit),
         acceptance=min(offer.acceptance, 1.0),
         levels=tuple(levels),
         alternatives=tuple(_in_range(o, limit) for o in offer.alternatives),

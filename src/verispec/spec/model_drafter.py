@@ -16,7 +16,7 @@ from verispec.spec.drafter import AUTO, Level, Offer
 from verispec.spec.growth import DraftModel, compute, grow, never
 from verispec.spec.plan import SequencePlan
 from verispec.spec.rate import Acceptance
-from verispec.tree import TreeShape
+from verispec.tree import MAX_NODES, TreeShape
 from verispec.types import Draft, SequenceView, Stored, Verdict
 
 # What `auto` weighs against a chain.
@@ -74,12 +74,12 @@ class ModelDrafter:
             return Offer.nothing(self._source)
         if sequence.computed_len + 1 != len(sequence.token_ids):
             return Offer.nothing("the prompt is not computed yet")
-        deepest = self._source.model.backend.limits.max_tail
+        deepest = min(limit, self._source.model.backend.limits.max_tail)
         offered = sequence.tree or TreeShape.chain(self._config.max_draft)
-        offer = self._offer(sequence, offered.within(limit, deepest))
+        offer = self._offer(sequence, offered.within(MAX_NODES, deepest))
         if sequence.drafter != AUTO or sequence.tree is not None:
             return offer
-        trees = [tree.within(limit, deepest) for tree in TREES]
+        trees = [tree.within(MAX_NODES, deepest) for tree in TREES]
         return offer._replace(alternatives=tuple(self._offer(sequence, tree) for tree in dict.fromkeys(trees)))
 
     def _offer(self, sequence: SequenceView, shape: TreeShape) -> Offer:
