@@ -75,8 +75,10 @@ def main() -> None:
     print(f"forced drafts: at most {best.draft_len} tokens, {entry.num_skipped} sub-layers skipped")
 
     def make(backend: Backend) -> dict[str, Drafter]:
-        tuned = DraftSetup(backend=backend, find_menu=lambda: menu)
-        forced = DraftSetup(backend=backend, find_menu=lambda: menu, force=True, draft_len=best.draft_len)
+        tuned = DraftSetup(backend=backend, cost=llm.calibration.cost, find_menu=lambda: menu)
+        forced = DraftSetup(
+            backend=backend, cost=llm.calibration.cost, find_menu=lambda: menu, force=True, draft_len=best.draft_len
+        )
         return {"none": DRAFTERS["none"](tuned), "skip": DRAFTERS["skip"](tuned), "forced": DRAFTERS["skip"](forced)}
 
     def cost_of(view: View, store: int) -> CostTable:

@@ -257,6 +257,7 @@ class LLM:
         return DraftSetup(
             draft_len=draft_len,
             backend=self._backend,
+            cost=self.calibration.cost,
             find_menu=self.skip_menu,
             draft_cost=self.calibration.draft_cost,
             force=self._force,

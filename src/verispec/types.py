@@ -172,11 +172,11 @@ class Proposal(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """K/V in a drafter's own store: of the first `num_tokens` committed tokens and the first `num_nodes` nodes."""
+    """K/V in a drafter's own store: of the first `num_tokens` committed tokens and of these nodes."""
 
     store: int
     num_tokens: int
-    num_nodes: int
+    nodes: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,8 +185,8 @@ class Draft:
 
     A chain is a tree. The empty draft is a draft too. `probabilities` are the drafter's own, where it has any: they are
     shown, and decide nothing. `proposals` are what p/q rules need: the distribution that each node's children were
-    drawn from, in the order of their indices. A drafter with a K/V store of its own says there how many committed
-    tokens it has computed, and how many of the first nodes.
+    drawn from, in the order of their indices. A drafter with a K/V store of its own says in `stored` how many committed
+    tokens it has computed, and which nodes.
     """
 
     token_ids: tuple[int, ...] = ()

@@ -348,7 +348,7 @@ def _with_stored(sequence: Sequence, plan: SequencePlan, stored: Stored, path: S
     """How much each store holds once the path is committed: of a drafter's, the tokens and nodes it computed."""
     length = stored.num_tokens
     if length == plan.start + plan.num_pending:
-        length += sum(node < stored.num_nodes for node in path)
+        length += sum(node in stored.nodes for node in path)
     lengths = list(sequence.store_lens)
     lengths[stored.store] = length
     return tuple(lengths)

@@ -90,7 +90,7 @@ class _Growth:
     proposals: list[Proposal] = field(default_factory=list)
     frontier: list[int] = field(default_factory=lambda: [NO_PARENT])  # nodes whose children come next
     paths: Paths = field(default_factory=root)
-    num_computed: int = 0  # nodes that had a row
+    computed: set[int] = field(default_factory=set)  # nodes that had a row: not those that end the sequence
 
     def path(self, node: int) -> list[int]:
         """Nodes from the root's child down to `node`."""
@@ -107,7 +107,7 @@ class _Growth:
     def add(self, children: Sequence[_Child], paths: Paths | None, stops: Exit) -> None:
         """Hang a level into the tree; the next one grows under those that do not end it."""
         stopping_ids = self.plan.sequence.stopping_ids
-        self.num_computed = len(self.token_ids)
+        self.computed.update(node for node in self.frontier if node != NO_PARENT)
         self.frontier, going = [], []
         for i, child in enumerate(children):
             self.token_ids.append(child.token_id)
@@ -127,7 +127,7 @@ class _Growth:
             tuple(self.parents),
             tuple(self.probabilities),
             tuple(self.proposals),
-            None if store == TARGET_STORE else Stored(store, committed_len, self.num_computed),
+            None if store == TARGET_STORE else Stored(store, committed_len, frozenset(self.computed)),
         )
 
 

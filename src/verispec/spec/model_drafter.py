@@ -117,7 +117,7 @@ class ModelDrafter:
         if late:
             compute(model, [(plans[i], positions) for i, positions in late])
         for i, positions in late:
-            drafts[i] = replace(drafts[i], stored=Stored(model.store, positions.stop, 0))
+            drafts[i] = replace(drafts[i], stored=Stored(model.store, positions.stop))
         deepest = model.backend.limits.max_tail
         shapes = [_shape(plans[i], deepest) for i in ready]
         stops = self._exit.stops if self._config.exits else never

@@ -27,13 +27,14 @@ _BELIEVED_AGREEMENT = 0.75  # of a draft model, until some of its drafts were ju
 class DraftSetup:
     """What drafters are made of. Those that lack something here draft nothing, and say what.
 
-    `draft_len` is the most nodes of one chain that the user wants, None for each drafter's own default. `backend` is
-    for those that run passes, `find_menu` for `skip`, `draft_cost`, T of the second model's passes, for `model`.
-    `force` drafts whatever is predicted.
+    `draft_len` is the most nodes of one chain that the user wants, None for each drafter's own default. `backend` and
+    its `cost` are for those that run passes, `find_menu` for `skip`, `draft_cost`, T of the second model's passes, for
+    `model`. `force` drafts whatever is predicted.
     """
 
     draft_len: int | None = None
     backend: Backend | None = None
+    cost: CostTable | None = None
     find_menu: Callable[[], SkipMenu | None] = lambda: None
     draft_cost: CostTable | None = None
     force: bool = False
@@ -55,7 +56,7 @@ def _decode(setup: DraftSetup) -> Drafter:
 def _skip(setup: DraftSetup) -> Drafter:
     if setup.backend is None:
         return NoDrafter(NOT_TUNED)
-    return skip_drafter(setup.backend, setup.find_menu, setup.config(MAX_DRAFT, exits=True))
+    return skip_drafter(setup.backend, setup.find_menu, setup.config(MAX_DRAFT, exits=True), cost=setup.cost)
 
 
 def _model(setup: DraftSetup) -> Drafter:

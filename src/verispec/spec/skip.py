@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from verispec.backends.cost import CostTable
 from verispec.backends.protocol import Backend
 from verispec.spec.growth import DraftModel
 from verispec.spec.model_drafter import ModelDrafter, ModelDrafterConfig, Source
@@ -19,16 +20,26 @@ NOT_TUNED = "layer skipping has no skip sets for this model and device yet; `ver
 
 
 def skip_drafter(
-    backend: Backend, find_menu: Callable[[], SkipMenu | None], config: ModelDrafterConfig, **passes: Any
+    backend: Backend,
+    find_menu: Callable[[], SkipMenu | None],
+    config: ModelDrafterConfig,
+    *,
+    cost: CostTable | None = None,
+    **passes: Any,
 ) -> ModelDrafter:
-    """The drafter that uses the entry of the menu which promises most; `passes` are further fields of DraftModel."""
+    """The drafter that uses the entry of the menu which promises most.
+
+    `cost` is T of the whole model as the planner knows it, `passes` are further fields of DraftModel.
+    """
 
     def find() -> Source | str:
         menu = find_menu()
         entry = None if menu is None else menu.best(config.max_draft)
         if menu is None or entry is None:
             return NOT_TUNED
-        model = DraftModel(backend, menu.profile.cost_of(entry.view), entry.view, **passes)
+        profile = menu.profile
+        draft_cost = profile.cost_of(entry.view) if cost is None else profile.draft_cost(entry.view, cost)
+        model = DraftModel(backend, draft_cost, entry.view, **passes)
         return Source(model, entry.agreement, entry.sampled_agreement)
 
     return ModelDrafter("layer skipping", find, config)

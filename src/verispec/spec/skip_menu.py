@@ -55,6 +55,22 @@ class SkipProfile:
 
         return CostTable(self.full.shapes, left("base"), left("per_context_token"))
 
+    def draft_cost(self, view: View, target: CostTable) -> CostTable:
+        """T of a pass of this view on the scale of `target`, which was measured at another time.
+
+        What a pass of the view costs in passes of the whole model is the profile's; what that is in seconds, the
+        other's: machines are not equally fast from day to day.
+        """
+        part = self.cost_of(view)
+        shares = [
+            part.seconds(m, m * TYPICAL_CONTEXT) / self.full.seconds(m, m * TYPICAL_CONTEXT) for m in target.shapes
+        ]
+        scaled = [
+            tuple(value * share for value, share in zip(values, shares, strict=True))
+            for values in (target.base, target.per_context_token)
+        ]
+        return CostTable(target.shapes, *scaled)
+
     def ratios(self, view: View, draft_len: int, num_sequences: int = 1) -> tuple[float, float]:
         """c and v: a draft step and the verification of such drafts, in full steps of so many sequences."""
         rows, nodes = num_sequences, num_sequences * (1 + draft_len)

@@ -218,7 +218,8 @@ def plot(menus: Mapping[str, SkipMenu], path: Path) -> None:
                 costs = [menu.profile.ratios(e.view, 1)[0] for e in chosen]
                 axes.plot(
                     costs, [e.agreement for e in chosen], linestyle="-" if found_by == GREEDY else "", marker=marker,
-                    color=colour, alpha=0.8, linewidth=0.8, markersize=5, label=f"{label}: {name}",
+                    markerfacecolor=colour if found_by == GREEDY else "white", color=colour, alpha=0.8, linewidth=0.8,
+                    markersize=5, label=f"{label}: {name}",
                 )  # fmt: skip
         _plot_break_even(axes, menu.profile, colour)
     axes.set(xlabel="draft cost c (draft step / full step)", ylabel="agreement with the full model", xlim=(0, 1.02))
