@@ -174,16 +174,18 @@ static void draw(Crew crew, const float* logits, const int32_t* logit_rows, cons
   });
 }
 
-// The k best by (-value, id), by insertion into a sorted list: k is small.
+// Into the k best so far by (-value, id), `count` of them; ids come in ascending order. k is small.
+static inline void insert(float value, int64_t id, int k, int& count, int64_t* ids, float* best) {
+  if (count == k && !(value > best[k - 1])) return;
+  int at = count < k ? count++ : k - 1;
+  for (; at > 0 && value > best[at - 1]; --at) best[at] = best[at - 1], ids[at] = ids[at - 1];
+  best[at] = value;
+  ids[at] = id;
+}
+
 static void best_of(const float* values, int vocab, int k, int64_t* ids, float* best) {
   int count = 0;
-  for (int i = 0; i < vocab; ++i) {
-    if (count == k && !(values[i] > best[k - 1])) continue;
-    int at = count < k ? count++ : k - 1;
-    for (; at > 0 && values[i] > best[at - 1]; --at) best[at] = best[at - 1], ids[at] = ids[at - 1];
-    best[at] = values[i];
-    ids[at] = i;
-  }
+  for (int i = 0; i < vocab; ++i) insert(values[i], i, k, count, ids, best);
 }
 
 static void top_k(Crew crew, const float* logits, const int32_t* logit_rows, int num_rows, int vocab, int k,
@@ -194,26 +196,30 @@ static void top_k(Crew crew, const float* logits, const int32_t* logit_rows, int
   });
 }
 
-static void add_noise(const Sampling& s, int64_t row, float* z, int vocab) {
+// The k best of z plus noise, by (-value, id). A chunk that cannot reach the k-th best so far needs no noise.
+static void noisy_best_of(const Sampling& s, int64_t row, const float* z, int vocab, int k, int64_t* ids, float* best) {
   float noise[kChunk];
+  int count = 0;
   for (int first = 0; first < vocab; first += kChunk) {
-    const int count = vocab - first < kChunk ? vocab - first : kChunk;
-    if (largest_of(z + first, count) == -kInfinity) continue;
+    const int num = vocab - first < kChunk ? vocab - first : kChunk;
+    if (count == k && !(largest_of(z + first, num) + kMaxGumbel > best[k - 1])) continue;
     chunk_noise(s, row, first, noise);
-    for (int i = 0; i < count; ++i) z[first + i] += noise[i];
+    for (int i = 0; i < num; ++i) insert(z[first + i] + noise[i], first + i, k, count, ids, best);
   }
 }
 
 static void noisy_top_k(Crew crew, const float* logits, const int32_t* logit_rows, int vocab, const Sampling& s, int k,
                         int64_t* token_ids, float* values, float* logprobs, float* scratch) {
-  float *z = scratch + size_t(crew.tid) * 2 * vocab, *noisy = z + vocab;
+  float *z = scratch + size_t(crew.tid) * 2 * vocab, *spare = z + vocab;
   run(crew, s.num_rows, [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
       edit(s, r, logits + size_t(logit_rows[r]) * vocab, vocab, z);
-      if (s.temperature[r] != 0.0f) scale_and_filter(s, r, z, vocab, noisy);
-      std::memcpy(noisy, z, size_t(vocab) * 4);
-      if (s.temperature[r] != 0.0f) add_noise(s, r, noisy, vocab);
-      best_of(noisy, vocab, k, token_ids + r * k, values + r * k);
+      if (s.temperature[r] == 0.0f) {
+        best_of(z, vocab, k, token_ids + r * k, values + r * k);
+      } else {
+        scale_and_filter(s, r, z, vocab, spare);
+        noisy_best_of(s, r, z, vocab, k, token_ids + r * k, values + r * k);
+      }
       const float total = normaliser(z, vocab);
       for (int64_t i = r * k; i < (r + 1) * k; ++i) {
         logprobs[i] = z[token_ids[i]] - total;
