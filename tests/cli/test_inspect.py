@@ -89,7 +89,7 @@ def test_help_is_quick_because_it_loads_nothing() -> None:
     assert loaded.stdout.strip() == "False"
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "score", "audit", "models", "replay"])
+@pytest.mark.parametrize("command", ["generate", "chat", "score", "audit", "models", "replay", "tune"])
 def test_every_option_has_a_text(bare_cli: Cli, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     done = bare_cli(command, "--help")

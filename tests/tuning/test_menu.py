@@ -13,7 +13,7 @@ from tests.support.tunable import KEY, cheap_verification
 from verispec.backends.cost import CostTable
 from verispec.backends.protocol import View
 from verispec.spec import skip_menu
-from verispec.spec.skip_menu import BAYES, MenuEntry, MenuKey, SkipMenu, read_menu, write_menu
+from verispec.spec.skip_menu import BAYES, MenuEntry, MenuKey, SkipMenu, SkipProfile, read_menu, write_menu
 
 HEAD = CostTable((1, 16), (0.25, 0.5), (0.0, 1e-9))
 MENU = SkipMenu(
@@ -139,3 +139,15 @@ def test_writing_is_all_or_nothing(
             write_menu(tmp_path, KEY, replace(MENU, num_tokens=1))
     assert read_menu(tmp_path, KEY) == MENU
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_step_counts_as_what_plain_decoding_pays_for_it() -> None:
+    """Where one row costs more than two, one row is decoded as two: that it is dear is no gain of drafting."""
+    flat = (0.0, 0.0, 0.0)
+    full = CostTable((1, 2, 16), (1.5, 1.0, 3.0), flat)
+    parts = (CostTable((1, 2, 16), (0.01, 0.01, 0.01), flat),) * 2
+    c, v = SkipProfile(full, *parts).ratios(View(frozenset((1, 2)), frozenset()), draft_len=1)
+    assert (c, v) == (pytest.approx(0.98), 1.0)
+    dear = CostTable((1, 4, 16), (1.5, 1.0, 3.0), flat)  # further off, padding is no option
+    parts = (CostTable((1, 4, 16), (0.01, 0.01, 0.01), flat),) * 2
+    assert SkipProfile(dear, *parts).ratios(View(), draft_len=3) == (1.0, pytest.approx(1 / 1.5))

@@ -73,10 +73,9 @@ class SkipProfile:
 
     def ratios(self, view: View, draft_len: int, num_sequences: int = 1) -> tuple[float, float]:
         """c and v: a draft step and the verification of such drafts, in full steps of so many sequences."""
-        rows, nodes = num_sequences, num_sequences * (1 + draft_len)
-        step = self.full.seconds(rows, rows * TYPICAL_CONTEXT)
-        draft = self.cost_of(view).seconds(rows, rows * TYPICAL_CONTEXT)
-        return draft / step, self.full.seconds(nodes, nodes * TYPICAL_CONTEXT) / step
+        step = _seconds(self.full, num_sequences)
+        draft = _seconds(self.cost_of(view), num_sequences)
+        return draft / step, _seconds(self.full, num_sequences * (1 + draft_len)) / step
 
     def speedup(self, view: View, acceptance: float, draft_len: int, num_sequences: int = 1) -> float:
         """S = E / (N c + v): predicted tokens a second against plain decoding."""
@@ -90,6 +89,11 @@ class SkipProfile:
             (Prediction(self.speedup(view, acceptance, n, num_sequences), n) for n in lengths),
             key=lambda p: (p.speedup, -p.draft_len),
         )
+
+
+def _seconds(cost: CostTable, num_rows: int) -> float:
+    """T of so many rows at a typical context, padded where that costs less: plain decoding does it too."""
+    return cost.seconds(cost.fast_shape(num_rows), num_rows * TYPICAL_CONTEXT)
 
 
 @dataclass(frozen=True, slots=True)
