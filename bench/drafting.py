@@ -58,6 +58,10 @@ class Recorder:
 
     backend: Backend
     passes: list[PassRecord] = field(default_factory=list)
+    seconds: float = 0.0  # inside passes
+
+    def clear(self) -> None:
+        self.passes, self.seconds = [], 0.0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.backend, name)
@@ -66,7 +70,11 @@ class Recorder:
         rows = pass_.rows
         context = int((rows.prefix_lens + rows.tail_lens)[rows.seq_rows > 0].sum())
         self.passes.append(PassRecord(pass_.view, pass_.store, len(rows), context))
-        return self.backend.submit(pass_)
+        start = time.perf_counter()
+        ticket = self.backend.submit(pass_)
+        ticket.result()
+        self.seconds += time.perf_counter() - start
+        return ticket
 
 
 @dataclass(slots=True)
@@ -76,6 +84,7 @@ class Run:
     outputs: list[SampleOutput]
     seconds: float
     passes: list[PassRecord]
+    pass_seconds: float
 
     @property
     def num_tokens(self) -> int:
@@ -97,8 +106,13 @@ class Run:
         """Tokens per target pass of a sequence."""
         return self.num_tokens / sum(o.stats.passes + o.stats.fast_passes for o in self.outputs)
 
+    @property
+    def host_seconds(self) -> float:
+        """What the engine takes between two passes."""
+        return (self.seconds - self.pass_seconds) / len(self.passes)
+
     def predicted_seconds(self, cost_of: Callable[[View, int], CostTable]) -> float:
-        """What its passes should have taken."""
+        """What its passes should have taken, without what the engine does between them."""
         tables = {key: cost_of(*key) for key in {(p.view, p.store) for p in self.passes}}
         return sum(tables[p.view, p.store].seconds(p.num_rows, p.context_tokens) for p in self.passes)
 
@@ -127,7 +141,7 @@ class Stage:
 
     def run(self, prompts: Sequence[Sequence[int]], params: SamplingParams, **request: Any) -> Run:
         """Generate from all prompts at once; `request` are further fields of the requests, the drafter above all."""
-        self.recorder.passes.clear()
+        self.recorder.clear()
         return self._run([Request(prompt, params, **request) for prompt in prompts])
 
     def _run(self, requests: Sequence[Request]) -> Run:
@@ -136,7 +150,7 @@ class Stage:
         start = time.perf_counter()
         while self._engine.has_work:
             found |= {e.request_id: e.output for e in self._engine.step() if e.output is not None}
-        return Run([found[i] for i in ids], time.perf_counter() - start, list(self.recorder.passes))
+        return Run([found[i] for i in ids], time.perf_counter() - start, self.recorder.passes, self.recorder.seconds)
 
 
 def median(values: Sequence[float]) -> float:

@@ -5,7 +5,8 @@
 FOLDER holds spec_bench_even.jsonl and humaneval_even.jsonl. For each task, temperature and batch size three arms run in
 turns, over and over: `none`; `skip` as tuned, which may decide not to draft; and `skip` forced to draft. Prompts are in
 the cache, so generation alone is timed. Predicted is the ratio of what the passes that ran should have taken by the
-profile (so it is given the acceptance of that very run); measured is the wall clock's.
+profile, plus what the engine takes between passes with `none`; so it is given the acceptance of that very run. Measured
+is the wall clock's.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import argparse
 import json
 import platform
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from drafting import Run, Stage, median, read_tasks, spread
@@ -61,6 +62,8 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--prompt-len", type=int, default=192)
     parser.add_argument("--mixed", action="store_true", help="one line for all tasks together in batches above 1")
+    parser.add_argument("--skipped", type=int, help="sub-layers that the forced arm skips; default: the menu's best")
+    parser.add_argument("--draft-len", type=int, help="its drafts; default: the length predicted best")
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -69,15 +72,18 @@ def main() -> None:
     assert menu is not None
     entry = menu.best()
     assert entry is not None
-    best = menu.profile.best(entry.view, entry.agreement)
+    if options.skipped is not None:
+        entry = min(menu.entries, key=lambda e: abs(e.num_skipped - options.skipped))
+    draft_len = options.draft_len or menu.profile.best(entry.view, entry.agreement).draft_len
+    forced_menu = replace(menu, entries=(entry,))
     print(f"{llm.identity.name} on {cpu_name()}, {platform.machine()}, profile {llm.profile}")
     print(report.table(menu, llm.architecture))
-    print(f"forced drafts: at most {best.draft_len} tokens, {entry.num_skipped} sub-layers skipped")
+    print(f"forced drafts: at most {draft_len} tokens, {entry.num_skipped} sub-layers skipped")
 
     def make(backend: Backend) -> dict[str, Drafter]:
         tuned = DraftSetup(backend=backend, cost=llm.calibration.cost, find_menu=lambda: menu)
         forced = DraftSetup(
-            backend=backend, cost=llm.calibration.cost, find_menu=lambda: menu, force=True, draft_len=best.draft_len
+            backend=backend, cost=llm.calibration.cost, find_menu=lambda: forced_menu, force=True, draft_len=draft_len
         )
         return {"none": DRAFTERS["none"](tuned), "skip": DRAFTERS["skip"](tuned), "forced": DRAFTERS["skip"](forced)}
 
@@ -135,10 +141,12 @@ def one_cell(
     def ratios(arm: str) -> list[float]:
         return [run.rate / none.rate for run, none in zip(runs[arm], runs["none"], strict=True)]
 
-    predicted = [
-        none.predicted_seconds(cost_of) / run.predicted_seconds(cost_of)  # type: ignore[arg-type]
-        for run, none in zip(runs["forced"], runs["none"], strict=True)
-    ]
+    host = median([run.host_seconds for run in runs["none"]])
+
+    def seconds(run: Run) -> float:
+        return run.predicted_seconds(cost_of) + host * len(run.passes)  # type: ignore[arg-type]
+
+    predicted = [seconds(none) / seconds(run) for run, none in zip(runs["forced"], runs["none"], strict=True)]
     last = runs["forced"][-1]
     tuned = runs["skip"][-1]
     return Cell(

@@ -159,7 +159,8 @@ class NativeBackend:
             noisy = self._noisy_best(logits, at(part.rows), part.sampling, part.k)
         if wanted.distribution is not None:
             # Not for what is committed under `match`, so the shared code will do.
-            handle = Handle(np, logits[at(wanted.distribution.rows)], wanted.distribution.sampling)
+            rows = at(wanted.distribution.rows)
+            handle = Handle(np, logits[rows], wanted.distribution.sampling, normalisers[rows])
         return PassResult(
             draw=None if wanted.draw is None else self._draw(wanted.draw, at(wanted.draw.rows), logits, normalisers),
             logprobs=logprobs,

@@ -23,12 +23,16 @@ from verispec.sampling.rows import SamplingRows
 
 
 class Handle:
-    """Distributions of some rows of one pass, made from their logits when they are asked for."""
+    """Distributions of some rows of one pass, made from their logits when they are asked for.
 
-    def __init__(self, xp: Any, logits: Array, sampling: SamplingRows) -> None:
+    `normalisers` are log sum exp of each row, where the backend has computed them its own way.
+    """
+
+    def __init__(self, xp: Any, logits: Array, sampling: SamplingRows, normalisers: Array | None = None) -> None:
         self._xp = xp
         self._logits: Array | None = logits
         self._sampling = sampling
+        self._normalisers = draw.normalisers(xp, logits) if normalisers is None else normalisers
 
     def probabilities(self) -> Array:
         """[R, V]"""
@@ -36,7 +40,7 @@ class Handle:
 
     def logprobs(self, rows: Array, token_ids: Array) -> Array:
         """Of one id at each of these rows, raw."""
-        return draw.logprobs_of(self._xp, self._alive()[rows], token_ids)
+        return self._alive()[rows, token_ids] - self._normalisers[rows]
 
     def release(self) -> None:
         """Drop the logits."""

@@ -35,6 +35,8 @@ class Load(NamedTuple):
 
 
 NO_LOAD = Load()
+_CONTEXT_STEP = 256  # context tokens that change no choice
+_MOST_REMEMBERED = 4096
 _LONG = 1 << 40  # context tokens: a cost is linear in them, so two points compare two costs
 
 
@@ -71,6 +73,8 @@ class Planner:
     family: tuple[int, ...]
     cost: CostTable
     _candidates: dict[int, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _shapes: dict[tuple[int, int], int] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _refused: dict[object, float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def joins(self, exact: Load, fast: Load) -> bool:
         """Whether one canonical pass for all rows is cheaper than a canonical and a fast one."""
@@ -142,13 +146,24 @@ class Planner:
         """
         free = [o if o.cost is None else NOTHING for o in offers]
         without = self._best_fill(free, load, beside, canonical=canonical)
-        if free == list(offers):
+        if all(o.cost is None for o in offers):
             return without, None
+        # What was refused is asked again every step, and nothing has changed but a little context.
+        key = (
+            canonical, load.num_rows, load.context_tokens // _CONTEXT_STEP, beside.num_rows,
+            tuple((o.max_nodes, o.acceptance, id(o.cost), o.levels, o.is_forced) for o in offers),
+        )  # fmt: skip
+        if key in self._refused:
+            return without, self._refused[key]
         best = self._best_fill(offers, load, beside, canonical=canonical, needs_paid=True)
         predicted = (best.tokens + beside.num_rows) * without.seconds
         predicted /= best.seconds * (without.tokens + beside.num_rows)
-        is_forced = any(o.is_forced for o in offers)
-        return best if is_forced or predicted >= WORTH_IT else without, predicted
+        if predicted >= WORTH_IT or any(o.is_forced for o in offers):
+            return best, predicted
+        if len(self._refused) >= _MOST_REMEMBERED:
+            self._refused.clear()
+        self._refused[key] = predicted
+        return without, predicted
 
     def _best_fill(
         self, offers: Sequence[Offer], load: Load, beside: Load, *, canonical: bool, needs_paid: bool = False
@@ -159,6 +174,9 @@ class Planner:
         """
         context_len = load.context_tokens / load.num_rows if load.num_rows else 0.0
         ranked = _ranked(offers)
+        if not ranked:
+            seconds = self._step_seconds(load, beside) if canonical else self._fast_seconds(load)
+            return Fill(0, float(len(offers)), max(1e-12, seconds), (0,) * len(offers))
         least = 0
         if needs_paid:
             forced = [i for i, block in enumerate(ranked) if block.offer.is_forced]
@@ -201,7 +219,13 @@ class Planner:
     def _exact_seconds(self, load: Load) -> float:
         if not load.num_rows:
             return 0.0
-        return min(self.cost.seconds(m, load.context_tokens) for m in self._cheap_shapes(load.num_rows))
+        key = load.num_rows, load.context_tokens // _CONTEXT_STEP
+        shape = self._shapes.get(key)
+        if shape is None:
+            if len(self._shapes) >= _MOST_REMEMBERED:
+                self._shapes.clear()
+            shape = self._shapes[key] = self.cost.cheapest(self._cheap_shapes(load.num_rows), load.context_tokens)
+        return self.cost.seconds(shape, load.context_tokens)
 
     def _cheap_shapes(self, num_rows: int) -> tuple[int, ...]:
         """Canonical shapes for so many rows, without those that a smaller one beats whatever the context is."""

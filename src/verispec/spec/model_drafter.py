@@ -57,6 +57,7 @@ class ModelDrafter:
         self._find = find
         self._config = config
         self._exit = DraftExit()
+        self._offers: dict[tuple[TreeShape, bool, bool], tuple[int, Offer]] = {}
 
     @cached_property
     def _source(self) -> Source | str:
@@ -83,8 +84,17 @@ class ModelDrafter:
         return offer._replace(alternatives=tuple(self._offer(sequence, tree) for tree in dict.fromkeys(trees)))
 
     def _offer(self, sequence: SequenceView, shape: TreeShape) -> Offer:
-        assert isinstance(self._source, Source)
+        """The offer of a shape, as long as nothing new was learned the one made before."""
         acceptance = self._acceptance(sequence)
+        is_forced = self._config.force and sequence.drafter != AUTO
+        key = (shape, sequence.params.temperature > 0, is_forced)
+        known = self._offers.get(key)
+        if known is None or known[0] != acceptance.num_observed:
+            known = self._offers[key] = acceptance.num_observed, self._new_offer(acceptance, shape, is_forced)
+        return known[1]
+
+    def _new_offer(self, acceptance: Acceptance, shape: TreeShape, is_forced: bool) -> Offer:
+        assert isinstance(self._source, Source)
         levels, tokens = [], 1.0
         for depth, (children, count) in enumerate(zip(shape.branching, shape.keep, strict=True)):
             # A beam's slots are shared by all its paths; the one that matters has the better half of them.
@@ -95,7 +105,7 @@ class ModelDrafter:
             acceptance.reach(1),
             cost=self._source.model.cost,
             what=self._what,
-            is_forced=self._config.force and sequence.drafter != AUTO,
+            is_forced=is_forced,
             levels=tuple(levels),
             shape=shape,
         )

@@ -40,6 +40,7 @@ class Acceptance:
 
     def __init__(self, prior: float, *, weight: float = 32.0, memory: float = 0.98) -> None:
         self._ranks: list[Rate] = []
+        self.num_observed = 0  # grows whenever the estimates change
         missed = 1.0
         for rank in range(_MOST_RANKS):
             share = prior if rank == 0 else _LATER_SHARE
@@ -52,6 +53,7 @@ class Acceptance:
 
     def observe(self, draft: Draft, verdict: Verdict) -> None:
         """Learn from every node on the accepted path, and the one it ended at."""
+        self.num_observed += 1
         children: dict[int, list[int]] = {}
         for node, parent in enumerate(draft.parents):
             children.setdefault(parent, []).append(node)
@@ -61,5 +63,6 @@ class Acceptance:
 
     def fade(self) -> None:
         """Something new begins."""
+        self.num_observed += 1
         for rate in self._ranks:
             rate.fade()
