@@ -95,7 +95,7 @@ def test_every_option_has_a_text(bare_cli: Cli, monkeypatch: pytest.MonkeyPatch,
     done = bare_cli(command, "--help")
     assert done.code == 0
     for line in re.findall(r"│ +(--\S+.*?)│", done.out):
-        assert re.search(r"(<\w.*?>|FILE(\.jsonl)?)( \[.*?\])? +\w", line), line
+        assert re.search(r"(<\w.*?>|FILE(\.jsonl)?|SHAPE)( \[.*?\])? +\w", line), line
 
 
 def test_nothing_asked_is_answered_with_help(bare_cli: Cli) -> None:
