@@ -171,8 +171,12 @@ class LLM:
         )
         if threads is not None and not (isinstance(threads, int) and 1 <= threads <= 1024):
             raise InputError(f"threads must be from 1 to 1024, not {threads!r}")
-        named = [model] if draft_model is None else [model, draft_model]
-        paths = [resolve(m, progress=lambda stage, done, total: report(stage, done / max(1, total))) for m in named]
+        paths = [_resolved(model, report)]
+        if draft_model is not None:
+            try:
+                paths.append(_resolved(draft_model, report))
+            except InputError as error:
+                raise InputError(f"draft_model: {error}") from error
         report("loading", 0.0)
         with ExitStack() as files:
             checkpoints = [files.enter_context(open_checkpoint(path)) for path in paths]
@@ -501,6 +505,11 @@ class LLM:
         """Abort the request if it still runs, and drop its events."""
         self.engine.abort(request_id)
         self._inboxes.pop(request_id, None)
+
+
+def _resolved(model: str | Path, report: LoadProgress) -> Path:
+    """Where the model is, fetched if it must be."""
+    return resolve(model, progress=lambda stage, done, total: report(stage, done / max(1, total)))
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -17,7 +17,7 @@ STATS = {
     "drafter", "passes", "fast_passes", "draft_passes", "drafted", "accepted", "replays", "mismatches", "recomputed",
     "recomputed_fraction", "accepted_per_replay", "preemptions", "tokens_per_pass", "tokens_per_second",
     "time_to_first_token", "longest_gap", "longest_stall", "stall_caused", "chosen", "chosen_because",
-    "no_draft_reason",
+    "no_draft_reason", "exit_threshold", "exit_rate",
 }  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.fake_backend import FakeBackend
 from tests.support.skipping import menu_of, skip_setup
-from tests.support.world import World, bits, make_requests, native_world, numpy_world, run
+from tests.support.world import World, bits, kv_bits, make_requests, native_world, numpy_world, run
 from verispec.backends.cost import CostTable
 from verispec.backends.protocol import FULL_VIEW, Backend, Pass, PassKind, Ticket, View
 from verispec.config import EngineConfig
@@ -86,11 +86,6 @@ class Watched:
             for slot in pass_.rows.slots.tolist():
                 self.drafted[slot] = kv_bits(self._backend, [slot])
         return ticket
-
-
-def kv_bits(backend: Backend, slots: list[int]) -> bytes:
-    k, v = backend.kv(0, np.array(slots, np.int64))  # type: ignore[attr-defined]
-    return bytes(np.ascontiguousarray(k).tobytes() + np.ascontiguousarray(v).tobytes())
 
 
 def committed_kv(world: World, drafter: str, view: View, params: SamplingParams) -> tuple[list[int], bytes, int, int]:

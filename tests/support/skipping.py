@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.support.fake_backend import FakeBackend
 from verispec.backends.cost import CostTable
 from verispec.backends.protocol import Backend, View
 from verispec.spec.registry import DraftSetup
@@ -25,7 +24,7 @@ def menu_of(
     return SkipMenu(profile, (MenuEntry(view, agreement, agreement),), "made up", 0)
 
 
-def fake_setup(backend: FakeBackend, *, draft_len: int | None = None) -> DraftSetup:
+def fake_setup(backend: Backend, *, draft_len: int | None = None) -> DraftSetup:
     """Every drafter drafts, whatever that promises; the backend needs a second store for `model`."""
     draft_cost = CostTable((1, 64), (0.1, 0.1), (0.0, 0.0)) if backend.limits.num_stores > 1 else None
     return replace(skip_setup(backend, draft_len=draft_len), draft_cost=draft_cost)

@@ -21,9 +21,9 @@ CONFIG = TinyConfig(num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, h
                     vocab_size=len(TOKENS), tied_head=True)  # fmt: skip
 
 
-def write_model(path: Path, config: TinyConfig = CONFIG) -> Path:
-    """Write the model; the same bytes every time."""
-    metadata = {f"tokenizer.ggml.{key}": value for key, value in TOKENIZER.items()}
+def write_model(path: Path, config: TinyConfig = CONFIG, **tokenizer: object) -> Path:
+    """Write the model; the same bytes every time. `tokenizer` are fields of it that differ."""
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in {**TOKENIZER, **tokenizer}.items()}
     write_gguf(path, config, metadata={**metadata, "tokenizer.chat_template": TEMPLATE})
     return path
 

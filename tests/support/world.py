@@ -1,13 +1,14 @@
-"""A tiny real model on a backend, engines that come and go on it, requests of every kind: what oracles compare on."""
+"""Tiny real models on a backend, engines that come and go on it, requests of every kind: what oracles compare on."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 
 import numpy as np
 
-from tests.support.skipping import skip_setup
+from tests.support.skipping import fake_setup
 from tests.support.tiny_models import TinyConfig, make_tensors
 from verispec.backends.audit import audit
 from verispec.backends.cost import FLAT_COST, CostTable
@@ -17,6 +18,8 @@ from verispec.backends.numpy_backend import LoadedModel, NumpyBackend
 from verispec.backends.protocol import Backend
 from verispec.config import EngineConfig
 from verispec.engine import Engine, Request
+from verispec.kv import TARGET_STORE
+from verispec.model import expected_tensors
 from verispec.spec.drafter import Drafter
 from verispec.spec.registry import make_drafters
 from verispec.types import SampleOutput, SamplingParams
@@ -29,7 +32,7 @@ NUM_SLOTS = 700
 class World:
     """A backend with its family: engines come and go on it, so its K/V is full of other engines' remains."""
 
-    backend: NumpyBackend
+    backend: NumpyBackend | NativeBackend
     family: tuple[int, ...]
 
     def engine(
@@ -47,13 +50,13 @@ class World:
         return Engine(
             backend or self.backend,
             family=family or self.family,
-            drafters=drafters or make_drafters(skip_setup(backend or self.backend)),
+            drafters=drafters or make_drafters(fake_setup(backend or self.backend)),
             config=EngineConfig(**options),  # type: ignore[arg-type]
             cost=cost,
         )
 
     def alone(self, request: Request) -> list[SampleOutput]:
-        return run(self.engine(), [replace(request, drafter="none")])[0]
+        return run(self.engine(), [replace(request, drafter="none", tree=None)])[0]
 
 
 def sharpened(config: TinyConfig) -> dict[str, np.ndarray]:
@@ -64,21 +67,55 @@ def sharpened(config: TinyConfig) -> dict[str, np.ndarray]:
     return tensors
 
 
-def numpy_world(family: str) -> World:
+class Second(Enum):
+    """The model in the second store."""
+
+    NONE = "none"
+    OTHER = "other"  # the target without its last layer, weights changed a little: right now and then
+    SAME = "same"  # the target itself
+
+
+Weights = tuple[TinyConfig, dict[str, np.ndarray]]
+
+
+def models(family: str, draft: Second) -> list[Weights]:
+    """The target, and the draft model if there is one."""
     config = TinyConfig(family=family, num_layers=3, context_len=400, seed=11)
-    model = LoadedModel(config.architecture, sharpened(config).__getitem__)
-    backend = NumpyBackend([model], num_slots=NUM_SLOTS, num_seq_rows=32)
+    target = sharpened(config)
+    if draft is Second.NONE:
+        return [(config, target)]
+    if draft is Second.SAME:
+        return [(config, target), (config, target)]
+    smaller, rng = replace(config, num_layers=2), np.random.default_rng(12)
+    names = expected_tensors(smaller.architecture)
+    changed = {n: target[n] * (1 + 0.05 * rng.standard_normal(target[n].shape)).astype(np.float32) for n in names}
+    return [(config, target), (smaller, changed)]
+
+
+def numpy_world(family: str, draft: Second = Second.NONE) -> World:
+    loaded = [LoadedModel(config.architecture, tensors.__getitem__) for config, tensors in models(family, draft)]
+    backend = NumpyBackend(loaded, num_slots=NUM_SLOTS, num_seq_rows=32)
     return World(backend, audit(backend.probes(), shapes=(1, 4, 8, 16, 64)).choose())
 
 
-def native_world(family: str) -> World:
-    config = TinyConfig(family=family, num_layers=3, context_len=400, seed=11)
-    model = StoredModel(config.architecture, sharpened(config).__getitem__)
-    backend = NativeBackend([model], num_slots=NUM_SLOTS, num_seq_rows=32, threads=1)
+def native_world(family: str, draft: Second = Second.NONE) -> World:
+    stored = [StoredModel(config.architecture, tensors.__getitem__) for config, tensors in models(family, draft)]
+    backend = NativeBackend(stored, num_slots=NUM_SLOTS, num_seq_rows=32, threads=1)
     return World(backend, (1, 2, 3, 4, 6, 8, 12, 16, 32, 64))
 
 
-def run(engine: Engine, requests: Iterable[Request], *, abort_every: int = 0) -> list[list[SampleOutput]]:
+def kv_bits(backend: Backend, slots: Sequence[int], store: int = TARGET_STORE) -> bytes:
+    """The K/V of some slots."""
+    k, v = backend.kv(store, np.array(slots, np.int64))  # type: ignore[attr-defined]
+    return bytes(np.ascontiguousarray(k).tobytes() + np.ascontiguousarray(v).tobytes())
+
+
+VICTIM = Request([1, 2, 3] * 20, SamplingParams(max_tokens=50))
+
+
+def run(
+    engine: Engine, requests: Iterable[Request], *, abort_every: int = 0, victim: Request = VICTIM
+) -> list[list[SampleOutput]]:
     """All requests to their end; with `abort_every`, a further request is aborted every so many steps."""
     ids = [engine.add(request) for request in requests]
     outputs: dict[int, list[SampleOutput]] = {i: [] for i in ids}
@@ -86,7 +123,7 @@ def run(engine: Engine, requests: Iterable[Request], *, abort_every: int = 0) ->
     steps = 0
     while engine.has_work:
         if abort_every and steps % abort_every == 0 and steps < 60:
-            victims.append(engine.add(Request([1, 2, 3] * 20, SamplingParams(max_tokens=50, seed=steps))))
+            victims.append(engine.add(replace(victim, params=replace(victim.params, seed=steps))))
         for event in engine.step():
             if event.output is not None and event.request_id in outputs:
                 outputs[event.request_id].append(event.output)

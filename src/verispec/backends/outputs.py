@@ -32,7 +32,7 @@ class Handle:
         self._xp = xp
         self._logits: Array | None = logits
         self._sampling = sampling
-        self._normalisers = draw.normalisers(xp, logits) if normalisers is None else normalisers
+        self._normalisers = normalisers
 
     def probabilities(self) -> Array:
         """[R, V]"""
@@ -40,7 +40,10 @@ class Handle:
 
     def logprobs(self, rows: Array, token_ids: Array) -> Array:
         """Of one id at each of these rows, raw."""
-        return self._alive()[rows, token_ids] - self._normalisers[rows]
+        logits = self._alive()
+        if self._normalisers is None:
+            return draw.logprobs_of(self._xp, logits[rows], token_ids)
+        return logits[rows, token_ids] - self._normalisers[rows]
 
     def release(self) -> None:
         """Drop the logits."""

@@ -193,4 +193,5 @@ def _serve(conversation: Conversation, line: str) -> None:
     if line.startswith("/"):
         conversation.command(line)
     elif line:
-        conversation.answer(terminal.checked(line, name="the line"))
+        with options.naming_flags():
+            conversation.answer(terminal.checked(line, name="the line"))

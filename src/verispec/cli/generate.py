@@ -127,11 +127,12 @@ def generate(
     with _receipts(receipt, private=receipt_private, quiet=quiet) as receipts:
         llm = options.load_llm(ctx.params, quiet=quiet)
         prompt_ids = llm.tokenizer.encode(text) if raw else _chat_ids(llm, system, text)
-        if as_json:
-            _print_json(llm, prompt_ids, params, drafter, receipts)
-        else:
-            shown = Shown(drafts=color is not None, trees=show_tree, figures=not quiet)
-            _print_stream(llm, prompt_ids, params, receipts, shown)
+        with options.naming_flags():
+            if as_json:
+                _print_json(llm, prompt_ids, params, drafter, receipts)
+            else:
+                shown = Shown(drafts=color is not None, trees=show_tree, figures=not quiet)
+                _print_stream(llm, prompt_ids, params, receipts, shown)
 
 
 def _check_choices(

@@ -242,7 +242,7 @@ def in_flags(message: str) -> str:
         name = match[0]
         return _FLAGS.get(name, "--" + name.replace("_", "-")) if name in names else name
 
-    if " nor a known model" in message:
+    if " nor a known model" in message and not message.startswith("draft_model"):
         return f"--model: {message}"
     message = re.sub(r"(?<=^unknown )\w+|^\w+", flag, message)
     message = message.replace("to num_slots (", "to --kv-slots (")  # max_len is bounded by the capacity

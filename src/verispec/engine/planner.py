@@ -185,7 +185,10 @@ class Planner:
         sums = list(accumulate(ranked, _Sum.plus(context_len), initial=_Sum()))
         nodes = [s.num_nodes for s in sums]
         best: Fill | None = None
-        for room in self._fills(load, beside, nodes[-1], canonical=canonical):
+        rooms = self._fills(load, beside, nodes[-1], canonical=canonical)
+        if needs_paid:  # a shorter draft leaves rows of a shape empty, but saves a pass
+            rooms = sorted({*rooms, *(nodes[i] for i in _opening(ranked) if nodes[i] <= rooms[-1])})
+        for room in rooms:
             count = bisect_right(nodes, room) - 1
             tokens, filled = len(offers) + sums[count].tokens, load.plus(nodes[count], context_len)
             seconds = self._step_seconds(filled, beside) if canonical else self._fast_seconds(filled)
@@ -271,6 +274,15 @@ def _ranked(offers: Sequence[Offer]) -> list[_Block]:
             num_rows = level.num_nodes
     ranked.sort(key=lambda pair: pair[0])
     return [block for _, block in ranked]
+
+
+def _opening(ranked: Sequence[_Block]) -> list[int]:
+    """Where in the list a draft pass is needed that no level before needs."""
+    first: dict[tuple[int, int], int] = {}
+    for i, block in enumerate(ranked):
+        if block.offer.cost is not None:
+            first.setdefault((id(block.offer.cost), block.depth), i)
+    return list(first.values())
 
 
 @dataclass(slots=True)

@@ -184,6 +184,9 @@ def _with_last_position(plan: SequencePlan, verdict: Verdict) -> tuple[Draft, Ve
 
 def _in_range(offer: Offer, limit: int) -> Offer:
     """The offer, at most `limit` deep and with a probability for acceptance; NaN and negative ones offer nothing."""
+    counts = (offer.max_nodes, *(level.num_nodes for level in offer.levels))
+    if not all(isinstance(count, int) for count in counts):
+        raise ValueError("an offer counts whole nodes")
     if not offer.acceptance > 0 or offer.max_nodes < 1:
         return Offer.nothing(offer.reason)._replace(by_decoding=offer.by_decoding is True)
     levels, room = [], MAX_NODES

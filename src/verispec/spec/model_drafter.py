@@ -23,6 +23,7 @@ from verispec.types import Draft, SequenceView, Stored, Verdict
 TREES = tuple(map(TreeShape.parse, ("branch:2", "branch:2,1,1", "branch:3,2,1", "beam:2,3", "beam:3,4", "beam:4,5")))
 _MOST_CAUGHT_UP = 128  # committed tokens that one step computes for the drafter, over all sequences
 _CAUGHT_UP_AT_ONCE = 16  # so many are computed in the first pass of a draft
+_MOST_REMEMBERED = 256  # offers: requests may name any number of shapes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +91,8 @@ class ModelDrafter:
         key = (shape, sequence.params.temperature > 0, is_forced)
         known = self._offers.get(key)
         if known is None or known[0] != acceptance.num_observed:
+            if len(self._offers) >= _MOST_REMEMBERED:
+                self._offers.clear()
             known = self._offers[key] = acceptance.num_observed, self._new_offer(acceptance, shape, is_forced)
         return known[1]
 

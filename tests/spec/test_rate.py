@@ -1,0 +1,115 @@
+"""Running acceptance: a belief that observations move, old ones fading; of each child by its rank."""
+
+from __future__ import annotations
+
+import pytest
+
+from verispec.spec.rate import Acceptance, Rate
+from verispec.types import NO_PARENT, Draft, Verdict
+
+
+def test_without_observations_the_belief_stands() -> None:
+    assert Rate(0.7, 10.0, 0.9).value == pytest.approx(0.7)
+
+
+def test_the_belief_counts_as_so_many_tries() -> None:
+    rate = Rate(0.5, 4.0, 1.0)
+    for is_accepted in (True, True, False, True):
+        rate.observe(is_accepted)
+    assert rate.value == pytest.approx((0.5 * 4 + 3) / (4 + 4))
+
+
+def test_old_tries_fade_with_each_new_one() -> None:
+    rate = Rate(0.5, 2.0, 0.5)
+    rate.observe(True)
+    rate.observe(False)
+    assert (rate.accepted, rate.tried) == (0.5, 1.5)
+    assert rate.value == pytest.approx((1.0 + 0.5) / (2.0 + 1.5))
+
+
+@pytest.mark.parametrize("truth", [0.0, 0.25, 0.5, 1.0])
+def test_it_finds_the_truth_and_stays_a_probability(truth: float) -> None:
+    rate = Rate(0.9, 8.0, 0.98)
+    for i in range(400):
+        rate.observe(int(i * truth) != int((i + 1) * truth))
+        assert 0 <= rate.value <= 1
+    assert rate.value == pytest.approx((0.9 * 8 + 50 * truth) / 58, abs=0.03)  # 50 tries are remembered
+
+
+def test_something_new_halves_what_was_seen() -> None:
+    rate = Rate(0.5, 4.0, 1.0)
+    for _ in range(8):
+        rate.observe(True)
+    before = rate.value
+    rate.fade()
+    assert (rate.accepted, rate.tried) == (4.0, 4.0)
+    assert 0.5 < rate.value < before
+    for _ in range(60):
+        rate.fade()
+    assert rate.value == pytest.approx(0.5)
+
+
+# Of each rank
+
+
+def test_each_further_child_is_believed_to_catch_a_share_of_what_is_missed() -> None:
+    acceptance = Acceptance(0.6)
+    assert acceptance.reach(0) == 0.0
+    assert acceptance.reach(1) == pytest.approx(0.6)
+    assert acceptance.reach(2) == pytest.approx(0.6 + 0.4 * 0.35)
+    assert acceptance.reach(3) == pytest.approx(0.6 + 0.4 * 0.35 + 0.4 * 0.65 * 0.35)
+    reached = [acceptance.reach(n) for n in range(1, 40)]
+    assert reached == sorted(reached)
+    assert reached[-1] <= 1.0
+
+
+TREE = Draft((1, 2, 3, 4, 5), (NO_PARENT, NO_PARENT, 0, 0, 1))
+
+
+def ranks(draft: Draft, verdict: Verdict) -> list[tuple[float, float]]:
+    """What one observation makes the first three ranks: accepted, and tried."""
+    acceptance = Acceptance(0.5, memory=1.0)
+    acceptance.observe(draft, verdict)
+    return [(rate.accepted, rate.tried) for rate in acceptance._ranks[:3]]
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ((), [(0, 1), (0, 1), (0, 0)]),  # both children of the root were wrong; the others were never looked at
+        ((0,), [(1, 2), (0, 2), (0, 0)]),  # the first, then neither of its own
+        ((1,), [(0, 2), (1, 1), (0, 0)]),  # the second, then not its only child
+        ((0, 3), [(1, 2), (1, 2), (0, 0)]),
+        ((1, 4), [(1, 2), (1, 1), (0, 0)]),
+    ],
+)
+def test_every_node_on_the_path_tells_of_its_children(
+    path: tuple[int, ...], expected: list[tuple[float, float]]
+) -> None:
+    assert ranks(TREE, Verdict(path, 9)) == expected
+
+
+def test_a_chain_tells_of_first_children_alone() -> None:
+    acceptance = Acceptance(0.5, weight=2.0, memory=1.0)
+    acceptance.observe(Draft.chain([1, 2, 3, 4]), Verdict((0, 1), 9))
+    assert acceptance.reach(1) == pytest.approx((1 + 2) / (2 + 3))  # two accepted, one not, one never tried
+    assert acceptance._ranks[1].tried == 0
+    acceptance.observe(Draft.chain([1, 2]), Verdict((0, 1), 9))
+    assert acceptance.reach(1) == pytest.approx((1 + 4) / (2 + 5))  # the leaf has no child to tell of
+
+
+def test_more_children_than_ranks_are_no_error() -> None:
+    acceptance = Acceptance(0.5)
+    acceptance.observe(Draft(tuple(range(40)), (NO_PARENT,) * 40), Verdict((30,), 9))
+    assert 0 < acceptance.reach(40) <= 1
+    acceptance.observe(Draft(), Verdict((), 9))
+
+
+def test_whoever_remembers_an_estimate_can_see_that_it_changed() -> None:
+    acceptance = Acceptance(0.5)
+    seen = [acceptance.num_observed]
+    acceptance.observe(Draft.chain([1]), Verdict((0,), 9))
+    seen.append(acceptance.num_observed)
+    acceptance.fade()
+    seen.append(acceptance.num_observed)
+    assert len(set(seen)) == 3
