@@ -206,6 +206,11 @@ def load_llm(given: Mapping[str, Any], *, quiet: bool = False, **more: Any) -> L
     chosen = {name: given[name] for name in _LOADING if name in given}
     if chosen.get("tree") is not None and chosen.get("draft_len") is not None:
         raise InputError("--tree and --draft-len exclude each other: --draft-len N is short for --tree chain:N")
+    if given.get("accept", RuleOfAcceptance.MATCH) != RuleOfAcceptance.MATCH and given.get("deterministic", True):
+        raise InputError(
+            f"--accept {given['accept']} lets tokens depend on the drafter, the tree and the load, so it needs "
+            "--no-deterministic"
+        )
     if not quiet:
         _note_backend(chosen)
     with naming_flags(), LoadingDisplay(quiet=quiet) as display:
