@@ -214,6 +214,10 @@ static void noisy_top_k(Crew crew, const float* logits, const int32_t* logit_row
   run(crew, s.num_rows, [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
       edit(s, r, logits + size_t(logit_rows[r]) * vocab, vocab, z);
+      if (has_nan(z, vocab) || !is_finite(largest_of(z, vocab))) {
+        for (int64_t i = r * k; i < (r + 1) * k; ++i) token_ids[i] = -1, values[i] = logprobs[i] = -kInfinity;
+        continue;
+      }
       if (s.temperature[r] == 0.0f) {
         best_of(z, vocab, k, token_ids + r * k, values + r * k);
       } else {

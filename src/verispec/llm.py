@@ -7,6 +7,7 @@ may be open at once, and whichever is read drives the engine for all.
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -42,6 +43,7 @@ from verispec.types import Accept, FinishReason, SampleOutput, SamplingParams, S
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 LoadProgress = Callable[[str, float], None]
+logger = logging.getLogger(__name__)
 Speculative = Mapping[str, Any] | bool | None
 
 
@@ -201,6 +203,7 @@ class LLM:
         self._chat_template: ChatTemplate | None = None
         self._speculation = speculation
         self._force = force
+        self._menu: SkipMenu | None = None
         if drafter == SKIP_DRAFTER:
             self._tune_quickly(report)
         self.engine = self.fresh_engine()
@@ -271,11 +274,14 @@ class LLM:
         """See to it that there is a menu of skip sets. One that was tuned before is kept."""
         from verispec.tuning import Subject, quick_menu
 
-        quick_menu(Subject.of(self), key=self.menu_key, cache_dir=cache_dir(), progress=report)
+        try:
+            self._menu = quick_menu(Subject.of(self), key=self.menu_key, cache_dir=cache_dir(), progress=report)
+        except InputError as error:  # too little room to tune in is no reason not to generate
+            logger.warning("no skip sets: %s", error)
 
     def skip_menu(self) -> SkipMenu | None:
         """The skip sets that were tuned for this model and device, if any were."""
-        return read_menu(cache_dir(), self.menu_key)
+        return self._menu or read_menu(cache_dir(), self.menu_key)
 
     @contextmanager
     def separate_engine(self, *, drafters: Mapping[str, Drafter] | None = None, **changes: Any) -> Iterator[Engine]:
@@ -433,7 +439,7 @@ class LLM:
 
     def receipt(self, prompt: Prompt, params: SamplingParams, output: SampleOutput) -> Receipt:
         """The receipt of an answer that was streamed; `output` came with its last event."""
-        return self._receipt(self.request(prompt, params), output)
+        return self._receipt(self.request(prompt, params, speculative=False), output)
 
     def score(self, prompt: Prompt, *, alternatives: int = 0) -> ScoreResult:
         """Log-probabilities of the given tokens under the model, in parallel canonical passes."""

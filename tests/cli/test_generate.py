@@ -149,12 +149,12 @@ def test_options_reach_the_model(bare_cli: Cli, smollm2: LLM, monkeypatch: pytes
     monkeypatch.setattr("verispec.llm.LLM", lambda **options: got.update(options) or smollm2)
     assert bare_cli(
         "generate", "x", "--max-tokens", "1", "-m", "M", "--threads", "3", "--kv-slots", "99", "--max-len", "50",
-        "--draft-len", "5", "--drafter", "none", "--backend", "numpy", "--weights", "q8", "--draft-model", "D",
+        "--draft-len", "5", "--drafter", "auto", "--backend", "numpy", "--weights", "q8", "--draft-model", "D",
         "--force",
     ).code == 0  # fmt: skip
     del got["progress"]
     assert got == {
-        "model": "M", "threads": 3, "kv_slots": 99, "max_len": 50, "draft_len": 5, "drafter": "none",
+        "model": "M", "threads": 3, "kv_slots": 99, "max_len": 50, "draft_len": 5, "drafter": "auto",
         "backend": "numpy", "weights": "q8", "draft_model": "D", "tree": None, "accept": "match", "force": True,
     }  # fmt: skip
 

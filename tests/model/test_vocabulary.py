@@ -24,7 +24,7 @@ class Words:
         return len(self.words)
 
     def token_bytes(self, token_id: int) -> bytes:
-        return self.words[token_id].encode()
+        return b"" if self.words[token_id].startswith("<|") else self.words[token_id].encode()  # as special ones are
 
     def token_text(self, token_id: int) -> str:
         return self.words[token_id]
@@ -41,6 +41,7 @@ def refusal(target: str, draft: str, *, logits: int = 8, draft_logits: int = 8) 
 
 def test_equal_vocabularies_pass() -> None:
     assert refusal("a b c", "a b c") == ""
+    assert refusal("a <|end|>", "a <|end|>") == ""
     assert refusal("", "") == ""
 
 
@@ -48,6 +49,8 @@ def test_equal_vocabularies_pass() -> None:
     ("target", "draft", "message"),
     [
         ("a b c", "a B c", "the draft model's vocabulary is not the model's: token 1 is 'B' there and 'b' here"),
+        ("a <|end|>", "a <|stop|>", "the draft model's vocabulary is not the model's: token 1 is '<|stop|>' there and "
+                                    "'<|end|>' here"),
         ("a b", "b a", "the draft model's vocabulary is not the model's: token 0 is 'b' there and 'a' here; "
                        "token 1 is 'a' there and 'b' here"),
         ("a b c d e f", "A B C D E f", "the draft model's vocabulary is not the model's: token 0 is 'A' there and 'a' "

@@ -50,3 +50,12 @@ def test_it_moves_at_most_a_thousandth_a_round() -> None:
 )
 def test_the_exit_is_below_the_threshold(probability: float, stops: bool) -> None:
     assert DraftExit().stops(probability) is stops
+
+
+def test_the_threshold_stays_where_probabilities_are() -> None:
+    """Beyond 1 every chain has one token whatever the threshold is, but the way back would take as many rounds."""
+    bad, good = DraftExit(gamma=0.9995), DraftExit(gamma=0.0005, rate=1.0)
+    for _ in range(5):
+        bad.observe(matched=0, drafted=1, most=MOST)
+        good.observe(matched=2, drafted=2, most=MOST)
+    assert (bad.gamma, good.gamma) == (1.0, 0.0)

@@ -66,7 +66,8 @@ class NativeBackend:
         isa: str = "",
     ) -> None:
         arch = models[0].architecture
-        context_len = min(context_len or arch.context_len, *(m.architecture.context_len for m in models))
+        # The target's alone: beyond its own context a draft model guesses badly, which is no reason to end a request.
+        context_len = min(context_len or arch.context_len, arch.context_len)
         if any(m.architecture.vocab_size != arch.vocab_size for m in models):
             raise InputError("models that share a backend must share their vocabulary")
         if kv_dtype not in KV_DTYPES:

@@ -176,7 +176,10 @@ Accept = Annotated[
     ),
 ]
 Force = Annotated[
-    bool, typer.Option("--force", rich_help_panel=_SPEED, help="Draft even where that is predicted not to pay.")
+    bool,
+    typer.Option(
+        "--force", rich_help_panel=_SPEED, help="Let skip and model draft even where that is predicted not to pay."
+    ),
 ]
 Deterministic = Annotated[
     bool,
@@ -211,6 +214,8 @@ def load_llm(given: Mapping[str, Any], *, quiet: bool = False, **more: Any) -> L
             f"--accept {given['accept']} lets tokens depend on the drafter, the tree and the load, so it needs "
             "--no-deterministic"
         )
+    if chosen.get("draft_model") is not None and chosen.get("drafter") not in ("model", "auto"):
+        raise InputError("--draft-model is for --drafter model or auto")
     if not quiet:
         _note_backend(chosen)
     with naming_flags(), LoadingDisplay(quiet=quiet) as display:

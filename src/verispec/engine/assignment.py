@@ -192,6 +192,8 @@ def _why_not(offer: Offer, predicted: float | None) -> str:
     """Why an offer with nodes got none."""
     if offer.cost is None or predicted is None:
         return _NOT_WORTH_IT
+    if offer.is_forced:
+        return "the draft does not fit into a pass"
     return f"{offer.what} predicted {predicted:.2f}x on this model and device; not drafting; --force to draft anyway"
 
 

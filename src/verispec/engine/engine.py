@@ -56,6 +56,11 @@ class Request:
     eos_ids: Iterable[int] = ()
     text: Callable[[], TextSink] = NoText
 
+    def __post_init__(self) -> None:
+        if self.accept not in tuple(Accept):
+            raise InputError(f"unknown accept {self.accept!r}; known: {', '.join(Accept)}")
+        object.__setattr__(self, "accept", Accept(self.accept))
+
 
 class Engine:
     """Requests in, committed tokens out.

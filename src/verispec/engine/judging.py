@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from verispec.sampling.judge import judge
 from verispec.sampling.recursive import Distributions, RoundKeys, judge_recursive
 from verispec.spec.plan import Plan, SequencePlan
-from verispec.spec.verifier import Score, Scores
+from verispec.spec.verifier import Score, Scores, judges_by_probability
 from verispec.types import Draft, Proposal, Verdict
 
 
@@ -31,8 +31,8 @@ def judge_plan(plan: Plan, drafts: SequenceOf[Draft], scores: Scores) -> tuple[l
     verdicts: list[Verdict | None] = [None] * len(drafts)
     judged = list(scores.judged)
     complete = [i for i, p in enumerate(plan.sequences) if p.completes]
-    by_probability = [i for i in complete if drafts[i].proposals]
-    by_draw = [i for i in complete if not drafts[i].proposals]
+    by_probability = [i for i in complete if judges_by_probability(plan.sequences[i].sequence, drafts[i])]
+    by_draw = [i for i in complete if i not in by_probability]
     matched = judge([drafts[i] for i in by_draw], [judged[i].draws for i in by_draw])
     for i, verdict in zip(by_draw, matched, strict=True):
         verdicts[i] = verdict

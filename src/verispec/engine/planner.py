@@ -74,6 +74,7 @@ class Planner:
     cost: CostTable
     _candidates: dict[int, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _shapes: dict[tuple[int, int], int] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _promises: dict[object, float] = field(default_factory=dict, init=False, repr=False, compare=False)
     _refused: dict[object, float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def joins(self, exact: Load, fast: Load) -> bool:
@@ -134,8 +135,15 @@ class Planner:
 
     def promise(self, offer: Offer, load: Load) -> float:
         """Tokens a second that a sequence is predicted to get from an offer alone, beside the rows that run anyway."""
-        best, _ = self._worthwhile([offer], load, NO_LOAD, canonical=bool(self.family))
-        return best.tokens / best.seconds
+        # Sequences of one drafter offer the same again and again.
+        context = load.context_tokens // _CONTEXT_STEP
+        key = (load.num_rows, context, offer.max_nodes, offer.acceptance, id(offer.cost), offer.levels, offer.is_forced)
+        if key not in self._promises:
+            if len(self._promises) >= _MOST_REMEMBERED:
+                self._promises.clear()
+            best, _ = self._worthwhile([offer], load, NO_LOAD, canonical=bool(self.family))
+            self._promises[key] = best.tokens / best.seconds
+        return self._promises[key]
 
     def _worthwhile(
         self, offers: Sequence[Offer], load: Load, beside: Load, *, canonical: bool

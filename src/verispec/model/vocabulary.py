@@ -21,10 +21,15 @@ def check_same_vocabulary(target: Tokenizer, draft: Tokenizer, *, logits: int, d
         raise InputError(f"the draft model has logits for {draft_logits} tokens, the model for {logits}")
 
 
+def _meaning(tokenizer: Tokenizer, token_id: int) -> tuple[bytes, str]:
+    """A token's bytes; special tokens have none, but a text."""
+    return tokenizer.token_bytes(token_id), tokenizer.token_text(token_id)
+
+
 def _differences(target: Tokenizer, draft: Tokenizer) -> str:
     """The first entries that differ, in words; empty if none does."""
     shared = range(min(target.vocab_size, draft.vocab_size))
-    differing = [i for i in shared if target.token_bytes(i) != draft.token_bytes(i)]
+    differing = [i for i in shared if _meaning(target, i) != _meaning(draft, i)]
     named = [f"token {i} is {draft.token_text(i)!r} there and {target.token_text(i)!r} here" for i in differing]
     longer, where = (draft, "there") if draft.vocab_size > target.vocab_size else (target, "here")
     named += [f"token {i} is {longer.token_text(i)!r} {where} alone" for i in range(len(shared), longer.vocab_size)]

@@ -34,4 +34,5 @@ class DraftExit:
             wanted = self.gamma
         else:
             wanted = self.gamma - self.step
-        self.gamma = self.gamma_memory * self.gamma + (1 - self.gamma_memory) * wanted
+        gamma = self.gamma_memory * self.gamma + (1 - self.gamma_memory) * wanted
+        self.gamma = min(1.0, max(0.0, gamma))  # beyond these nothing changes, but the way back would be long

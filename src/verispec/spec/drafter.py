@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol, TypeVar
 from verispec.backends.cost import CostTable
 from verispec.spec.plan import Plan, SequencePlan
 from verispec.tree import MAX_NODES, TreeShape
-from verispec.types import NO_DRAFT, Draft, SequenceView, Verdict
+from verispec.types import NO_DRAFT, NO_PARENT, Draft, SequenceView, Verdict
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -161,6 +161,11 @@ class DrafterSet:
                 raise ValueError("the draft is not a tree over the vocabulary, or too large")
             if not draft.is_chain and draft.depth > self._max_tail:
                 raise ValueError(f"the tree is {draft.depth} nodes deep; at most {self._max_tail} are possible")
+            if not all(NO_PARENT <= p.node < len(draft) and p.row >= 0 for p in draft.proposals):
+                raise ValueError("a proposal is for a node that is not there")
+            stored, num_tokens = draft.stored, len(plan.sequence.token_ids)
+            if stored and not (0 < stored.store < len(plan.store_lens) and 0 <= stored.num_tokens <= num_tokens):
+                raise ValueError("the draft speaks of K/V that cannot be")
             return draft
 
         return self._guarded(plan.drafter, NO_DRAFT, valid_draft)

@@ -6,6 +6,7 @@ this class with different sources. What it drafts is a hint; what it costs is kn
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,6 +20,7 @@ from verispec.spec.rate import Acceptance
 from verispec.tree import MAX_NODES, TreeShape
 from verispec.types import Draft, SequenceView, Stored, Verdict
 
+logger = logging.getLogger(__name__)
 # What `auto` weighs against a chain.
 TREES = tuple(map(TreeShape.parse, ("branch:2", "branch:2,1,1", "branch:3,2,1", "beam:2,3", "beam:3,4", "beam:4,5")))
 _MOST_CAUGHT_UP = 128  # committed tokens that one step computes for the drafter, over all sequences
@@ -62,7 +64,11 @@ class ModelDrafter:
 
     @cached_property
     def _source(self) -> Source | str:
-        return self._find()
+        try:
+            return self._find()
+        except Exception as error:  # asked once: what failed would fail again, at every step
+            logger.exception("%s cannot draft", self._what)
+            return f"{self._what} cannot draft: {error}"
 
     @cached_property
     def _acceptances(self) -> tuple[Acceptance, Acceptance]:
@@ -130,6 +136,7 @@ class ModelDrafter:
         if late:
             compute(model, [(plans[i], positions) for i, positions in late])
         for i, positions in late:
+            plans[i].sequence.stats.no_draft_reason = f"{self._what} is catching up with the prompt"
             drafts[i] = replace(drafts[i], stored=Stored(model.store, positions.stop))
         deepest = model.backend.limits.max_tail
         shapes = [_shape(plans[i], deepest) for i in ready]

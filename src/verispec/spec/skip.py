@@ -34,9 +34,11 @@ def skip_drafter(
 
     def find() -> Source | str:
         menu = find_menu()
-        entry = None if menu is None else menu.best(config.max_draft)
-        if menu is None or entry is None:
+        if menu is None:
             return NOT_TUNED
+        entry = menu.best(config.max_draft)
+        if entry is None:
+            return "layer skipping found no sub-layers of this model that could be skipped"
         profile = menu.profile
         draft_cost = profile.cost_of(entry.view) if cost is None else profile.draft_cost(entry.view, cost)
         model = DraftModel(backend, draft_cost, entry.view, **passes)

@@ -278,7 +278,12 @@ class Verifier:
 
 def _shows(sequence: PlannedSequence, draft: Draft) -> bool:
     """Whether the target's distributions are needed: to judge the draft, or to show it."""
-    return bool(draft.proposals) or (sequence.is_traced and len(draft) > 0)
+    return judges_by_probability(sequence, draft) or (sequence.is_traced and len(draft) > 0)
+
+
+def judges_by_probability(sequence: PlannedSequence, draft: Draft) -> bool:
+    """Whether the draft is judged by probabilities: the request asked for it, and the drafter has them."""
+    return sequence.uses_probabilities and bool(draft.proposals)
 
 
 def _scores(
