@@ -238,13 +238,14 @@ def plot(results: dict[str, Any], name: str, path: Path) -> None:
     labels = {"length": "draft length", "budget": "target budget, nodes"}
     for axis, part in zip(axes[0], parts, strict=True):
         for arm, sizes in results[part].items():
-            x = list(sizes)
-            mean, low, high = (np.array([sizes[n][i] for n in x]) for i in range(3))
+            x = [int(n) for n in sizes]
+            mean, low, high = (np.array([values[i] for values in sizes.values()]) for i in range(3))
             style = "--" if arm.startswith("match") else (":" if arm.startswith("one") else "-")
             axis.errorbar(x, mean, yerr=[mean - low, high - mean], label=arm, marker="o", capsize=2, linestyle=style)
-        axis.set(xlabel=labels[part], ylabel="tokens per target pass", title=name if part == parts[0] else "T = 1")
+        axis.set(xlabel=labels[part], ylabel="tokens per target pass", title=f"fixed {labels[part]}", xticks=x)
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
+    figure.suptitle(f"{name}, T = 1", fontsize=10)
     figure.savefig(path, dpi=120)
 
 
