@@ -211,9 +211,10 @@ def speed(stage: Stage, prompts: Sequence[Sequence[int]], options: argparse.Name
             chosen = prompts[:batch] if batch > 1 else prompts[:1]
             params = SamplingParams(max_tokens=options.tokens, temperature=temperature, seed=3, ignore_eos=True)
             runs: dict[str, list[Run]] = {name: [] for name in arms}
-            for _ in range(options.repeats):
-                for name, request in arms.items():
-                    runs[name].append(stage.run(chosen, params, **request))
+            for turn in range(options.repeats):  # nobody always comes first
+                names = [*arms][turn % len(arms) :] + [*arms][: turn % len(arms)]
+                for name in names:
+                    runs[name].append(stage.run(chosen, params, **arms[name]))
             digests = {tuple(o.digest for o in run.outputs) for listed in runs.values() for run in listed}
             assert len(digests) == 1, "all arms must give the same bits"
             for name, listed in runs.items():

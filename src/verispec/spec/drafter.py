@@ -93,6 +93,7 @@ class DrafterSet:
         self._drafters = dict(drafters)
         self._vocab_size = vocab_size
         self._max_tail = max_tail
+        self._checked_offers: dict[str, tuple[Offer, int, Offer]] = {}  # by drafter: the last one, and what it became
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -143,7 +144,13 @@ class DrafterSet:
         if not limit:
             return Offer.nothing("no room for a draft")
         failed = Offer.nothing("the drafter failed; see the log")
-        return self._guarded(name, failed, lambda: _in_range(self._drafters[name].offer(sequence, limit), limit))
+        offer = self._guarded(name, failed, lambda: self._drafters[name].offer(sequence, limit))
+        known = self._checked_offers.get(name)
+        if known is not None and known[0] is offer and known[1] == limit:  # many sequences get the very same
+            return known[2]
+        checked = self._guarded(name, failed, lambda: _in_range(offer, limit))
+        self._checked_offers[name] = offer, limit, checked
+        return checked
 
     def _draft(self, name: str, plans: Sequence[SequencePlan]) -> list[Draft]:
         def drafts() -> list[Draft]:

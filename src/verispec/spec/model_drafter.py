@@ -23,6 +23,7 @@ from verispec.types import Draft, SequenceView, Stored, Verdict
 logger = logging.getLogger(__name__)
 # What `auto` weighs against a chain.
 TREES = tuple(map(TreeShape.parse, ("branch:2", "branch:2,1,1", "branch:3,2,1", "beam:2,3", "beam:3,4", "beam:4,5")))
+_DEEPEST_TREE = max(tree.depth for tree in TREES)
 _MOST_CAUGHT_UP = 128  # committed tokens that one step computes for the drafter, over all sequences
 _CAUGHT_UP_AT_ONCE = 16  # so many are computed in the first pass of a draft
 _MOST_REMEMBERED = 256  # offers: requests may name any number of shapes
@@ -60,7 +61,7 @@ class ModelDrafter:
         self._find = find
         self._config = config
         self._exit = DraftExit()
-        self._offers: dict[tuple[TreeShape, bool, bool], tuple[int, Offer]] = {}
+        self._offers: dict[tuple[TreeShape, bool, int, bool, bool], tuple[int, Offer]] = {}
 
     @cached_property
     def _source(self) -> Source | str:
@@ -82,24 +83,20 @@ class ModelDrafter:
             return Offer.nothing(self._source)
         if sequence.computed_len + 1 != len(sequence.token_ids):
             return Offer.nothing("the prompt is not computed yet")
-        deepest = min(limit, self._source.model.backend.limits.max_tail)
         offered = sequence.tree or TreeShape.chain(self._config.max_draft)
-        offer = self._offer(sequence, offered.within(MAX_NODES, deepest))
-        if sequence.drafter != AUTO or sequence.tree is not None:
-            return offer
-        trees = [tree.within(MAX_NODES, deepest) for tree in TREES]
-        return offer._replace(alternatives=tuple(self._offer(sequence, tree) for tree in dict.fromkeys(trees)))
-
-    def _offer(self, sequence: SequenceView, shape: TreeShape) -> Offer:
-        """The offer of a shape, as long as nothing new was learned the one made before."""
+        is_free = sequence.drafter == AUTO and sequence.tree is None
+        deepest = min(limit, self._source.model.backend.limits.max_tail, max(offered.depth, is_free * _DEEPEST_TREE))
         acceptance = self._acceptance(sequence)
         is_forced = self._config.force and sequence.drafter != AUTO
-        key = (shape, sequence.params.temperature > 0, is_forced)
+        # The same offer again, as the same object, as long as nothing new was learned: it is asked for at every step.
+        key = (offered, is_free, deepest, sequence.params.temperature > 0, is_forced)
         known = self._offers.get(key)
         if known is None or known[0] != acceptance.num_observed:
             if len(self._offers) >= _MOST_REMEMBERED:
                 self._offers.clear()
-            known = self._offers[key] = acceptance.num_observed, self._new_offer(acceptance, shape, is_forced)
+            shapes = dict.fromkeys(t.within(MAX_NODES, deepest) for t in ((offered, *TREES) if is_free else (offered,)))
+            offer, *others = (self._new_offer(acceptance, shape, is_forced) for shape in shapes)
+            known = self._offers[key] = acceptance.num_observed, offer._replace(alternatives=tuple(others))
         return known[1]
 
     def _new_offer(self, acceptance: Acceptance, shape: TreeShape, is_forced: bool) -> Offer:
