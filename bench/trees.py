@@ -199,10 +199,7 @@ def speed(stage: Stage, prompts: Sequence[Sequence[int]], options: argparse.Name
         "none": {"drafter": "none"},
         "as predicted (may not draft)": {"drafter": "tuned"},
         "auto": {"drafter": AUTO},
-        **{
-            tree: Arm("", tree).request()
-            for tree in ("chain:1", "chain:2", "chain:4", "branch:2,1", "beam:2,3", "beam:3,4")
-        },
+        **{tree: Arm("", tree).request() for tree in TIMED},
     }
     print("\n| T | batch | arm | tok/s against none, median (range) | tokens per pass | drafted |")
     print("|---|---|---|---|---|---|")

@@ -18,7 +18,6 @@ from tests.support.tiny_llm import loaded, write_model
 from verispec.backends.protocol import PassKind
 from verispec.engine import Engine
 from verispec.llm import LLM
-from verispec.spec.registry import DRAFTER_NAMES
 from verispec.types import TokenEvent
 
 ASK = ["verify", "one two one two one", "--max-tokens", "12", "--crowd", "4"]
@@ -47,7 +46,7 @@ def test_two_tables(tiny_cli: Cli, llm: LLM) -> None:
     head, *rows = cases.splitlines()
     assert head.split(maxsplit=4) == ["case", "drafter", "digest", "equal", "what was different"]
     assert len({re.search(r" ([0-9a-f]{16})  yes ", row)[1] for row in rows}) == 1  # type: ignore[index]
-    assert all(any(f" {drafter} " in row for row in rows) for drafter in DRAFTER_NAMES)
+    assert all(any(f" {drafter} " in row for row in rows) for drafter in llm.drafter_names)
     for start, end in [
         ("alone           none ", "nothing: this is the reference"),
         ("warm cache ", " prompt tokens from the cache"),
@@ -72,7 +71,7 @@ def test_one_object(tiny_cli: Cli, llm: LLM) -> None:
     assert (found["seed"], found["profile"]) == (5, llm.profile)
     assert found["prompt_tokens"] == len(llm.tokenizer.encode(ASK[1]))
     assert {case["digest"] for case in found["cases"]} == {found["digest"]}
-    assert {case["drafter"] for case in found["cases"]} == set(DRAFTER_NAMES)
+    assert {case["drafter"] for case in found["cases"]} == set(llm.drafter_names)
     assert all(set(case) == {
         "case", "drafter", "digest", "equal", "took_place", "beside", "steps_to_first_token", "cached_tokens",
         "preemptions", "drafted", "accepted",
