@@ -13,26 +13,26 @@
 namespace vs {
 namespace {
 
-// What a matrix product reads: floats, or blocks of 15-bit integers 128 * high + low, with a scale each and the sums of
-// their halves.
+// What a matrix product reads: floats, or blocks of 15-bit integers 128 * high + low, each with a scale, the sums of its
+// halves, and its offset, the scale times its sum.
 struct Input {
   const float* x;
   const int8_t *high, *low;
-  const float* scales;
-  const int32_t* sums;  // [rows][K / 16]
+  const float *scales, *offsets;  // [rows][K / 32]
+  const int32_t* sums;            // [rows][K / 16]
 };
 
 struct Buffers {
   float* normed;   // [rows][max K]
   int8_t *high, *low;  // [rows][max K]
-  float* scales;   // [rows][max K / 32]
+  float *scales, *offsets;  // [rows][max K / 32]
   int32_t* sums;   // [rows][max K / 16]
   float* qkv;      // [rows][(heads + 2 kv_heads) * head_dim]
   float* attended; // [rows][heads * head_dim]
   float* gate_up;  // [rows][2 mlp]
   float* scores;   // [threads][kScoreRows][max context]: scores of four heads, then the context's places as int64
   int max_in;
-  Input input() const { return {normed, high, low, scales, sums}; }
+  Input input() const { return {normed, high, low, scales, offsets, sums}; }
 };
 
 constexpr int kScoreRows = 6;
@@ -58,6 +58,7 @@ static Buffers carve(const Model& model, int num_rows, int num_threads, int max_
   b.high = reinterpret_cast<int8_t*>(take(rows * b.max_in));
   b.low = reinterpret_cast<int8_t*>(take(rows * b.max_in));
   b.scales = reinterpret_cast<float*>(take(rows * b.max_in / kBlock * 4));
+  b.offsets = reinterpret_cast<float*>(take(rows * b.max_in / kBlock * 4));
   b.sums = reinterpret_cast<int32_t*>(take(rows * b.max_in / 16 * 4));
   b.qkv = reinterpret_cast<float*>(take(rows * (model.num_heads + 2 * model.num_kv_heads) * model.head_dim * 4));
   b.attended = reinterpret_cast<float*>(take(rows * wide * 4));
@@ -73,29 +74,36 @@ constexpr float kLargest = 16256.0f;  // 127 * 128: both parts of the integer fi
 // One block of 32 values as 15-bit integers, x * 16256 / max|x| to the nearest, in two parts. A value that is not finite
 // makes the block's scale NaN, so that whatever reads it becomes NaN.
 static void quantise_block(const float* x, const Buffers& b, size_t at) {
-  float largest = 0.0f;
-  bool finite = true;
+  int32_t bits[kBlock], most = 0;  // magnitudes order as their bits do, and integers have a maximum in one instruction
+  std::memcpy(bits, x, sizeof bits);
   for (int i = 0; i < kBlock; ++i) {
-    const float magnitude = x[i] < 0 ? -x[i] : x[i];
-    largest = magnitude > largest ? magnitude : largest;
-    finite &= magnitude <= 3.402823466e38f;
+    const int32_t magnitude = bits[i] & 0x7fffffff;
+    most = magnitude > most ? magnitude : most;
   }
+  const bool finite = most < 0x7f800000;
+  float largest;
+  std::memcpy(&largest, &most, 4);
   const float inverse = largest > 1e-30f ? kLargest / largest : 0.0f;
   int32_t rounded[kBlock];
   for (int i = 0; i < kBlock; ++i) {
     const float y = finite ? x[i] * inverse : 0.0f;
     rounded[i] = int32_t((y + 12582912.0f) - 12582912.0f);
   }
+  int8_t high[kBlock], low[kBlock];
   for (int i = 0; i < kBlock; ++i) {
-    const int32_t high = (rounded[i] + 64) >> 7;
-    b.high[at + i] = int8_t(high);
-    b.low[at + i] = int8_t(rounded[i] - high * 128);
+    const int32_t upper = (rounded[i] + 64) >> 7;
+    high[i] = int8_t(upper);
+    low[i] = int8_t(rounded[i] - upper * 128);
   }
+  std::memcpy(b.high + at, high, sizeof high);
+  std::memcpy(b.low + at, low, sizeof low);
   int32_t first = 0, second = 0;
   for (int i = 0; i < kBlock / 2; ++i) first += rounded[i], second += rounded[i + kBlock / 2];
   b.sums[at / 16] = first;
   b.sums[at / 16 + 1] = second;
-  b.scales[at / kBlock] = finite ? largest / kLargest : __builtin_nanf("");
+  const float scale = finite ? largest / kLargest : __builtin_nanf("");
+  b.scales[at / kBlock] = scale;
+  b.offsets[at / kBlock] = scale * float(first + second);
 }
 
 static void quantise_row(const float* x, int width, int row, const Buffers& b) {
@@ -136,6 +144,15 @@ static inline Floats load_scales(const uint8_t* p, bool wide, int part) {
   return load_half(reinterpret_cast<const uint16_t*>(p) + part * kPartLanes);
 }
 
+// Asks for weights that are needed a little later. With one row the processor's own reading ahead is enough; with more, the
+// arithmetic between two reads makes it stop at each page of memory, and arithmetic and waiting would add up. Asking for
+// what lies behind a matrix's end does no harm.
+constexpr int kAhead = 4096;  // bytes: better than 2048, and than 8192 for small matrices
+
+static inline void fetch_ahead(const uint8_t* w, size_t nbytes) {
+  for (size_t line = 0; line < nbytes; line += 64) __builtin_prefetch(w + kAhead + line);
+}
+
 template <int F, int R>
 static void quantised_tile(const uint8_t* weights, int num_blocks, const Input& in, int stride, int row, float* out,
                            int part) {
@@ -153,14 +170,16 @@ static void quantised_tile(const uint8_t* weights, int num_blocks, const Input& 
     const int b = step_index;
 #endif
     const uint8_t* w = weights + size_t(b) * step;
+    if (R > 1 && row == 0) fetch_ahead(w, step);  // later rows find the group in the cache
     const int8_t *high[R], *low[R];
     int32_t sums[R];
-    float scales[R];
+    float scales[R], offsets[R];
     for (int r = 0; r < R; ++r) {
       const size_t at = size_t(row + r) * stride + size_t(b) * kBlock;
       high[r] = in.high + at;
       low[r] = in.low + at;
       scales[r] = in.scales[at / kBlock];
+      offsets[r] = in.offsets[at / kBlock];
       sums[r] = in.sums[at / 16] + in.sums[at / 16 + 1];
     }
     Ints dots[R];
@@ -190,7 +209,7 @@ static void quantised_tile(const uint8_t* weights, int num_blocks, const Input& 
     }
     if constexpr (affine) {
       const Floats m = load_scales(scale_at + scale_nbytes, wide, part);
-      for (int r = 0; r < R; ++r) acc[r] = add(acc[r], mul(m, splat(scales[r] * float(sums[r]))));
+      for (int r = 0; r < R; ++r) acc[r] = add(acc[r], mul(m, splat(offsets[r])));
     }
   }
   for (int r = 0; r < R; ++r) store(out + r * kLanes + part * kPartLanes, acc[r]);
@@ -200,9 +219,11 @@ template <int F, int R>
 static void float_tile(const uint8_t* w, int num_in, const Input& in, int stride, int row, float* out, int part) {
   Floats acc[R];
   for (int r = 0; r < R; ++r) acc[r] = zero();
+  constexpr size_t step = kLanes * (F == kF32 ? 4 : 2);
   const float* x = in.x + size_t(row) * stride;
   for (int k = 0; k < num_in; ++k) {
     const size_t at = size_t(k) * kLanes + part * kPartLanes;
+    if (R > 1 && row == 0) fetch_ahead(w + size_t(k) * step, step);
     Floats v;
     if constexpr (F == kF32) v = load(reinterpret_cast<const float*>(w) + at);
     if constexpr (F == kF16) v = load_half(reinterpret_cast<const uint16_t*>(w) + at);
@@ -240,7 +261,9 @@ static void product(const Matrix& m, const Input& in, int stride, int num_rows, 
         tile<F, kRowTile>(w, m.num_in, in, stride, row, out), rows = kRowTile;
       } else if (left >= 4) {
         tile<F, 4>(w, m.num_in, in, stride, row, out), rows = 4;
-      } else if (left >= 2) {
+      } else if (left == 3) {
+        tile<F, 3>(w, m.num_in, in, stride, row, out), rows = 3;
+      } else if (left == 2) {
         tile<F, 2>(w, m.num_in, in, stride, row, out), rows = 2;
       } else {
         tile<F, 1>(w, m.num_in, in, stride, row, out), rows = 1;

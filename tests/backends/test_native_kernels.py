@@ -265,6 +265,19 @@ def test_control_the_audit_refuses_the_sabotaged_library(
     backend.close()
 
 
+def test_another_build_is_another_device_with_the_same_fingerprint(
+    smollm2_path: Path, sabotaged: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = smollm2_backend(smollm2_path)
+    monkeypatch.setattr(native, "PATH", sabotaged)
+    theirs = smollm2_backend(smollm2_path)
+    assert ours.device()["build"] != theirs.device()["build"]
+    assert {**ours.device(), "build": "", "isa": ""} == {**theirs.device(), "build": "", "isa": ""}
+    assert ours.fingerprint() == theirs.fingerprint()
+    ours.close()
+    theirs.close()
+
+
 def test_the_audit_finds_one_family_of_all_shapes(smollm2_path: Path) -> None:
     backend = smollm2_backend(smollm2_path)
     probes = [p for p in backend.probes() if p.name not in ("head", "draw", "logprob")]

@@ -205,7 +205,12 @@ class NativeBackend:
 
     def device(self) -> dict[str, str]:
         """What the speed depends on."""
-        return {"cpu": cpu_name(), "isa": self.isa, "threads": str(self._num_threads)}
+        return {
+            "cpu": cpu_name(),
+            "isa": self.isa,
+            "build": self._kernels.build,
+            "threads": str(self._num_threads),
+        }
 
     def probes(self) -> list[KernelProbe]:
         """Every row kernel of the target's model, attention and sampling included."""
@@ -311,7 +316,7 @@ def fingerprint(
         "backend": "native",
         "kernels": KERNELS,
         "weights": "q8" if any(quantises) else "as stored",
-        "activations": "8-bit in blocks of 32 for quantised weights, else float32",
+        "activations": "15-bit in blocks of 32 for quantised weights, else float32",
         "kv_dtype": kv_dtype,
         "shapes": hashlib.sha256(shapes.encode()).hexdigest()[:16],
     }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
 from pathlib import Path
 
@@ -140,10 +141,16 @@ class Kernels:
     """One set of threads with the kernels of one instruction set ("": the best this CPU has)."""
 
     def __init__(self, num_threads: int, isa: str = "", path: Path | None = None) -> None:
-        self._library = load(path or PATH)
+        self._path = path or PATH
+        self._library = load(self._path)
         self._handle = self._library.vs_create(isa.encode(), num_threads)
         if not self._handle:
             raise InputError(f"this CPU, or this build, has no {isa} kernels")
+
+    @functools.cached_property
+    def build(self) -> str:
+        """Sixteen hex digits that name the library: another source or compiler gives another speed."""
+        return hashlib.sha256(self._path.read_bytes()).hexdigest()[:16]
 
     @property
     def isa(self) -> str:
