@@ -183,6 +183,24 @@ def test_measured_cost_is_base_plus_context() -> None:
     assert cost.seconds(32, 0) == pytest.approx(32)
 
 
+def test_a_slow_moment_makes_no_shape_look_slow() -> None:
+    """A machine that is three times slower for as long as one round takes is seen as it is otherwise."""
+    backend = FakeBackend(context_len=128)
+    now, num_passes = 0.0, 0
+
+    def clock() -> float:
+        nonlocal now, num_passes
+        if backend.passes:
+            num_passes += 1
+            now += len(backend.passes.pop().rows) * (3.0 if 5 <= num_passes < 5 + slow else 1.0)
+        return now
+
+    slow = 6  # passes: a round over three shapes at two contexts
+    assert measure_cost(backend, (1, 4, 16), clock=clock).base == pytest.approx((1, 4, 16))
+    now, num_passes, slow = 0.0, 0, 1000
+    assert measure_cost(backend, (1, 4, 16), clock=clock).base != pytest.approx((1, 4, 16))  # control
+
+
 def test_the_cheapest_shape_is_chosen_even_if_larger() -> None:
     cost = CostTable((4, 8, 16), (5.0, 3.0, 4.0), (0.0, 0.0, 0.0))
     assert cost.cheapest((4, 8, 16)) == 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ from verispec.types import SamplingParams
 
 SHORT_CONTEXT, LONG_CONTEXT = 32, 512
 _SEQUENCES = 8  # large passes are prompts of a few sequences, not hundreds of them
-_SMALL_SHAPE = 32
+_SMALL_SHAPE, _SMALL_ROUNDS = 32, 5  # small passes are quick, and most of what runs
 
 
 class CostLine(NamedTuple):
@@ -106,25 +107,35 @@ def measure_cost(
     shapes: Sequence[int],
     *,
     store: int = TARGET_STORE,
-    repeats: int = 2,
     clock: Callable[[], float] = time.perf_counter,
     progress: Progress = no_progress,
 ) -> CostTable:
-    """Time passes of every shape at a short and a long context. Overwrites K/V: run it before the first request."""
+    """Time passes of every shape at a short and a long context. Overwrites K/V: run it before the first request.
+
+    In rounds over all shapes, the best of each: what slows the machine down for a second must not slow down one shape.
+    """
     contexts = Contexts.of(backend.limits)
-    lines = []
-
-    def best(shape: int, context: int, count: int) -> float:
-        return min(time_pass(backend, probe_pass(backend, shape, context, store=store), clock) for _ in range(count))
-
-    for i, shape in enumerate(shapes):
-        progress(f"timing {shape} rows", i / len(shapes))
-        # The first pass of a shape also pays for fresh memory, so none is timed only once, but for the slowest.
-        short = best(shape, contexts.short, repeats)
-        long = best(shape, contexts.long, repeats if shape <= _SMALL_SHAPE else 1)
-        lines.append(contexts.line(short, long, shape))
+    # The first pass of a shape also pays for fresh memory, so none is timed only once, but for the slowest.
+    order = [
+        (shape, context)
+        for i in range(_SMALL_ROUNDS)
+        for shape in shapes
+        for context, count in zip(contexts, _num_rounds(shape), strict=True)
+        if i < count
+    ]
+    best = dict.fromkeys(order, math.inf)
+    for i, (shape, context) in enumerate(order):
+        progress(f"timing {shape} rows", i / len(order))
+        seconds = time_pass(backend, probe_pass(backend, shape, context, store=store), clock)
+        best[shape, context] = min(seconds, best[shape, context])
     progress("timed", 1.0)
+    lines = [contexts.line(best[shape, contexts.short], best[shape, contexts.long], shape) for shape in shapes]
     return CostTable.of(shapes, lines)
+
+
+def _num_rounds(shape: int) -> tuple[int, int]:
+    """How often passes of a shape are timed at the short and at the long context."""
+    return (_SMALL_ROUNDS, _SMALL_ROUNDS) if shape <= _SMALL_SHAPE else (2, 1)
 
 
 def time_pass(backend: Backend, pass_: Pass, clock: Callable[[], float]) -> float:
