@@ -26,7 +26,7 @@ from verispec.backends.cost import CostTable
 from verispec.backends.protocol import Backend, View
 from verispec.spec.drafter import Drafter
 from verispec.spec.registry import DRAFTERS, DraftSetup
-from verispec.spec.skip_menu import SkipMenu
+from verispec.spec.skip_menu import GREEDY, SkipMenu
 from verispec.tuning import report
 
 
@@ -162,10 +162,11 @@ def plot(cells: list[Cell], menu: SkipMenu, name: str, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
-    skipped = [e.num_skipped for e in menu.entries]
-    left.plot(skipped, [e.agreement for e in menu.entries], "o-", label="agreement, greedy")
-    left.plot(skipped, [e.sampled_agreement for e in menu.entries], "s-", label="agreement, T = 1")
-    left.plot(skipped, [menu.profile.ratios(e.view, 1)[0] for e in menu.entries], "^--", label="draft cost c")
+    entries = [e for e in menu.entries if e.found_by == GREEDY]  # nested: a curve
+    skipped = [e.num_skipped for e in entries]
+    left.plot(skipped, [e.agreement for e in entries], "o-", label="agreement, greedy")
+    left.plot(skipped, [e.sampled_agreement for e in entries], "s-", label="agreement, T = 1")
+    left.plot(skipped, [menu.profile.ratios(e.view, 1)[0] for e in entries], "^--", label="draft cost c")
     left.set(xlabel="sub-layers skipped", ylabel="share", ylim=(0, 1.02), title=f"{name}: skip sets")
     left.legend()
     for batch in sorted({c.batch for c in cells}):

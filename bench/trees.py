@@ -14,7 +14,7 @@ import argparse
 import json
 import platform
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -150,47 +150,65 @@ def main() -> None:
 
     stage = Stage(llm, make, max_running=options.batch)
     stage.warm(prompts, drafter="drafted", tokens=8)
+    bench = Bench(stage, prompts, options)
     results: dict[str, Any] = {}
+
+    def save() -> None:
+        if options.json:
+            options.json.write_text(json.dumps(results, indent=1))
+
     if "length" in options.parts:
         grid = {n: arms_of(f"chain:{n}", BRANCH_OF_LENGTH[n], f"beam:{BEAM_WIDTH},{n}") for n in options.lengths}
-        results["length"] = table("draft length", grid, stage, prompts, options, 1.0)
+        results["length"] = bench.table("draft length", grid, 1.0)
+        save()
     if "budget" in options.parts:
         grid = {b: arms_of(f"chain:{b}", BRANCH_OF_BUDGET[b], BEAM_OF_BUDGET[b]) for b in options.budgets}
-        results["budget"] = table("target budget", grid, stage, prompts, options, 1.0)
+        results["budget"] = bench.table("target budget", grid, 1.0)
+        save()
     if "temperature" in options.parts:
         for temperature in (0.0, 0.7):
             grid = {10: arms_of("chain:10", BRANCH_OF_BUDGET[10], BEAM_OF_BUDGET[10])}
-            label = f"target budget, T = {temperature:g}"
-            results[f"T={temperature:g}"] = table(label, grid, stage, prompts, options, temperature)
+            results[f"T={temperature:g}"] = bench.table(f"target budget, T = {temperature:g}", grid, temperature)
+            save()
     if "speed" in options.parts:
         results["speed"] = list(speed(stage, prompts, options))
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1))
+        save()
     if options.plot:
         plot(results, name, options.plot)
 
 
-def table(
-    label: str, grid: dict[int, list[Arm]], stage: Stage, prompts: Sequence[Sequence[int]],
-    options: argparse.Namespace, temperature: float,
-) -> dict[str, dict[int, list[float]]]:  # fmt: skip
-    """Block efficiency of every arm, one column per size."""
-    found: dict[str, dict[int, Efficiency]] = {}
-    print(f"\nTokens per target pass at fixed {label}" + (" (T = 1)" if temperature == 1 else ""))
-    for size, arms in grid.items():
-        for arm in arms:
+@dataclass(slots=True)
+class Bench:
+    """Block efficiency of arms. Two that draft and judge alike are one: it is measured once."""
+
+    stage: Stage
+    prompts: Sequence[Sequence[int]]
+    options: argparse.Namespace
+    known: dict[tuple[str, Accept, str, float], Efficiency] = field(default_factory=dict)
+
+    def table(self, label: str, grid: dict[int, list[Arm]], temperature: float) -> dict[str, dict[int, list[float]]]:
+        """One column per size."""
+        found: dict[str, dict[int, Efficiency]] = {}
+        print(f"\nTokens per target pass at fixed {label}" + (" (T = 1)" if temperature == 1 else ""))
+        for size, arms in grid.items():
+            for arm in arms:
+                found.setdefault(arm.name, {})[size] = self.efficiency(arm, temperature)
+                print(f"  {label} {size}: {arm.name:13} {arm.tree:20} {found[arm.name][size]}", flush=True)
+        print(f"\n| {label} | " + " | ".join(map(str, grid)) + " |")
+        print("|---|" + "---|" * len(grid))
+        for name, sizes in found.items():
+            print(f"| {name} | " + " | ".join(map(str, sizes.values())) + " |")
+        return {name: {n: [e.mean, e.low, e.high, e.nodes] for n, e in sizes.items()} for name, sizes in found.items()}
+
+    def efficiency(self, arm: Arm, temperature: float) -> Efficiency:
+        key = arm.tree, arm.accept, arm.drafter, temperature
+        if key not in self.known:
             params = SamplingParams(
-                max_tokens=options.tokens, temperature=temperature, seed=3, ignore_eos=True,
+                max_tokens=self.options.tokens, temperature=temperature, seed=3, ignore_eos=True,
                 deterministic=arm.accept is Accept.MATCH,
             )  # fmt: skip
-            run = stage.run(prompts, params, **arm.request())
-            found.setdefault(arm.name, {})[size] = Efficiency.of(run)
-            print(f"  {label} {size}: {arm.name:13} {arm.tree:20} {found[arm.name][size]}", flush=True)
-    print(f"\n| {label} | " + " | ".join(map(str, grid)) + " |")
-    print("|---|" + "---|" * len(grid))
-    for name, sizes in found.items():
-        print(f"| {name} | " + " | ".join(map(str, sizes.values())) + " |")
-    return {name: {n: [e.mean, e.low, e.high, e.nodes] for n, e in sizes.items()} for name, sizes in found.items()}
+            self.known[key] = Efficiency.of(self.stage.run(self.prompts, params, **arm.request()))
+        return self.known[key]
 
 
 def speed(stage: Stage, prompts: Sequence[Sequence[int]], options: argparse.Namespace) -> Iterator[dict[str, Any]]:

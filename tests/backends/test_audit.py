@@ -183,21 +183,21 @@ def test_measured_cost_is_base_plus_context() -> None:
     assert cost.seconds(32, 0) == pytest.approx(32)
 
 
-def test_a_slow_moment_makes_no_shape_look_slow() -> None:
-    """A machine that is three times slower for as long as one round takes is seen as it is otherwise."""
+@pytest.mark.parametrize("factor", [3.0, 0.3])
+def test_a_moment_of_another_speed_changes_no_cost(factor: float) -> None:
+    """A machine that is slower, or faster, for as long as one round takes is seen as it is otherwise."""
     backend = FakeBackend(context_len=128)
-    now, num_passes = 0.0, 0
+    now, num_passes, num_odd = 0.0, 0, 6  # a round over three shapes at two contexts
 
     def clock() -> float:
         nonlocal now, num_passes
         if backend.passes:
             num_passes += 1
-            now += len(backend.passes.pop().rows) * (3.0 if 5 <= num_passes < 5 + slow else 1.0)
+            now += len(backend.passes.pop().rows) * (factor if 5 <= num_passes < 5 + num_odd else 1.0)
         return now
 
-    slow = 6  # passes: a round over three shapes at two contexts
     assert measure_cost(backend, (1, 4, 16), clock=clock).base == pytest.approx((1, 4, 16))
-    now, num_passes, slow = 0.0, 0, 1000
+    now, num_passes, num_odd = 0.0, 0, 1000
     assert measure_cost(backend, (1, 4, 16), clock=clock).base != pytest.approx((1, 4, 16))  # control
 
 

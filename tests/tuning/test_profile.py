@@ -58,20 +58,22 @@ def _passes() -> list:
 
 
 class Disturbed(ChargingBackend):
-    """A machine that is slow while some passes run."""
+    """A machine that is slow, or fast, while some passes run."""
 
-    def __init__(self, slow: range) -> None:
+    def __init__(self, odd: range, delay: float = 5.0) -> None:
         super().__init__(FakeBackend(context_len=80))
-        self.slow = slow
+        self.odd, self.delay = odd, delay
 
     def clock(self) -> float:
-        self.now += 5.0 * (len(self.passes) in self.slow)
+        self.now += self.delay * (len(self.passes) in self.odd)
         return self.now
 
 
-def test_a_disturbance_changes_nothing() -> None:
+@pytest.mark.parametrize("delay", [5.0, -0.1])
+def test_a_disturbance_changes_nothing(delay: float) -> None:
     count = len(_passes())
-    assert seconds(measured(Disturbed(range(count // 4, count // 2)))) == pytest.approx(seconds(measured()))
+    disturbed = measured(Disturbed(range(count // 4, count // 2), delay))
+    assert seconds(disturbed) == pytest.approx(seconds(measured()))
 
 
 def test_the_check_of_disturbances_can_fail() -> None:

@@ -6,13 +6,12 @@ changes its speed meanwhile changes it for all of them.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from verispec.backends.audit import Progress, no_progress
-from verispec.backends.cost import Contexts, CostLine, CostTable, probe_pass, time_pass
+from verispec.backends.cost import Contexts, CostLine, CostTable, probe_pass, time_pass, typical_time
 from verispec.backends.protocol import FULL_VIEW, Backend, Pass, View
 from verispec.spec.skip_menu import TYPICAL_CONTEXT, SkipProfile
 
@@ -46,9 +45,6 @@ class _Times(NamedTuple):
         return max(0.0, self.neither - self.bare)
 
 
-_SLOWEST = _Times(*[math.inf] * 5)
-
-
 class _Lines(NamedTuple):
     """The parts of a pass of one shape."""
 
@@ -73,16 +69,19 @@ def measure_profile(
     contexts = Contexts.of(backend.limits)
     shapes = tuple(m for m in full.shapes if m <= _LARGEST_TIMED) or full.shapes[:1]
     passes = {shape: [_passes(backend, shape, context, num_layers) for context in contexts] for shape in shapes}
-    fastest = {shape: [_SLOWEST for _ in contexts] for shape in shapes}
+    times: dict[int, list[list[_Times]]] = {shape: [[] for _ in contexts] for shape in shapes}
     # All shapes in every round: what disturbs the machine for a second must not disturb one shape alone.
     for i in range(_ROUNDS):
         for j, shape in enumerate(shapes):
             progress("timing sub-layers", (i + j / len(shapes)) / _ROUNDS)
             for _ in range(max(1, _MOST_IN_A_ROUND // shape)):
-                times = [_Times(*(time_pass(backend, p, clock) for p in each)) for each in passes[shape]]
-                fastest[shape] = [_Times(*map(min, *pair)) for pair in zip(fastest[shape], times, strict=True)]
+                for each, found in zip(passes[shape], times[shape], strict=True):
+                    found.append(_Times(*(time_pass(backend, p, clock) for p in each)))
     progress("timed", 1.0)
-    lines = [_lines(fastest[shape], shape, contexts, num_layers) for shape in shapes]
+    typical = {
+        shape: [_Times(*map(typical_time, zip(*each, strict=True))) for each in times[shape]] for shape in shapes
+    }
+    lines = [_lines(typical[shape], shape, contexts, num_layers) for shape in shapes]
     lines += _scaled(full, shapes[-1], lines[-1])
     return SkipProfile(*(CostTable.of(full.shapes, part) for part in zip(*lines, strict=True)))
 
