@@ -24,12 +24,12 @@ from drafting import Run, Stage, median, read_tasks, spread
 from verispec import LLM, SamplingParams
 from verispec.backends.blas import cpu_name
 from verispec.backends.protocol import FULL_VIEW, Backend, Pass, Ticket
-from verispec.spec.drafter import AUTO, Drafter
+from verispec.spec.drafter import AUTO, Drafter, Offer
 from verispec.spec.model_drafter import ModelDrafterConfig
 from verispec.spec.registry import DRAFTERS, DraftSetup
 from verispec.spec.skip import skip_drafter
 from verispec.tree import TreeShape
-from verispec.types import Accept
+from verispec.types import Accept, SequenceView
 
 BRANCH_OF_LENGTH = {2: "branch:2,2", 3: "branch:2,2,2", 4: "branch:2,2,2,1", 5: "branch:2,2,2,1,1"}
 BRANCH_OF_BUDGET = {6: "branch:2,2", 10: "branch:2,2,1", 14: "branch:2,2,2", 21: "branch:3,2,2", 30: "branch:2,2,2,1,1"}
@@ -78,6 +78,19 @@ class OneHot:
             greedy = replace(asked.sampling, temperature=np.zeros_like(asked.sampling.temperature))
             pass_ = replace(pass_, wanted=replace(pass_.wanted, noisy_top_k=asked._replace(sampling=greedy)))
         return self.backend.submit(pass_)
+
+
+@dataclass(slots=True)
+class OnlyByName:
+    """A drafter of the benchmark's own: `auto` is to choose among those that it has elsewhere."""
+
+    drafter: Drafter
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.drafter, name)
+
+    def offer(self, sequence: SequenceView, limit: int) -> Offer:
+        return Offer.nothing("not for auto") if sequence.drafter == AUTO else self.drafter.offer(sequence, limit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +157,8 @@ def main() -> None:
 
         plain = DraftSetup(backend=backend, find_menu=llm.skip_menu, draft_cost=llm.calibration.draft_cost)
         return {
-            "none": DRAFTERS["none"](plain), "drafted": forced(backend), "one-hot": forced(OneHot(backend)),  # type: ignore[arg-type]
-            "tuned": DRAFTERS[what](plain), "ngram": DRAFTERS["ngram"](plain),
+            "none": DRAFTERS["none"](plain), "tuned": DRAFTERS[what](plain), "ngram": DRAFTERS["ngram"](plain),
+            "drafted": OnlyByName(forced(backend)), "one-hot": OnlyByName(forced(OneHot(backend))),
         }  # fmt: skip
 
     stage = Stage(llm, make, max_running=options.batch)

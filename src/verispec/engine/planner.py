@@ -15,7 +15,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from verispec.backends.cost import CostTable
-from verispec.spec.drafter import Offer
+from verispec.spec.drafter import NOTHING, Offer
 from verispec.spec.skip_menu import WORTH_IT
 
 
@@ -38,9 +38,6 @@ NO_LOAD = Load()
 _CONTEXT_STEP = 256  # context tokens that change no choice
 _MOST_REMEMBERED = 4096
 _LONG = 1 << 40  # context tokens: a cost is linear in them, so two points compare two costs
-
-
-NOTHING = Offer.nothing("")
 
 
 class Grants(NamedTuple):

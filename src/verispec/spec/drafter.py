@@ -66,6 +66,10 @@ class Offer(NamedTuple):
         return cls(0, 0.0, reason)
 
 
+NOTHING = Offer.nothing("")
+_MOST_REMEMBERED = 256  # checked offers: a limit is any number of tokens that are left
+
+
 class Drafter(Protocol):
     """One way of drafting. `limit` is what the request has room for, and the caller's own limit if there is one."""
 
@@ -93,7 +97,7 @@ class DrafterSet:
         self._drafters = dict(drafters)
         self._vocab_size = vocab_size
         self._max_tail = max_tail
-        self._checked_offers: dict[str, tuple[Offer, int, Offer]] = {}  # by drafter: the last one, and what it became
+        self._checked_offers: dict[tuple[str, int], tuple[Offer, Offer]] = {}  # by drafter and limit: the last one
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -145,11 +149,15 @@ class DrafterSet:
             return Offer.nothing("no room for a draft")
         failed = Offer.nothing("the drafter failed; see the log")
         offer = self._guarded(name, failed, lambda: self._drafters[name].offer(sequence, limit))
-        known = self._checked_offers.get(name)
-        if known is not None and known[0] is offer and known[1] == limit:  # many sequences get the very same
-            return known[2]
+        if isinstance(offer, Offer) and offer._replace(reason="") == NOTHING:
+            return offer
+        known = self._checked_offers.get((name, limit))
+        if known is not None and known[0] is offer:  # many sequences get the very same
+            return known[1]
+        if len(self._checked_offers) >= _MOST_REMEMBERED:
+            self._checked_offers.clear()
         checked = self._guarded(name, failed, lambda: _in_range(offer, limit))
-        self._checked_offers[name] = offer, limit, checked
+        self._checked_offers[name, limit] = offer, checked
         return checked
 
     def _draft(self, name: str, plans: Sequence[SequencePlan]) -> list[Draft]:
