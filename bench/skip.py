@@ -1,6 +1,6 @@
 """Drafter `skip` against `none`: what skipping gives, what was predicted, where it pays and where it does not.
 
-    python bench/skip.py --data FOLDER [--model smollm2-135m] [--count 1] [--tokens 48] [--pairs 7] [--plot FILE.png]
+    python bench/skip.py --data FOLDER [--model smollm2-135m] [--tokens 48] [--pairs 7] [--plot FILE.png]
 
 FOLDER holds spec_bench_even.jsonl and humaneval_even.jsonl. For each task, temperature and batch size three arms run in
 turns, over and over: `none`; `skip` as tuned, which may decide not to draft; and `skip` forced to draft. Prompts are in

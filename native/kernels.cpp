@@ -170,7 +170,7 @@ static void quantised_tile(const uint8_t* weights, int num_blocks, const Input& 
     const int b = step_index;
 #endif
     const uint8_t* w = weights + size_t(b) * step;
-    if (R > 1 && row == 0) fetch_ahead(w, step);  // later rows find the group in the cache
+    if (R > 1 && row == 0 && part == 0) fetch_ahead(w, step);  // later rows find the group in the cache
     const int8_t *high[R], *low[R];
     int32_t sums[R];
     float scales[R], offsets[R];
@@ -223,7 +223,7 @@ static void float_tile(const uint8_t* w, int num_in, const Input& in, int stride
   const float* x = in.x + size_t(row) * stride;
   for (int k = 0; k < num_in; ++k) {
     const size_t at = size_t(k) * kLanes + part * kPartLanes;
-    if (R > 1 && row == 0) fetch_ahead(w + size_t(k) * step, step);
+    if (R > 1 && row == 0 && part == 0) fetch_ahead(w + size_t(k) * step, step);
     Floats v;
     if constexpr (F == kF32) v = load(reinterpret_cast<const float*>(w) + at);
     if constexpr (F == kF16) v = load_half(reinterpret_cast<const uint16_t*>(w) + at);

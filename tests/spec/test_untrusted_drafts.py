@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import ClassVar
 
+import numpy as np
 import pytest
 
 from tests.support.fake_backend import FakeBackend
@@ -89,3 +92,43 @@ def test_a_rule_may_be_given_by_its_name() -> None:
     assert Request([1], accept="recursive").accept is Accept.RECURSIVE  # type: ignore[arg-type]
     with pytest.raises(InputError, match="unknown accept 'perhaps'"):
         Request([1], accept="perhaps")  # type: ignore[arg-type]
+
+
+ODD_OFFERS = {
+    "floats": Offer(0.0, 0.0),  # type: ignore[arg-type]
+    "an array": Offer(np.array([1, 2]), 0.5),  # type: ignore[arg-type]
+    "NaN": Offer(3, math.nan),
+    "no nodes, but other shapes": Offer(0, 0.0, alternatives=(Offer(2, 0.5),)),
+    "nothing like an offer": "three",
+}
+
+
+@pytest.mark.parametrize("odd", ODD_OFFERS)
+def test_an_odd_offer_drafts_nothing(odd: str) -> None:
+    class Odd(Liar):
+        def offer(self, sequence: SequenceView, limit: int) -> Offer:
+            return ODD_OFFERS[odd]  # type: ignore[return-value]
+
+    output = run(Odd())
+    assert output.token_ids == run(NoDrafter()).token_ids
+    assert output.stats.drafted == 0
+    assert run(Liar()).stats.drafted > 0  # control
+
+
+def test_offers_are_remembered_by_their_limit() -> None:
+    """One and the same object, offered at every step, is cut to what is left."""
+
+    class Same(Liar):
+        limits: ClassVar[list[int]] = []
+        always = Offer(300, 0.9)
+
+        def offer(self, sequence: SequenceView, limit: int) -> Offer:
+            self.limits.append(limit)
+            return self.always
+
+        def draft(self, plans: Sequence[SequencePlan]) -> list[Draft]:
+            assert all(plan.draft_quota <= self.limits[-1] for plan in plans)
+            return super().draft(plans)
+
+    assert run(Same()).stats.drafted > 0
+    assert len(set(Same.limits)) > 3

@@ -1,4 +1,4 @@
-"""Audit and cost of a backend, measured once per fingerprint and kept on disk; and the profile they make.
+"""Audit and cost of a backend, measured once per fingerprint and device, kept on disk; and the profile they make.
 
 A cached file that is unreadable, from another version or for another fingerprint is measured again, never trusted.
 """
@@ -23,7 +23,7 @@ from verispec.kv import DRAFT_STORE
 Items = tuple[tuple[str, str], ...]
 _TIMED = frozenset((1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128))  # others are interpolated or extrapolated
 _COST_FIELDS = ("shapes", "base", "per_context_token")
-FORMAT = 3  # raised when the audit or the file changes meaning
+FORMAT = 4  # raised when the audit or the file changes meaning
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,8 @@ from verispec.types import SamplingParams
 
 SHORT_CONTEXT, LONG_CONTEXT = 32, 512
 _SEQUENCES = 8  # large passes are prompts of a few sequences, not hundreds of them
-_SMALL_SHAPE, _SMALL_ROUNDS = 32, 5  # small passes are quick, and most of what runs
+_SMALL_SHAPE = 32
+_SMALL_ROUNDS, _LARGE_ROUNDS = 5, 3  # small passes are quick, and most of what runs
 
 
 class CostLine(NamedTuple):
@@ -115,13 +116,13 @@ def measure_cost(
     In rounds over all shapes: what slows the machine down for a second must not slow down one shape.
     """
     contexts = Contexts.of(backend.limits)
-    # The first pass of a shape also pays for fresh memory, so none is timed only once, but for the slowest.
+    # The first pass of a shape also pays for fresh memory: a median of three leaves it out.
     order = [
         (shape, context)
         for i in range(_SMALL_ROUNDS)
         for shape in shapes
-        for context, count in zip(contexts, _num_rounds(shape), strict=True)
-        if i < count
+        for context in contexts
+        if shape <= _SMALL_SHAPE or i < _LARGE_ROUNDS
     ]
     times: dict[tuple[int, int], list[float]] = {}
     for i, (shape, context) in enumerate(order):
@@ -134,16 +135,11 @@ def measure_cost(
     return CostTable.of(shapes, lines)
 
 
-def _num_rounds(shape: int) -> tuple[int, int]:
-    """How often passes of a shape are timed at the short and at the long context."""
-    return (_SMALL_ROUNDS, _SMALL_ROUNDS) if shape <= _SMALL_SHAPE else (2, 1)
-
-
 def typical_time(times: Sequence[float]) -> float:
-    """The median, the lower of two. Not the best: passes that wait for memory are at times much faster than they
-    usually are, and a cost is worth something beside another only if both are what they usually are.
+    """The median. Not the best: passes that wait for memory are at times much faster than they usually are, and a cost
+    is worth something beside another only if both are what they usually are.
     """
-    return statistics.median_low(times)
+    return statistics.median(times)
 
 
 def time_pass(backend: Backend, pass_: Pass, clock: Callable[[], float]) -> float:

@@ -119,15 +119,17 @@ def why_missing() -> str | None:
 
 
 @functools.cache
-def load(path: Path) -> ctypes.CDLL:
-    """The library, with its signatures. Calls release the interpreter's lock."""
+def load(path: Path) -> tuple[ctypes.CDLL, str]:
+    """The library, with its signatures, and sixteen hex digits that name its build: another source or compiler gives
+    another speed. Calls release the interpreter's lock.
+    """
     library = ctypes.CDLL(str(path))
     if library.vs_abi() != ABI:
         raise InputError(f"the native kernels have interface {library.vs_abi()}, not {ABI}: install verispec again")
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
-    return library
+    return library, hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 def address(array: NDArray[np.generic]) -> int:
@@ -141,16 +143,10 @@ class Kernels:
     """One set of threads with the kernels of one instruction set ("": the best this CPU has)."""
 
     def __init__(self, num_threads: int, isa: str = "", path: Path | None = None) -> None:
-        self._path = path or PATH
-        self._library = load(self._path)
+        self._library, self.build = load(path or PATH)
         self._handle = self._library.vs_create(isa.encode(), num_threads)
         if not self._handle:
             raise InputError(f"this CPU, or this build, has no {isa} kernels")
-
-    @functools.cached_property
-    def build(self) -> str:
-        """Sixteen hex digits that name the library: another source or compiler gives another speed."""
-        return hashlib.sha256(self._path.read_bytes()).hexdigest()[:16]
 
     @property
     def isa(self) -> str:

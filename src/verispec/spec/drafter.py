@@ -149,8 +149,6 @@ class DrafterSet:
             return Offer.nothing("no room for a draft")
         failed = Offer.nothing("the drafter failed; see the log")
         offer = self._guarded(name, failed, lambda: self._drafters[name].offer(sequence, limit))
-        if isinstance(offer, Offer) and offer._replace(reason="") == NOTHING:
-            return offer
         known = self._checked_offers.get((name, limit))
         if known is not None and known[0] is offer:  # many sequences get the very same
             return known[1]
@@ -208,6 +206,8 @@ def _in_range(offer: Offer, limit: int) -> Offer:
     if not all(isinstance(count, int) for count in counts):
         raise ValueError("an offer counts whole nodes")
     if not offer.acceptance > 0 or offer.max_nodes < 1:
+        if offer._replace(reason="") == NOTHING:
+            return offer
         return Offer.nothing(offer.reason)._replace(by_decoding=offer.by_decoding is True)
     levels, room = [], MAX_NODES
     for level in offer.levels[:limit]:
