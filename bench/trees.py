@@ -129,6 +129,7 @@ def main() -> None:
     parser.add_argument("--budgets", type=int, nargs="+", default=[6, 10, 14, 21, 30])
     parser.add_argument("--parts", nargs="+", default=["length", "budget", "temperature", "speed"])
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--timed", type=int, nargs="+", default=[1, 8], help="batch sizes of the part speed")
     parser.add_argument("--skipped", type=int, default=15, help="sub-layers skipped, where the model drafts for itself")
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--json", type=Path)
@@ -236,7 +237,7 @@ def speed(stage: Stage, prompts: Sequence[Sequence[int]], options: argparse.Name
     print("\n| T | batch | arm | tok/s against none, median (range) | tokens per pass | drafted |")
     print("|---|---|---|---|---|---|")
     for temperature in (0.0, 1.0):
-        for batch in (1, 8):
+        for batch in options.timed:
             groups = [prompts[:batch]] if batch > 1 else [[prompt] for prompt in prompts[:ALONE]]
             params = SamplingParams(max_tokens=options.tokens, temperature=temperature, seed=3, ignore_eos=True)
             runs: dict[str, list[list[Run]]] = {name: [] for name in arms}  # a round: one run per group
