@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -116,7 +115,7 @@ def measure_cost(
     In rounds over all shapes: what slows the machine down for a second must not slow down one shape.
     """
     contexts = Contexts.of(backend.limits)
-    # The first pass of a shape also pays for fresh memory: a median of three leaves it out.
+    # The first pass of a shape also pays for fresh memory; the typical one does not.
     order = [
         (shape, context)
         for i in range(_SMALL_ROUNDS)
@@ -136,10 +135,12 @@ def measure_cost(
 
 
 def typical_time(times: Sequence[float]) -> float:
-    """The median. Not the best: passes that wait for memory are at times much faster than they usually are, and a cost
-    is worth something beside another only if both are what they usually are.
+    """About the lower quartile; the median of three.
+
+    Other work makes passes slower, often, and they should not seem so. But not the best: passes that wait for memory
+    are now and then much faster than usual, and a cost means something only beside others of the same moment.
     """
-    return statistics.median(times)
+    return sorted(times)[(len(times) + 1) // 4]
 
 
 def time_pass(backend: Backend, pass_: Pass, clock: Callable[[], float]) -> float:
