@@ -216,7 +216,8 @@ class Bench:
         return {name: {n: [e.mean, e.low, e.high, e.nodes] for n, e in sizes.items()} for name, sizes in found.items()}
 
     def efficiency(self, arm: Arm, temperature: float) -> Efficiency:
-        key = arm.tree, arm.accept, arm.drafter, temperature
+        # At temperature 0 every rule accepts what the target would say itself, and noise plays no part.
+        key = (arm.tree, arm.accept, arm.drafter, temperature) if temperature else (arm.tree, Accept.MATCH, "", 0.0)
         if key not in self.known:
             params = SamplingParams(
                 max_tokens=self.options.tokens, temperature=temperature, seed=3, ignore_eos=True,
