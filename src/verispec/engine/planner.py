@@ -15,7 +15,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from verispec.backends.cost import CostTable
-from verispec.spec.drafter import NOTHING, Offer
+from verispec.spec.drafter import Offer
 from verispec.spec.skip_menu import WORTH_IT
 
 
@@ -35,6 +35,7 @@ class Load(NamedTuple):
 
 
 NO_LOAD = Load()
+NOTHING = Offer.nothing("")
 _CONTEXT_STEP = 256  # context tokens that change no choice
 _MOST_REMEMBERED = 4096
 _LONG = 1 << 40  # context tokens: a cost is linear in them, so two points compare two costs

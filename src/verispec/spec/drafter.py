@@ -66,7 +66,6 @@ class Offer(NamedTuple):
         return cls(0, 0.0, reason)
 
 
-NOTHING = Offer.nothing("")
 _MOST_REMEMBERED = 256  # checked offers: a limit is any number of tokens that are left
 
 
@@ -206,8 +205,6 @@ def _in_range(offer: Offer, limit: int) -> Offer:
     if not all(isinstance(count, int) for count in counts):
         raise ValueError("an offer counts whole nodes")
     if not offer.acceptance > 0 or offer.max_nodes < 1:
-        if offer._replace(reason="") == NOTHING:
-            return offer
         return Offer.nothing(offer.reason)._replace(by_decoding=offer.by_decoding is True)
     levels, room = [], MAX_NODES
     for level in offer.levels[:limit]:
