@@ -129,13 +129,23 @@ def test_the_kinds_are_what_they_say(llm: LLM) -> None:
     assert len({reason for reason, _ in ends("samples")} | {n for _, n in ends("samples")}) > 2
 
 
-def test_a_replay_is_a_few_passes_and_late_samples_need_not_be_generated_first(llm: LLM) -> None:
+def test_a_replay_is_a_few_passes_of_the_one_sample(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     params = replace(SAMPLED, n=40)  # more than run at once
     (completion,) = llm.generate([PROMPT], params, receipts=True)
     assert completion.samples[39].stats.passes >= 89
+    committed = []
+    real = Engine.step
+
+    def counted(engine: Engine) -> Any:
+        events = real(engine)
+        committed.extend(token_id for event in events for token_id in event.token_ids)
+        return events
+
+    monkeypatch.setattr(Engine, "step", counted)
     result = replay(llm, completion.receipts[39])
     assert result.reproduced
     assert result.num_passes <= 15  # the planner chooses by what passes cost here
+    assert len(committed) == 90  # and not one token of the samples before it
 
 
 def test_a_replay_takes_nothing_on_trust(llm: LLM, receipt: Receipt, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ class Request:
     """What a caller asks for. `text` makes one sink per sample; without it the request is about token ids alone.
 
     `tree` is the shape of drafts, for drafters that have probabilities; `accept` the rule that judges them. Events of
-    a request that `is_traced` tell of its drafts.
+    a request that `is_traced` tell of its drafts. The `params.n` samples are those from number `first_sample` on.
     """
 
     prompt_ids: SequenceOf[int]
@@ -55,6 +55,7 @@ class Request:
     is_traced: bool = False
     eos_ids: Iterable[int] = ()
     text: Callable[[], TextSink] = NoText
+    first_sample: int = 0
 
     def __post_init__(self) -> None:
         if self.accept not in tuple(Accept):
@@ -150,7 +151,7 @@ class Engine:
             sequence = Sequence(
                 sequence_id=self._next_sequence_id + sample_index,
                 request_id=request_id,
-                sample_key=SampleKey(seed, sample_index),
+                sample_key=SampleKey(seed, request.first_sample + sample_index),
                 params=params,
                 prompt=prompt,
                 stopping_ids=stopping_ids,

@@ -19,7 +19,7 @@ from verispec.model.file_digest import ByteRange, FileDigest, differing_ranges
 from verispec.receipt.values import BLOCK_LEN, ProfileRecord, Receipt, chain, output_blocks
 from verispec.spec.recorded import RecordedDrafter
 from verispec.text.detokenizer import TextStream
-from verispec.types import FinishReason, TextPiece, TextSink, TokenLogprob
+from verispec.types import FinishReason, TokenLogprob
 
 if TYPE_CHECKING:
     from verispec.llm import LLM
@@ -202,21 +202,19 @@ class _Found(NamedTuple):
 
 
 def _rerun(llm: LLM, receipt: Receipt, prompt_ids: tuple[int, ...]) -> _Found:
-    recorded, sample_index = receipt.output.token_ids, receipt.parameters.sample_index
+    recorded = receipt.output.token_ids
     _check_runnable(llm, receipt, prompt_ids)
-    drafter = RecordedDrafter(prompt_ids + recorded, sequence_id=sample_index)
+    drafter = RecordedDrafter(prompt_ids + recorded)
     max_len = min(receipt.parameters.max_len, llm.longest)
     entries: list[TokenLogprob] = []
     num_steps = 0
     with llm.separate_engine(
-        drafters={"recorded": drafter}, max_len=max_len, max_draft=_MAX_DRAFT, prefix_cache=True
+        drafters={"recorded": drafter}, max_len=max_len, max_draft=_MAX_DRAFT, prefix_cache=False
     ) as engine:
         engine.add(_request(llm, receipt, prompt_ids))
         while engine.has_work:
             num_steps += 1
             for event in engine.step():
-                if event.sample_index != sample_index:
-                    continue
                 entries += event.logprobs
                 if event.output is not None:
                     return _Found(entries, event.output.finish_reason, event.output.stats.passes, event.output.error)
@@ -238,28 +236,16 @@ def _check_runnable(llm: LLM, receipt: Receipt, prompt_ids: tuple[int, ...]) -> 
 
 
 def _request(llm: LLM, receipt: Receipt, prompt_ids: tuple[int, ...]) -> Request:
-    """The request as it was. The samples before the recorded one, which an engine makes as well, end at once."""
+    """The request as it was, for the recorded sample alone: the noise goes by its number, not by those before it."""
     parameters = receipt.parameters
-    params = replace(
-        parameters.sampling, n=parameters.sample_index + 1, seed=parameters.seed, logprobs=None, prompt_logprobs=None
+    params = replace(parameters.sampling, n=1, seed=parameters.seed, logprobs=None, prompt_logprobs=None)
+    return Request(
+        prompt_ids,
+        params,
+        eos_ids=parameters.eos_ids,
+        text=lambda: TextStream(llm.tokenizer, params.stop),
+        first_sample=parameters.sample_index,
     )
-    sinks: list[TextSink] = [_EndAtOnce() for _ in range(parameters.sample_index)]
-    sinks.append(TextStream(llm.tokenizer, params.stop))
-    in_order = iter(sinks)
-    return Request(prompt_ids, params, eos_ids=parameters.eos_ids, text=lambda: next(in_order))
-
-
-class _EndAtOnce:
-    """The text of a sample that nobody wants: it ends with its first token."""
-
-    def push(self, token_id: int, *, may_stop: bool = True) -> TextPiece:
-        return TextPiece("", stopped=True)
-
-    def finish(self) -> str:
-        return ""
-
-    def fork(self) -> _EndAtOnce:
-        return self
 
 
 def _first_difference(recorded: Sequence[int], found: Sequence[TokenLogprob], *, ended: bool) -> int | None:

@@ -1,7 +1,7 @@
 """The drafter of a replay: drafts what a recording says comes next, so that the target checks it in parallel passes.
 
-It is for one sequence of an engine of its own and no user can name it. Like every drafter it decides speed only: where
-the recording is wrong, the target commits its own token, and the replay has found the difference.
+It is for the one sequence of an engine of its own, and no user can name it. Like every drafter it decides speed only:
+where the recording is wrong, the target commits its own token, and the replay has found the difference.
 """
 
 from __future__ import annotations
@@ -14,16 +14,13 @@ from verispec.types import Draft, SequenceView, Verdict
 
 
 class RecordedDrafter:
-    """`token_ids` is the whole recording, prompt included; sequences other than `sequence_id` are drafted nothing."""
+    """`token_ids` is the whole recording, prompt included."""
 
-    def __init__(self, token_ids: Sequence[int], *, sequence_id: int) -> None:
+    def __init__(self, token_ids: Sequence[int]) -> None:
         self._token_ids = tuple(token_ids)
-        self._sequence_id = sequence_id
 
     def offer(self, sequence: SequenceView, limit: int) -> Offer:
         """All that is left but the last token, which the target adds itself."""
-        if sequence.sequence_id != self._sequence_id:
-            return Offer.nothing("not the recorded sequence")
         num_left = len(self._token_ids) - len(sequence.token_ids) - 1
         return Offer(min(limit, num_left), 1.0) if num_left > 0 else Offer.nothing("the recording ends here")
 
