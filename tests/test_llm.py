@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 
+from tests.support.tiny_llm import loaded, write_model
 from verispec.errors import InputError
 from verispec.llm import LLM, Completion
 from verispec.types import FinishReason, SamplingParams
@@ -87,6 +89,24 @@ def test_an_interrupted_batch_frees_everything(smollm2: LLM) -> None:
     assert smollm2.engine.num_running == smollm2.engine.num_waiting == 0
     assert num_free(smollm2) == before
     assert smollm2.generate("The capital of France is", SHORT)[0].text.startswith(" Paris")
+
+
+def test_chat_takes_one_conversation_or_many(smollm2: LLM) -> None:
+    talks = [[{"role": "user", "content": f"Name a {thing}."}] for thing in ("river", "bird", "metal")]
+    answers = smollm2.chat(talks, SHORT)
+    assert [a.token_ids for a in answers] == [smollm2.chat(talk, SHORT).token_ids for talk in talks]
+    assert len({a.prompt_ids for a in answers}) == 3
+    assert smollm2.chat(talks[:1], SHORT)[0].digest == answers[0].digest
+    for wrong in ([], [*talks, talks[0][0]], "hi", [["hi"]], [[]]):
+        with pytest.raises(InputError, match="messages"):
+            smollm2.chat(wrong, SHORT)  # type: ignore[call-overload]
+
+
+def test_generation_defaults_come_from_the_file(smollm2: LLM, tmp_path: Path) -> None:
+    sampling = {"general.sampling.temp": 0.5, "general.sampling.top_k": 3}
+    with loaded(write_model(tmp_path / "m.gguf", metadata=sampling), tmp_path) as llm:
+        assert dict(llm.generation_defaults) == {"temperature": 0.5, "top_k": 3}
+    assert dict(smollm2.generation_defaults) == {}
 
 
 def test_chat_uses_the_template_and_stops_at_the_turn_end(smollm2: LLM) -> None:

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, overload
 
 from verispec.backends.calibration import Calibration, calibrate
 from verispec.backends.protocol import Backend
@@ -26,6 +26,7 @@ from verispec.errors import InputError, NumericError
 from verispec.interrupts import deferred_interrupt
 from verispec.model import DEFAULT_MODEL, Checkpoint, cache_dir, open_checkpoint, resolve
 from verispec.model.architecture import Architecture
+from verispec.model.generation_defaults import generation_defaults
 from verispec.model.hub import label
 from verispec.model.identity import ModelIdentity
 from verispec.model.load import load_tokenizer
@@ -184,6 +185,7 @@ class LLM:
             checkpoints = [files.enter_context(open_checkpoint(path)) for path in paths]
             self.tokenizer: Tokenizer = load_tokenizer(checkpoints[0].tokenizer_source)
             _check_vocabulary(self.tokenizer, checkpoints[0])
+            self.generation_defaults: Mapping[str, Any] = generation_defaults(checkpoints[0].tokenizer_source)
             for draft in checkpoints[1:]:
                 check_same_vocabulary(
                     self.tokenizer,
@@ -376,6 +378,7 @@ class LLM:
         request = self.request(prompt, params or SamplingParams(), drafter=drafter, speculative=speculative)
         return self._stream(replace(request, is_traced=trace))
 
+    @overload
     def chat(
         self,
         messages: Sequence[Message],
@@ -383,9 +386,32 @@ class LLM:
         *,
         drafter: str | None = None,
         speculative: Speculative = None,
-    ) -> Completion:
-        """Answer a conversation, through the model's chat template."""
-        return self.generate([self.chat_ids(messages)], params, drafter=drafter, speculative=speculative)[0]
+    ) -> Completion: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        drafter: str | None = None,
+        speculative: Speculative = None,
+    ) -> list[Completion]: ...
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        drafter: str | None = None,
+        speculative: Speculative = None,
+    ) -> Completion | list[Completion]:
+        """Answer a conversation through the model's chat template, or a list of them, as one batch."""
+        many = _are_conversations(messages)
+        conversations: Any = messages if many else [messages]
+        prompts = [self.chat_ids(conversation) for conversation in conversations]
+        completions = self.generate(prompts, params, drafter=drafter, speculative=speculative)
+        return completions if many else completions[0]
 
     def chat_stream(
         self,
@@ -529,6 +555,13 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         if not isinstance(prompt, Iterable):
             raise InputError(f"a prompt is text or a list of token ids, not {prompt!r}")
     return listed
+
+
+def _are_conversations(messages: object) -> bool:
+    """Whether these are lists of messages, not messages. What is neither is taken for one, and refused as such."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        return False
+    return all(isinstance(each, Sequence) and not isinstance(each, str) for each in messages)
 
 
 def _check_vocabulary(tokenizer: Tokenizer, checkpoint: Checkpoint) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.cli.conftest import Cli
+from verispec.model.hf_hub import HUB_MODELS
 from verispec.model.hub import REGISTRY
 
 NAME = "smollm2-135m"
@@ -15,7 +16,8 @@ NAME = "smollm2-135m"
 
 @pytest.fixture
 def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the model would be, in an empty cache."""
+    """Where the default model would be, in empty caches."""
+    monkeypatch.setattr("verispec.model.hub.cached_snapshot", lambda model: None)
     monkeypatch.setattr("verispec.model.hub.cache_dir", lambda: tmp_path)
     return tmp_path / REGISTRY[NAME].file_name
 
@@ -26,7 +28,10 @@ def fill(path: Path, nbytes: int = REGISTRY[NAME].nbytes) -> None:
 
 
 def test_from_list_to_remove(bare_cli: Cli, cached: Path) -> None:
-    assert bare_cli("models", "list").out.split() == [NAME, "98.4", "MB", "Apache-2.0", "not", "fetched"]
+    (default, *larger) = bare_cli("models", "list").out.splitlines()
+    assert default.split() == [NAME, "0.10", "GB", "Apache-2.0", "from", "PyPI", "not", "fetched"]
+    assert [line.split()[0] for line in larger] == list(HUB_MODELS)
+    assert all(line.endswith("Apache-2.0  from the hub  not fetched") for line in larger)
     fill(cached)
     assert f"here: {cached}" in bare_cli("models", "list").out
     assert bare_cli("models", "path", NAME).out == f"{cached}\n"
@@ -48,6 +53,8 @@ def test_a_damaged_file_can_be_removed(bare_cli: Cli, cached: Path) -> None:
         (["remove", NAME], f"{NAME} is not in the cache"),
         (["path", NAME], f"`verispec models pull {NAME}` fetches it"),
         (["remove", "nope"], "'nope' is not a known model; known models: smollm2-135m"),
+        (["remove", "Qwen/Qwen2.5-1.5B-Instruct"], "`hf cache` removes it"),
+        (["path", "Qwen/Qwen2.5-1.5B-Instruct"], "pull Qwen/Qwen2.5-1.5B-Instruct` fetches it"),
         (["pull", "/"], "'/' is not a known model"),
         (["remove"], "Missing argument"),
         (["destroy"], "No such command"),

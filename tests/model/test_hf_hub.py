@@ -11,7 +11,8 @@ from huggingface_hub import errors
 
 from verispec.errors import FetchError, InputError
 from verispec.model import resolve
-from verispec.model.hf_hub import is_hub_id
+from verispec.model.hf_hub import HUB_MODELS, is_hub_id
+from verispec.model.hub import REGISTRY, cached_path, known_models
 
 
 def refusal(kind: type[Exception], message: str = "") -> Exception:
@@ -117,3 +118,24 @@ def test_an_interrupt_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     offer(monkeypatch, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         resolve("org/name")
+
+
+def test_known_models_are_found_in_the_library_cache_once_their_weights_are_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    name = next(iter(HUB_MODELS))
+    assert is_hub_id(name)
+    assert cached_path(name) is None
+    repository = tmp_path / f"models--{name.replace('/', '--')}"
+    snapshot = repository / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc")
+    (snapshot / "config.json").touch()
+    assert cached_path(name) is None
+    (snapshot / "model.safetensors").touch()
+    assert cached_path(name) == snapshot
+    assert list(known_models()) == [*REGISTRY, *HUB_MODELS]
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert cached_path(name) is None

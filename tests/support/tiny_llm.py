@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,10 +22,12 @@ CONFIG = TinyConfig(num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, h
                     vocab_size=len(TOKENS), tied_head=True)  # fmt: skip
 
 
-def write_model(path: Path, config: TinyConfig = CONFIG, **tokenizer: object) -> Path:
-    """Write the model; the same bytes every time. `tokenizer` are fields of it that differ."""
-    metadata = {f"tokenizer.ggml.{key}": value for key, value in {**TOKENIZER, **tokenizer}.items()}
-    write_gguf(path, config, metadata={**metadata, "tokenizer.chat_template": TEMPLATE})
+def write_model(
+    path: Path, config: TinyConfig = CONFIG, *, metadata: Mapping[str, Any] | None = None, **tokenizer: object
+) -> Path:
+    """Write the model; the same bytes every time. `tokenizer` are fields of it that differ, `metadata` is added."""
+    described = {f"tokenizer.ggml.{key}": value for key, value in {**TOKENIZER, **tokenizer}.items()}
+    write_gguf(path, config, metadata={**described, "tokenizer.chat_template": TEMPLATE, **(metadata or {})})
     return path
 
 

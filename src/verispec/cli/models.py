@@ -20,13 +20,15 @@ Name = Annotated[
 
 @app.command("list")
 def list_models() -> None:
-    """Show the known models, their sizes, and whether they are here."""
-    from verispec.model.hub import REGISTRY, cached_path
+    """Show the known models, their sizes, where they are fetched from, and whether they are here."""
+    from verispec.model.hf_hub import HUB_MODELS
+    from verispec.model.hub import cached_path, known_models
 
-    for model in REGISTRY.values():
-        path = cached_path(model.name)
+    for name, model in known_models().items():
+        source = "from the hub" if name in HUB_MODELS else "from PyPI"
+        path = cached_path(name)
         state = f"here: {path}" if path is not None else "not fetched"
-        out(f"{model.name:16} {model.nbytes / 1e6:7.1f} MB  {model.licence:12} {state}\n")
+        out(f"{name:35} {model.nbytes / 1e9:5.2f} GB  {model.licence}  {source:12}  {state}\n")
 
 
 @app.command()
@@ -47,8 +49,11 @@ def pull(name: Name = "smollm2-135m") -> None:
 @app.command()
 def remove(name: Name) -> None:
     """Delete a fetched model from the cache; a damaged file, too."""
+    from verispec.model.hf_hub import HUB_MODELS
     from verispec.model.hub import REGISTRY, cache_dir, cached_path
 
+    if name in HUB_MODELS:
+        raise InputError(f"{name} is kept in Hugging Face's cache, which other tools share; `hf cache` removes it")
     path = cached_path(name) or cache_dir() / REGISTRY[name].file_name
     if not path.exists():
         raise InputError(f"{name} is not in the cache")

@@ -45,9 +45,9 @@ class Colour(StrEnum):
 
 def known_models() -> list[str]:
     """For shell completion."""
-    from verispec.model.hub import REGISTRY
+    from verispec.model import hub
 
-    return list(REGISTRY)
+    return list(hub.known_models())
 
 
 def drafters() -> list[str]:

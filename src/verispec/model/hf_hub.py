@@ -6,8 +6,10 @@ it keeps unfinished downloads apart from finished ones. Only what verispec reads
 
 import errno
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import NoReturn
 
 from verispec.errors import FetchError, InputError
@@ -20,6 +22,26 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 _MAX_ID_CHARS = 96
 _FILE_SUFFIXES = (".gguf", ".safetensors", ".json")
 _MAX_REASON_CHARS = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubModel:
+    """A model that is known by its Hugging Face id, which is also its name here: always the newest files, unpinned."""
+
+    name: str
+    nbytes: int  # of the weights, to the nearest 10 MB
+    licence: str
+
+
+HUB_MODELS: Mapping[str, HubModel] = MappingProxyType(
+    {
+        model.name: model
+        for model in (
+            HubModel(name="Qwen/Qwen2.5-1.5B-Instruct", nbytes=3_090_000_000, licence="Apache-2.0"),
+            HubModel(name="HuggingFaceTB/SmolLM2-1.7B-Instruct", nbytes=3_420_000_000, licence="Apache-2.0"),
+        )
+    }
+)
 
 
 def is_hub_id(name: str) -> bool:
@@ -58,6 +80,16 @@ def fetch_snapshot(hub_id: str, progress: Callable[[str, int, int], None]) -> Pa
         _fail(hub_id, _reason(error), error)
     progress("downloading", 1, 1)
     return Path(folder)
+
+
+def cached_snapshot(model: HubModel) -> Path | None:
+    """The folder of a known model in the library's cache; None if it is not there, or without its weights."""
+    try:
+        import huggingface_hub
+    except ImportError:
+        return None
+    found = huggingface_hub.try_to_load_from_cache(model.name, "model.safetensors")  # linked there once it is whole
+    return Path(found).parent if isinstance(found, str) else None
 
 
 def _reason(error: Exception) -> str:

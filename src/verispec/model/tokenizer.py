@@ -142,14 +142,14 @@ def byte_token_bytes(piece: str) -> bytes | None:
 def tokenizer_from_folder(folder: Path) -> Tokenizer:
     """Tokenizer of a Hugging Face folder: `tokenizer.json` and, where present, the config files beside it."""
     path = folder / "tokenizer.json"
-    description = _read_json(path)
+    description = read_json(path)
     if description is None:
         raise ModelFileError(f"{path}: missing; only models with a tokenizer.json are supported")
     backend = _load_backend(path, description)
     backend.no_truncation()
     backend.no_padding()
 
-    config = _read_json(folder / "tokenizer_config.json") or {}
+    config = read_json(folder / "tokenizer_config.json") or {}
     added = backend.get_added_tokens_decoder()
     alphabet = _folder_alphabet(path, description.get("decoder"))
     bos_id = _named_id(folder, backend, config, "bos_token")
@@ -259,7 +259,7 @@ def _folder_eos_ids(folder: Path, backend: tokenizers.Tokenizer, config: Mapping
     """Every id that ends a generation, from all three files that may name one, without repeats."""
     ids: list[int] = []
     for name in ("generation_config.json", "config.json"):
-        value = (_read_json(folder / name) or {}).get("eos_token_id")
+        value = (read_json(folder / name) or {}).get("eos_token_id")
         listed = value if isinstance(value, list) else [] if value is None else [value]
         if not all(type(item) is int for item in listed):
             raise ModelFileError(f"{folder / name}: eos_token_id is neither an integer nor a list of them")
@@ -316,7 +316,7 @@ def _read_text(path: Path) -> str:
         raise ModelFileError(f"{path}: cannot be read as text: {error}") from error
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
+def read_json(path: Path) -> dict[str, Any] | None:
     """The object in `path`, None where there is no such file."""
     if not path.is_file():
         return None
