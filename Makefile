@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 HF_BIN := .venv-hf/bin
 
-.PHONY: help run test test-hf test-long native native-asan native-aarch64 native-digests lint goldens model setup clean
+.PHONY: help run test test-hf test-long test-wheel wheel native native-asan native-aarch64 native-digests lint goldens model setup clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -22,6 +22,13 @@ test-hf: $(HF_BIN)/.installed model ## Compare with torch and transformers (inst
 
 test-long: setup model ## The suite with many more generated cases; takes a long time
 	$(BIN)/pytest -m "not hf" --times 20
+
+wheel: setup ## Build a wheel with the native kernels inside, into dist/
+	rm -rf dist
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+
+test-wheel: wheel model ## Install the wheel into a fresh environment and generate with it
+	$(BIN)/python tests/check_wheel.py dist/*.whl
 
 native: setup ## Build the native kernels again, after a change in native/
 	$(BIN)/python native/build.py src/verispec/backends/_native.so
@@ -69,4 +76,4 @@ $(HF_BIN)/.installed: pyproject.toml hatch_build.py $(wildcard native/*)
 	@touch $@
 
 clean: ## Remove environments and caches of this checkout
-	rm -rf $(VENV) .venv-hf .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-hf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -30,5 +32,10 @@ class NativeKernels(BuildHookInterface[Any]):
             return
         self.app.display_info(f"native kernels: {', '.join(built)}")
         build_data["pure_python"] = False
-        build_data["infer_tag"] = True
+        build_data["tag"] = f"py3-none-{_platform()}"  # the library knows nothing of Python: one wheel for all versions
         build_data["artifacts"].append(str(LIBRARY))
+
+
+def _platform() -> str:
+    """This machine, as wheels name it."""
+    return re.sub(r"[-.]", "_", sysconfig.get_platform())

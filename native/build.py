@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -55,19 +56,21 @@ def build(
     is_x86 = platform.machine().lower() in ("x86_64", "amd64")
     sets = {"portable": [], **(X86_SETS if is_x86 and not portable else {})}
     with tempfile.TemporaryDirectory() as folder:
-        objects, built = [], []
-        for name, options in sets.items():
-            target = Path(folder) / f"{name}.o"
+        units = {name: Path(folder) / f"{name}.o" for name in sets}
+
+        def compiles(name: str) -> bool:
+            source, target = str(HERE / "kernels.cpp"), str(units[name])
             try:
-                _run(
-                    [*command, *flags, *options, f"-DVS_ISA={name}", "-c", str(HERE / "kernels.cpp"), "-o", str(target)]
-                )
+                _run([*command, *flags, *sets[name], f"-DVS_ISA={name}", "-c", source, "-o", target])
             except BuildError:
                 if name == "portable":
                     raise
-                continue  # a compiler too old for this instruction set: the others serve
-            objects.append(str(target))
-            built.append(name)
+                return False  # a compiler too old for this instruction set: the others serve
+            return True
+
+        with ThreadPoolExecutor() as pool:  # the compiler is a process of its own
+            built = [name for name, done in zip(sets, pool.map(compiles, sets), strict=True) if done]
+        objects = [str(units[name]) for name in built]
         interface = Path(folder) / "api.o"
         known = [f"-DVS_HAS_{name.upper()}" for name in built if name != "portable"]
         _run([*command, *flags, *known, "-c", str(HERE / "api.cpp"), "-o", str(interface)])
