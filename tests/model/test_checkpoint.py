@@ -1,7 +1,6 @@
 """A model means the same whichever file it came in, and nothing unsupported is ignored."""
 
 import dataclasses
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -288,31 +287,6 @@ def test_tokenizer_sources_point_at_the_model(tmp_path: Path) -> None:
     write_folder(tmp_path / "folder", TinyConfig(), extra_files={"tokenizer.json": b"{}"})
     for path in (tmp_path / "folder", tmp_path / "folder" / "model.safetensors"):
         assert open_checkpoint(path).tokenizer_source == FolderTokenizerSource(tmp_path / "folder")
-
-
-def test_gguf_fingerprint_is_the_files_checksum(tmp_path: Path) -> None:
-    path = tmp_path / "m.gguf"
-    write_gguf(path, TinyConfig())
-    assert open_checkpoint(path).fingerprint() == hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def test_folder_fingerprint_covers_sizes_and_bytes_in_order(tmp_path: Path) -> None:
-    write_folder(tmp_path, TinyConfig(), num_shards=2)
-    digest = hashlib.sha256()
-    for path in (tmp_path / "config.json", *sorted(tmp_path.glob("*.safetensors"))):
-        digest.update(path.stat().st_size.to_bytes(8, "little") + path.read_bytes())
-    assert open_checkpoint(tmp_path).fingerprint() == digest.hexdigest()
-
-
-def test_folder_fingerprint_changes_with_config_and_weights_but_not_with_its_place(tmp_path: Path) -> None:
-    def fingerprint(folder: str, config: TinyConfig, **changes: Any) -> str:
-        write_folder(tmp_path / folder, config, num_shards=2, config_changes=changes)
-        return open_checkpoint(tmp_path / folder).fingerprint()
-
-    first = fingerprint("a", TinyConfig())
-    assert fingerprint("b", TinyConfig()) == first
-    assert fingerprint("c", TinyConfig(seed=1)) != first
-    assert fingerprint("d", TinyConfig(), max_position_embeddings=128) != first
 
 
 def test_paths_that_are_no_model_are_refused(tmp_path: Path) -> None:

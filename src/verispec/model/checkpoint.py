@@ -4,12 +4,11 @@ All tensors are matched against the architecture when the checkpoint is opened, 
 misshapen or unknown tensor is reported before anything large is read. Knows nothing of backends or tokenizers.
 """
 
-import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
+from typing import Any, NoReturn, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +17,7 @@ from verispec.errors import InputError, ModelFileError, UnsupportedModelError
 from verispec.model.architecture import Architecture, expected_tensors, format_shape
 from verispec.model.blocks import StoredTensor
 from verispec.model.fields import quoted
-from verispec.model.file_digest import FileContent, FileDigest
+from verispec.model.file_digest import FileStamp
 from verispec.model.folder_model import FolderWeights
 from verispec.model.gguf_file import MAGIC, GGUFFile
 from verispec.model.gguf_model import GGUFWeights
@@ -41,15 +40,6 @@ class FolderTokenizerSource:
 
 
 TokenizerSource: TypeAlias = GGUFTokenizerSource | FolderTokenizerSource
-
-
-class FileStamp(NamedTuple):
-    """What the file system says of a file."""
-
-    device: int
-    inode: int
-    nbytes: int
-    modified_ns: int
 
 
 class Weights(Protocol):
@@ -79,8 +69,8 @@ class Weights(Protocol):
         """The file that holds a tensor of verispec's."""
         ...
 
-    def contents(self) -> Sequence[FileContent]:
-        """Every file that decides what the model computes."""
+    def stamps(self) -> Sequence[FileStamp]:
+        """What was opened: every file that decides what the model computes."""
         ...
 
     def close(self) -> None:
@@ -89,7 +79,7 @@ class Weights(Protocol):
 
 
 class Checkpoint:
-    """An open model. Arrays from `tensor` stay valid after `close`."""
+    """An open model."""
 
     def __init__(self, path: Path, weights: Weights, tokenizer_source: TokenizerSource) -> None:
         self.path = path
@@ -100,14 +90,14 @@ class Checkpoint:
         _check_tensors(weights, self._shapes)
 
     def tensor(self, name: str) -> npt.NDArray[np.float32]:
-        """The tensor's values, C-contiguous; read-only where the file holds them in this very form."""
+        """The tensor's values, C-contiguous, apart from the file, which may change."""
         if name not in self._shapes:
             raise InputError(f"{name!r} is not a tensor of this model; see expected_tensors")
         values = self._weights.read(name)
         # NaN and infinity both survive min or max, which need no array of flags beside the weights.
         if not (np.isfinite(values.min()) and np.isfinite(values.max())):
             self._refuse_not_finite(name, values)
-        return values
+        return values if values.flags.writeable else values.copy()
 
     def stored(self, name: str) -> StoredTensor:
         """A matrix as the files have it: for backends that compute on its own blocks. Nothing is checked for NaN."""
@@ -121,24 +111,9 @@ class Checkpoint:
             f"{values[(*row, column)]} at index {format_shape((*row, column))}"
         )
 
-    def fingerprint(self) -> str:
-        """SHA-256 of the GGUF file, or of the sizes and bytes of a folder's config.json and weight files in order."""
-        contents = self._weights.contents()
-        digest = hashlib.sha256()
-        for _, data in contents:
-            if len(contents) > 1:
-                digest.update(len(data).to_bytes(8, "little"))
-            digest.update(data)
-        return digest.hexdigest()
-
-    def file_digests(self) -> tuple[FileDigest, ...]:
-        """Size and hashes of every file that decides what the model computes. Reads all of their bytes."""
-        return tuple(FileDigest.of(content) for content in self._weights.contents())
-
     def stamps(self) -> tuple[FileStamp, ...]:
-        """What tells those files from others that are put in their place later. Reads nothing."""
-        stats = [content.path.stat() for content in self._weights.contents()]
-        return tuple(FileStamp(s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns) for s in stats)
+        """What was opened: every file that decides what the model computes."""
+        return tuple(self._weights.stamps())
 
     def close(self) -> None:
         """Release the files."""

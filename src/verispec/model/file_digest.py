@@ -1,9 +1,11 @@
-"""What identifies a model file: its size, its SHA-256, and a short hash of each block, which tells where two differ.
+"""What identifies a model file: its size, its SHA-256, and a checksum of each block, which tells where two differ.
 
 Knows bytes only. Names have no directories, so that a digest says nothing of the machine it was made on.
 """
 
 import hashlib
+import os
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -11,14 +13,23 @@ from pathlib import Path
 from typing import NamedTuple
 
 BLOCK_NBYTES = 16 * 1024 * 1024
-BLOCK_HASH_DIGITS = 16
+CHECKSUM_DIGITS = 8
 
 
-class FileContent(NamedTuple):
-    """A file and all of its bytes."""
+class FileStamp(NamedTuple):
+    """A file and what the file system says of it. A program can set `modified_ns`, but not `changed_ns`."""
 
     path: Path
-    data: memoryview
+    device: int
+    inode: int
+    nbytes: int
+    modified_ns: int
+    changed_ns: int
+
+    @classmethod
+    def of(cls, path: Path, found: os.stat_result) -> "FileStamp":
+        """The stamp of the file at `path`."""
+        return cls(path.absolute(), found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
 
 class ByteRange(NamedTuple):
@@ -30,7 +41,7 @@ class ByteRange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FileDigest:
-    """One file. `blocks` are the first hex digits of the SHA-256 of each block of BLOCK_NBYTES, in order."""
+    """One file. `blocks` are the CRC-32 of each block of BLOCK_NBYTES, in hex and in order."""
 
     name: str
     nbytes: int
@@ -38,12 +49,15 @@ class FileDigest:
     blocks: tuple[str, ...]
 
     @classmethod
-    def of(cls, content: FileContent) -> "FileDigest":
+    def of(cls, path: Path) -> "FileDigest":
         """Read all bytes and hash them."""
-        starts = range(0, len(content.data), BLOCK_NBYTES)
-        blocks = (hashlib.sha256(content.data[start : start + BLOCK_NBYTES]).hexdigest() for start in starts)
-        short = tuple(block[:BLOCK_HASH_DIGITS] for block in blocks)
-        return cls(content.path.name, len(content.data), hashlib.sha256(content.data).hexdigest(), short)
+        digest, nbytes, checksums = hashlib.sha256(), 0, []
+        with path.open("rb") as file:
+            while block := file.read(BLOCK_NBYTES):
+                digest.update(block)
+                nbytes += len(block)
+                checksums.append(f"{zlib.crc32(block):0{CHECKSUM_DIGITS}x}")
+        return cls(path.name, nbytes, digest.hexdigest(), tuple(checksums))
 
     def has_same_bytes(self, other: "FileDigest") -> bool:
         """Whether both are the same file, whatever its name."""

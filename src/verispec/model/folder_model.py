@@ -16,7 +16,7 @@ from verispec.errors import UnsupportedModelError
 from verispec.model.architecture import Architecture, Family, LinearScaling, Llama3Scaling, Rope, RopeScaling
 from verispec.model.blocks import StoredTensor
 from verispec.model.fields import Fields, quoted
-from verispec.model.file_digest import FileContent
+from verispec.model.file_digest import FileStamp
 from verispec.model.safetensors_folder import CONFIG_NAME, SafetensorsFolder
 
 _FAMILIES: Mapping[str, Family] = {
@@ -79,9 +79,9 @@ class FolderWeights:
         """The safetensors file that holds the tensor."""
         return self._folder.tensors[self.stored_name(name)].file.path
 
-    def contents(self) -> list[FileContent]:
-        """config.json and every weight file."""
-        return self._folder.contents()
+    def stamps(self) -> list[FileStamp]:
+        """Those of config.json and of every weight file."""
+        return self._folder.stamps()
 
     def close(self) -> None:
         """Release the files."""

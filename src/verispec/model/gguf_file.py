@@ -19,6 +19,7 @@ import numpy.typing as npt
 from verispec.errors import ModelFileError, UnsupportedModelError
 from verispec.model.blocks import FORMATS, to_float32
 from verispec.model.fields import quoted
+from verispec.model.file_digest import FileStamp
 from verispec.model.mapped_file import MappedFile, Span, check_no_overlap
 
 MAGIC = b"GGUF"
@@ -174,9 +175,10 @@ class GGUFFile:
             raise ModelFileError(f"{self.path}: has no tensor {name!r}")
         return self.tensors[name]
 
-    def content(self) -> memoryview:
-        """All bytes of the file."""
-        return self._file.bytes_at(0, self._file.size).data
+    @property
+    def stamp(self) -> FileStamp:
+        """What the file system said of the file when it was opened."""
+        return self._file.stamp
 
     def close(self) -> None:
         """Release the file; it is unmapped when the last array from `raw` is gone."""

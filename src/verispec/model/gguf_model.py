@@ -23,7 +23,7 @@ from verispec.model.architecture import (
 )
 from verispec.model.blocks import StoredTensor
 from verispec.model.fields import Fields, quoted
-from verispec.model.file_digest import FileContent
+from verispec.model.file_digest import FileStamp
 from verispec.model.gguf_file import GGUFFile
 
 T = TypeVar("T", bound=np.generic)
@@ -90,9 +90,9 @@ class GGUFWeights:
         """The one file."""
         return self._file.path
 
-    def contents(self) -> list[FileContent]:
-        """The one file."""
-        return [FileContent(self._file.path, self._file.content())]
+    def stamps(self) -> list[FileStamp]:
+        """The one file's."""
+        return [self._file.stamp]
 
     def close(self) -> None:
         """Release the file."""

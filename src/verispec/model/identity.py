@@ -1,16 +1,16 @@
 """Which model was loaded: what it is called, and the digests of its files, made when they are first asked for.
 
-Hashing reads every byte, which loading should not wait for; so the files are opened again later, and refused if they
-are not the ones that were loaded any more.
+Hashing reads every byte, which loading should not wait for; so the files are read again later, and refused unless the
+file system says that nothing was done to them since they were opened. What was loaded is no view of them: a change that
+comes after the digests changes no answer.
 """
 
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 from verispec.errors import ModelFileError
-from verispec.model.checkpoint import Checkpoint, FileStamp, open_checkpoint
-from verispec.model.file_digest import FileDigest
+from verispec.model.checkpoint import Checkpoint
+from verispec.model.file_digest import FileDigest, FileStamp
 
 
 @dataclass(frozen=True)
@@ -18,19 +18,26 @@ class ModelIdentity:
     """A loaded model. `name` is a known name, a hub id, or a file's or folder's own name without directories."""
 
     name: str
-    path: Path
     stamps: tuple[FileStamp, ...]
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, *, name: str) -> "ModelIdentity":
         """The identity of an open checkpoint; reads nothing."""
-        return cls(name, checkpoint.path.absolute(), checkpoint.stamps())
+        return cls(name, checkpoint.stamps())
 
     @cached_property
     def files(self) -> tuple[FileDigest, ...]:
         """The digests of the model's files, computed once."""
-        with open_checkpoint(self.path) as checkpoint:
-            digests = checkpoint.file_digests()
-            if checkpoint.stamps() != self.stamps:
-                raise ModelFileError(f"{self.path}: has changed since it was loaded; load it again")
-        return digests
+        return tuple(map(_digest, self.stamps))
+
+
+def _digest(loaded: FileStamp) -> FileDigest:
+    """The digest of the file as it was loaded; `loaded` is from before its first byte was read."""
+    try:
+        digest = FileDigest.of(loaded.path)
+        now = FileStamp.of(loaded.path, loaded.path.stat())
+    except OSError as error:
+        raise ModelFileError(f"{loaded.path}: cannot be read: {error}") from error
+    if now != loaded:
+        raise ModelFileError(f"{loaded.path}: has changed since it was loaded; load it again")
+    return digest

@@ -5,6 +5,7 @@ The mapping lives until the last array made from it is gone, so arrays stay vali
 
 import itertools
 import mmap
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +15,7 @@ import numpy.typing as npt
 
 from verispec.errors import ModelFileError
 from verispec.model.fields import quoted
+from verispec.model.file_digest import FileStamp
 
 
 class Span(NamedTuple):
@@ -25,12 +27,16 @@ class Span(NamedTuple):
 
 
 class MappedFile:
-    """The bytes of one file. `buffer` is what parsers index; `bytes_at` makes arrays that copy nothing."""
+    """The bytes of one file. `buffer` is what parsers index; `bytes_at` makes arrays that copy nothing.
+
+    `stamp` is of the file that was opened, from before its first byte was read.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
             with path.open("rb") as file:
+                self.stamp = FileStamp.of(path, os.fstat(file.fileno()))
                 self.size = file.seek(0, 2)
                 # An empty file cannot be mapped.
                 self.buffer: mmap.mmap | bytes = (

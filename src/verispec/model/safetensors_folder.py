@@ -20,7 +20,7 @@ import numpy.typing as npt
 from verispec.errors import ModelFileError, UnsupportedModelError
 from verispec.model.blocks import to_float32
 from verispec.model.fields import quoted
-from verispec.model.file_digest import FileContent
+from verispec.model.file_digest import FileStamp
 from verispec.model.mapped_file import MappedFile, Span, check_no_overlap
 
 CONFIG_NAME = "config.json"
@@ -53,11 +53,10 @@ class StoredTensor:
 class SafetensorsFolder:
     """An open model folder. Arrays from `read` stay valid after `close`."""
 
-    def __init__(self, folder: Path, config: bytes, files: list[MappedFile]) -> None:
+    def __init__(self, folder: Path, config: MappedFile, files: list[MappedFile]) -> None:
         self.folder = folder
-        self._config_bytes = config
-        self._files = files
-        self.config: Mapping[str, Any] = MappingProxyType(parse_json(config, folder / CONFIG_NAME))
+        self._files = [config, *files]
+        self.config: Mapping[str, Any] = MappingProxyType(_read_small(config))
         self.tensors: Mapping[str, StoredTensor] = MappingProxyType(_merge([_read_header(file) for file in files]))
 
     @classmethod
@@ -65,8 +64,8 @@ class SafetensorsFolder:
         """Open a model folder, or one .safetensors file that has its config.json beside it."""
         path = Path(path)
         if path.is_file():
-            return cls(path.parent, _read_small(path.parent / CONFIG_NAME), [MappedFile(path)])
-        config = _read_small(path / CONFIG_NAME)
+            return cls(path.parent, MappedFile(path.parent / CONFIG_NAME), [MappedFile(path)])
+        config = MappedFile(path / CONFIG_NAME)
         if (path / INDEX_NAME).is_file():
             return cls._open_sharded(path, config)
         if (path / WEIGHTS_NAME).is_file():
@@ -74,9 +73,9 @@ class SafetensorsFolder:
         raise ModelFileError(f"{path}: has neither {WEIGHTS_NAME} nor {INDEX_NAME}")
 
     @classmethod
-    def _open_sharded(cls, path: Path, config: bytes) -> "SafetensorsFolder":
+    def _open_sharded(cls, path: Path, config: MappedFile) -> "SafetensorsFolder":
         index_path = path / INDEX_NAME
-        placed = _parse_weight_map(_read_small(index_path), index_path)
+        placed = _weight_map(MappedFile(index_path))
         folder = cls(path, config, [MappedFile(path / name) for name in sorted(set(placed.values()))])
         for name in placed.keys() | folder.tensors.keys():
             said = placed.get(name)
@@ -98,10 +97,9 @@ class SafetensorsFolder:
         stored = self.tensors[name]
         return stored.file.bytes_at(stored.offset, stored.nbytes).reshape(stored.shape[0], -1)
 
-    def contents(self) -> list[FileContent]:
-        """config.json and every weight file, these in the order of their names."""
-        weights = (FileContent(file.path, file.bytes_at(0, file.size).data) for file in self._files)
-        return [FileContent(self.folder / CONFIG_NAME, memoryview(self._config_bytes)), *weights]
+    def stamps(self) -> list[FileStamp]:
+        """Those of config.json and of every weight file, these in the order of their names."""
+        return [file.stamp for file in self._files]
 
     def close(self) -> None:
         """Release the files; each is unmapped when the last array from `read` that needs it is gone."""
@@ -139,21 +137,14 @@ def parse_json(data: bytes, where: Path) -> dict[str, Any]:
     return value
 
 
-def _read_small(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            nbytes = file.seek(0, 2)
-            if nbytes > _MAX_JSON_NBYTES:
-                raise ModelFileError(f"{path}: {nbytes} bytes of JSON; the limit is {_MAX_JSON_NBYTES}")
-            file.seek(0)
-            # `read` allocates all it is asked for, so it is asked for no more than there is.
-            return file.read(nbytes)
-    except (OSError, ValueError) as error:
-        raise ModelFileError(f"{path}: cannot be read: {error}") from error
+def _read_small(file: MappedFile) -> dict[str, Any]:
+    if file.size > _MAX_JSON_NBYTES:
+        raise ModelFileError(f"{file.path}: {file.size} bytes of JSON; the limit is {_MAX_JSON_NBYTES}")
+    return parse_json(file.buffer[:], file.path)
 
 
-def _parse_weight_map(data: bytes, where: Path) -> dict[str, str]:
-    placed = parse_json(data, where).get("weight_map")
+def _weight_map(index: MappedFile) -> dict[str, str]:
+    where, placed = index.path, _read_small(index).get("weight_map")
     if not isinstance(placed, dict) or not placed:
         raise ModelFileError(f"{where}: weight_map must be a non-empty object")
     for name, file_name in placed.items():

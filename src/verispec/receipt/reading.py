@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 
 from verispec.errors import InputError
 from verispec.model.fields import quoted
-from verispec.model.file_digest import BLOCK_HASH_DIGITS, FileDigest
+from verispec.model.file_digest import CHECKSUM_DIGITS, FileDigest
 from verispec.receipt.values import (
     FORMAT,
     MAX_NAME_CHARS,
@@ -47,7 +47,7 @@ _HEX = re.compile(r"[0-9a-f]*")
 def parse(text: str | bytes, *, name: str = "the receipt") -> Receipt:
     """The receipt that this JSON is. Raises InputError, one sentence that names the field."""
     data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
-    whole = load_object(data, name=name, example='{"format": 1, ...}')
+    whole = load_object(data, name=name, example='{"format": 2, ...}')
     # Before the rest: a receipt of another format may have other fields.
     if whole.get("format") != FORMAT or isinstance(whole["format"], bool):
         raise InputError(f"{name}: format must be {FORMAT}, not {quoted(whole.get('format'))}")
@@ -168,7 +168,7 @@ def _file(table: _Table) -> FileDigest:
         name=name,
         nbytes=table.integer("nbytes", 0, 2**63 - 1),
         sha256=table.digest("sha256", _SHA256_DIGITS),
-        blocks=tuple(table.digests("blocks", BLOCK_HASH_DIGITS)),
+        blocks=tuple(table.digests("blocks", CHECKSUM_DIGITS)),
     )
 
 

@@ -21,7 +21,7 @@ from verispec.model.file_digest import FileDigest
 from verispec.model.identity import ModelIdentity
 from verispec.types import FinishReason, SampleOutput, SamplingParams, TokenLogprob
 
-FORMAT = 1
+FORMAT = 2
 BLOCK_LEN = 32  # positions that one link of the chain stands for
 SEAL_DIGITS = 16
 MAX_NAME_CHARS = 255
