@@ -1,5 +1,6 @@
 // The C interface: threads, the choice of an instruction set, and one call per pass. Compiled for every CPU alike.
 #include "api.h"
+#include "pack.h"
 
 #include <algorithm>
 #include <atomic>
@@ -182,7 +183,7 @@ static const Table* find(const char* name) {
 
 using namespace vs;
 
-VS_API int vs_abi() { return 1; }
+VS_API int vs_abi() { return 2; }
 
 // "" is the best instruction set here; null if it is unknown, or unknown to this CPU.
 VS_API Engine* vs_create(const char* isa, int num_threads) {
@@ -193,6 +194,13 @@ VS_API Engine* vs_create(const char* isa, int num_threads) {
 VS_API void vs_destroy(Engine* engine) { delete engine; }
 
 VS_API const char* vs_isa(const Engine* engine) { return engine->table->name; }
+
+// Weights in the kernels' layout. False if a scale, or a float weight, is not finite.
+VS_API int vs_pack(Engine* engine, const StoredMatrix* matrix, uint8_t* out) {
+  int32_t num_bad = 0;
+  engine->pool.run(1, [&](Crew crew) { pack(crew, *matrix, out, &num_bad); });
+  return num_bad == 0;
+}
 
 // Hidden states of all rows, [num_rows][hidden].
 VS_API void vs_forward(Engine* engine, const Model* model, const Rows* rows, const Store* store,

@@ -2,8 +2,8 @@
 
     python native/build.py [--sanitize] [--portable] [--selftest] OUTPUT
 
-One object per instruction set the compiler knows, and one for the interface; the library picks at run time. Contraction
-into fused multiply-add is off: it would change bits from CPU to CPU.
+One object per instruction set the compiler knows, and two for every CPU alike; the library picks at run time.
+Contraction into fused multiply-add is off: it would change bits from CPU to CPU.
 """
 
 from __future__ import annotations
@@ -71,12 +71,13 @@ def build(
         with ThreadPoolExecutor() as pool:  # the compiler is a process of its own
             built = [name for name, done in zip(sets, pool.map(compiles, sets), strict=True) if done]
         objects = [str(units[name]) for name in built]
-        interface = Path(folder) / "api.o"
         known = [f"-DVS_HAS_{name.upper()}" for name in built if name != "portable"]
-        _run([*command, *flags, *known, "-c", str(HERE / "api.cpp"), "-o", str(interface)])
+        for name in ("api", "pack"):  # for every CPU alike
+            objects.append(str(Path(folder) / f"{name}.o"))
+            _run([*command, *flags, *known, "-c", str(HERE / f"{name}.cpp"), "-o", objects[-1]])
         library = Path(folder) / "library.so"
         link = ["-static", str(HERE / "selftest.cpp")] if selftest else ["-shared"]
-        _run([*command, *flags, *link, *objects, str(interface), "-o", str(library)])
+        _run([*command, *flags, *link, *objects, "-o", str(library)])
         output.parent.mkdir(parents=True, exist_ok=True)
         partial = output.with_suffix(".partial")
         shutil.copy(library, partial)

@@ -196,7 +196,7 @@ class LLM:
             self.identity = ModelIdentity.of(checkpoints[0], name=label(model, paths[0]))
             self.architecture: Architecture = checkpoints[0].architecture
             set_up = BackendOptions(config.num_slots, max_running, threads, weights, kv_dtype)
-            self._backend: Backend = make_backend(backend, checkpoints, set_up)
+            self._backend: Backend = make_backend(backend, checkpoints, set_up, progress=report)
         self.calibration: Calibration = calibrate(
             self._backend, cache_dir=cache_dir(), family=family, fresh=fresh_audit, progress=report
         )

@@ -20,7 +20,7 @@ from verispec.backends import native_library as native
 from verispec.backends.audit import audit
 from verispec.backends.native_backend import _sampling
 from verispec.backends.native_model import StoredModel
-from verispec.backends.native_pack import pack, to_q8
+from verispec.backends.native_pack import pack
 from verispec.errors import InputError, ModelFileError, UnsupportedModelError
 from verispec.model.blocks import FORMATS, StoredTensor, to_float32
 from verispec.model.elementary import power, sin_cos
@@ -38,12 +38,8 @@ def stored(type_name: str, num_out: int, num_in: int, seed: int = 0) -> StoredTe
     """Random weights in the type's own blocks; the K types are made of random bytes with sensible scales."""
     rng = np.random.default_rng(seed)
     values = rng.standard_normal((num_out, num_in)).astype(np.float32)
-    if type_name == "F32":
-        return StoredTensor("F32", values.view(np.uint8))
-    if type_name == "F16":
-        return StoredTensor("F16", values.astype(np.float16).view(np.uint8))
-    if type_name == "BF16":
-        return StoredTensor("BF16", (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8))
+    if type_name in EXACT_TYPES:
+        return stored_floats(type_name, values)
     fmt = FORMATS[type_name]
     if not type_name.endswith("_K"):
         return StoredTensor(type_name, quants.quantize(values, GGMLQuantizationType(fmt.type_id)))
@@ -56,12 +52,18 @@ def stored(type_name: str, num_out: int, num_in: int, seed: int = 0) -> StoredTe
     return StoredTensor(type_name, blocks.reshape(num_out, -1))
 
 
+def stored_floats(type_name: str, values: np.ndarray) -> StoredTensor:
+    if type_name == "BF16":
+        return StoredTensor("BF16", (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8))
+    return StoredTensor(type_name, values.astype(np.float16 if type_name == "F16" else np.float32).view(np.uint8))
+
+
 class Product:
     """A packed matrix and a set of threads."""
 
     def __init__(self, tensor: StoredTensor, isa: str = "", threads: int = 1, path: Path | None = None) -> None:
-        self.packed = pack(tensor)
         self.kernels = native.Kernels(threads, isa, path)
+        self.packed = pack(tensor, self.kernels)
         address = native.address(self.packed.data)
         self.matrix = native.Matrix(self.packed.format, self.packed.num_out, self.packed.num_in, address)
 
@@ -287,7 +289,7 @@ def test_the_audit_finds_one_family_of_all_shapes(smollm2_path: Path) -> None:
 
 def test_a_type_without_a_kernel_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedModelError, match="no kernel for Q3_K"):
-        pack(StoredTensor("Q3_K", np.zeros((16, 110), np.uint8)))
+        pack(StoredTensor("Q3_K", np.zeros((16, 110), np.uint8)), native.Kernels(1))
 
 
 def test_scales_that_are_not_finite_are_refused(smollm2_path: Path) -> None:
@@ -303,16 +305,57 @@ def test_scales_that_are_not_finite_are_refused(smollm2_path: Path) -> None:
 
         model = StoredModel(checkpoint.architecture, checkpoint.tensor, spoilt)
         with pytest.raises((InputError, ModelFileError), match="not finite"):
-            model.matrix("layers.0.q")
+            model.matrix("layers.0.q", native.Kernels(1))
 
 
-def test_weights_become_q8_only_on_request() -> None:
-    values = np.random.default_rng(9).standard_normal((40, 64)).astype(np.float32)
-    tensor = to_q8(values)
-    assert tensor.type_name == "Q8_0"
-    back = to_float32(tensor.data, "Q8_0")
-    assert np.abs(back - values).max() < np.abs(values).max() / 127
-    assert to_float32(to_q8(np.zeros((16, 32), np.float32)).data, "Q8_0").tolist() == np.zeros((16, 32)).tolist()
+@pytest.mark.parametrize("type_name", EXACT_TYPES)
+@pytest.mark.parametrize("size", [1.0, 1e-7, 1e-30, 1e5])
+def test_weights_become_q8_on_request_by_one_rule(type_name: str, size: float) -> None:
+    """d is max|x| / 127 as float16, and the integers are x / d to the nearest; tiny blocks become zeros."""
+    values = np.random.default_rng(9).standard_normal((40, 64)).astype(np.float32) * np.float32(size)
+    values[3] = 0.0
+    if type_name == "F16":
+        values = np.clip(values, -60000, 60000).astype(np.float16).astype(np.float32)
+    kept = stored_floats(type_name, values)
+    blocks = to_float32(kept.data, type_name).reshape(40, 2, 32)
+    scales = (np.abs(blocks).max(axis=-1) / np.float32(127)).astype(np.float16)
+    wide = scales.astype(np.float32)[..., None]
+    inverse = np.divide(np.float32(1), wide, out=np.zeros_like(wide), where=wide > 0)
+    integers = np.clip(np.rint(blocks * inverse), -127, 127).astype(np.int8)
+    by_rule = np.concatenate([scales[..., None].view(np.uint8), integers.view(np.uint8)], axis=-1).reshape(40, -1)
+    kernels = native.Kernels(2)
+    quantised, expected = pack(kept, kernels, quantises=True), pack(StoredTensor("Q8_0", by_rule), kernels)
+    assert quantised.data.tobytes() == expected.data.tobytes()
+    assert quantised[:3] == expected[:3]
+    assert pack(kept, kernels)[:3] != expected[:3]
+
+
+def test_rows_that_are_no_whole_blocks_stay_as_they_are() -> None:
+    kept = stored("F32", 16, 40)
+    assert pack(kept, native.Kernels(1), quantises=True)[:3] == (0, 16, 40)
+
+
+@pytest.mark.parametrize("type_name", TYPES)
+def test_threads_pack_the_same_bytes(type_name: str) -> None:
+    tensor = stored(type_name, 83, 512)
+    packed = {pack(tensor, native.Kernels(threads)).data.tobytes() for threads in (1, 2, 3, 7)}
+    assert len(packed) == 1
+
+
+@pytest.mark.parametrize("type_name", TYPES)
+@pytest.mark.parametrize("quantises", [False, True])
+def test_what_is_not_finite_is_seen_wherever_it_stands(type_name: str, quantises: bool) -> None:
+    """A scale, or a float weight, of the last row and block; and none is seen where there is none."""
+    tensor = stored(type_name, 83, 512)
+    assert pack(tensor, native.Kernels(2), quantises=quantises).is_finite
+    spoilt = tensor.data.copy()
+    at, nan = {"Q6_K": -2, "F32": -4, "F16": -2, "BF16": -2}.get(type_name, -FORMATS[type_name].block_nbytes), np.nan
+    bits = (
+        np.array([nan], np.float32).view(np.uint8) if type_name == "F32" else np.array([nan], np.float16).view(np.uint8)
+    )
+    bits = np.array([0xC0, 0x7F], np.uint8) if type_name == "BF16" else bits
+    spoilt[-1, len(spoilt[-1]) + at :][: len(bits)] = bits
+    assert not pack(StoredTensor(type_name, spoilt), native.Kernels(2), quantises=quantises).is_finite
 
 
 def test_bad_arguments_raise() -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verispec.backends import native_library as native
-from verispec.backends.audit import KernelProbe
+from verispec.backends.audit import KernelProbe, Progress, no_progress
 from verispec.backends.blas import cpu_name, num_cores
 from verispec.backends.checks import check_pass
 from verispec.backends.native_model import NativeModel, StoredModel
@@ -64,6 +64,7 @@ class NativeBackend:
         threads: int | None = None,
         kv_dtype: str = "float16",
         isa: str = "",
+        progress: Progress = no_progress,
     ) -> None:
         arch = models[0].architecture
         # The target's alone: beyond its own context a draft model guesses badly, which is no reason to end a request.
@@ -77,7 +78,13 @@ class NativeBackend:
         self._quantises = tuple(m.quantises for m in models)
         self._num_threads = num_cores() if threads is None else threads
         self._kernels = native.Kernels(self._num_threads, isa)
-        self._models = [NativeModel(m, context_len=context_len, kv_is_half=kv_dtype == "float16") for m in models]
+        self._models = [
+            NativeModel(
+                model, self._kernels, context_len=context_len, kv_is_half=kv_dtype == "float16",
+                progress=partial(_report, progress, i, len(models)),
+            )
+            for i, model in enumerate(models)
+        ]  # fmt: skip
         self._stores = [_KVStore(m.architecture, num_slots, kv_dtype) for m in models]
         self._table = np.zeros((num_seq_rows + 1, context_len), np.int32)
 
@@ -294,6 +301,10 @@ class NativeBackend:
         """End the threads; drop weights and stores."""
         self._kernels.close()
         self._models, self._stores = [], []
+
+
+def _report(progress: Progress, index: int, num_models: int, share: float) -> None:
+    progress("loading", (index + share) / num_models)
 
 
 class _KVStore:

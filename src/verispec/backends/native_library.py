@@ -17,13 +17,22 @@ from numpy.typing import NDArray
 from verispec.errors import InputError
 
 PATH = Path(__file__).with_name("_native.so")
-ABI = 1
+ABI = 2
 
 
 class Matrix(Structure):
     """A packed matrix."""
 
     _fields_ = [("format", c_int32), ("num_out", c_int32), ("num_in", c_int32), ("data", c_void_p)]
+
+
+class StoredMatrix(Structure):
+    """A matrix as its file has it; `type` is ggml's number."""
+
+    _fields_ = [
+        *((name, c_int32) for name in ("type", "num_out", "num_in", "quantises")),
+        ("rows", c_void_p),
+    ]
 
 
 class Layer(Structure):
@@ -93,6 +102,7 @@ _SIGNATURES = {
     "vs_create": (c_void_p, [c_char_p, c_int]),
     "vs_destroy": (None, [c_void_p]),
     "vs_isa": (c_char_p, [c_void_p]),
+    "vs_pack": (c_int, [c_void_p, POINTER(StoredMatrix), c_void_p]),
     "vs_forward": (None, [c_void_p, POINTER(Model), POINTER(RowArrays), POINTER(Store), c_void_p, c_void_p, c_void_p]),
     "vs_logits": (None, [c_void_p, POINTER(Model), c_void_p, c_int, c_void_p, c_void_p]),
     "vs_normalisers": (None, [c_void_p, c_void_p, c_int, c_int, c_void_p]),
@@ -153,10 +163,11 @@ class Kernels:
         """The instruction set in use."""
         return str(self._library.vs_isa(self._handle).decode())
 
-    def call(self, name: str, *arguments: object) -> None:
-        """Run one function of the library; arrays are passed by address."""
+    def call(self, name: str, *arguments: object) -> int | None:
+        """Run one function of the library, give its result if it has one; arrays are passed by address."""
         converted = [address(a) if isinstance(a, np.ndarray) else a for a in arguments]
-        getattr(self._library, name)(self._handle, *converted)
+        result: int | None = getattr(self._library, name)(self._handle, *converted)
+        return result
 
     def close(self) -> None:
         """End the threads."""

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verispec.backends import native_library as native
-from verispec.backends.native_pack import BLOCK, PackedMatrix, has_bad_scales, pack, to_q8
+from verispec.backends.native_pack import PackedMatrix, pack
 from verispec.backends.numpy_model import Reader
 from verispec.errors import InputError
 from verispec.model.architecture import Architecture, inverse_frequencies
@@ -22,6 +22,7 @@ from verispec.model.elementary import sin_cos
 
 Float32 = NDArray[np.float32]
 _MAX_HEAD_DIM = 512  # the kernels' buffer for one head
+_ROPE_PIECE = 256  # positions whose sines are made at once: what they need stays in the cache
 _MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 
 
@@ -37,39 +38,43 @@ class StoredModel:
     stored: Callable[[str], StoredTensor] | None = None
     quantises: bool = False
 
-    def matrix(self, name: str) -> PackedMatrix:
+    def matrix(self, name: str, kernels: native.Kernels) -> PackedMatrix:
         """A matrix in the layout of the kernels; the error for one that is not finite names the value."""
-        stored = self._stored(name)
-        packed = pack(stored)
-        if has_bad_scales(packed, stored):
+        packed = pack(self._stored(name), kernels, quantises=self.quantises)
+        if not packed.is_finite:
             self.read(name)
             raise InputError(f"tensor {name} holds values that are not finite")
         return packed
 
     def _stored(self, name: str) -> StoredTensor:
-        found = None if self.stored is None else self.stored(name)
-        if self.quantises and (found is None or found.type_name in ("F32", "F16", "BF16")):
-            values = self.read(name)
-            if values.shape[1] % BLOCK == 0:
-                return to_q8(values)
-        if found is None:
+        if self.stored is None:
             return StoredTensor("F32", np.ascontiguousarray(self.read(name)).view(np.uint8))
-        return found
+        return self.stored(name)
 
 
 class NativeModel:
     """Weights, and `struct`, the kernels' view of them."""
 
-    def __init__(self, model: StoredModel, *, context_len: int, kv_is_half: bool) -> None:
+    def __init__(
+        self,
+        model: StoredModel,
+        kernels: native.Kernels,
+        *,
+        context_len: int,
+        kv_is_half: bool,
+        progress: Callable[[float], None],
+    ) -> None:
         arch = model.architecture
         if arch.head_dim > _MAX_HEAD_DIM:
             raise InputError(f"the native backend takes heads of at most {_MAX_HEAD_DIM} values, not {arch.head_dim}")
         self.architecture = arch
+        self._kernels = kernels
         self._arrays: list[NDArray[np.generic]] = []  # what the structures point to
         self._layers = (native.Layer * arch.num_layers)()
         for i in range(arch.num_layers):
+            progress(i / (arch.num_layers + 1))
             self._fill_layer(self._layers[i], model, i)
-        head = self._matrix(model.matrix("embed" if arch.tied_head else "head"))
+        head = self._matrix(model, "embed" if arch.tied_head else "head")
         self.struct = native.Model(
             num_layers=arch.num_layers,
             hidden=arch.hidden_size,
@@ -83,7 +88,7 @@ class NativeModel:
             layers=ctypes.cast(self._layers, ctypes.POINTER(native.Layer)),
             final_norm=self._floats(model.read("final_norm")),
             head=head,
-            embed=head if arch.tied_head else self._matrix(model.matrix("embed")),
+            embed=head if arch.tied_head else self._matrix(model, "embed"),
             cos_sin=self._floats(_rope_table(arch, context_len)),
         )
         self.nbytes = sum(array.nbytes for array in self._arrays)
@@ -99,14 +104,15 @@ class NativeModel:
             return model.read(f"layers.{index}.{name}")
 
         for name in _MATRICES:
-            setattr(layer, name, self._matrix(model.matrix(f"layers.{index}.{name}")))
+            setattr(layer, name, self._matrix(model, f"layers.{index}.{name}"))
         layer.attn_norm, layer.mlp_norm = self._floats(read("attn_norm")), self._floats(read("mlp_norm"))
         if arch.qkv_bias:
             layer.qkv_bias = self._floats(np.concatenate([read(f"{n}_bias") for n in "qkv"]))
         if arch.qk_norm:
             layer.q_norm, layer.k_norm = self._floats(read("q_norm")), self._floats(read("k_norm"))
 
-    def _matrix(self, packed: PackedMatrix) -> native.Matrix:
+    def _matrix(self, model: StoredModel, name: str) -> native.Matrix:
+        packed = model.matrix(name, self._kernels)
         self._arrays.append(packed.data)
         return native.Matrix(packed.format, packed.num_out, packed.num_in, native.address(packed.data))
 
@@ -118,6 +124,10 @@ class NativeModel:
 
 def _rope_table(arch: Architecture, context_len: int) -> Float32:
     """[context, head_dim]: cosines of each position, then sines."""
-    angles = np.arange(context_len, dtype=np.float64)[:, None] * inverse_frequencies(arch).astype(np.float64)
-    sine, cosine = sin_cos(angles)
-    return np.concatenate([cosine, sine], axis=1).astype(np.float32)
+    frequencies = inverse_frequencies(arch).astype(np.float64)
+    table = np.empty((context_len, 2 * len(frequencies)), np.float32)
+    for first in range(0, context_len, _ROPE_PIECE):
+        piece = table[first : first + _ROPE_PIECE]
+        sine, cosine = sin_cos(np.arange(first, first + len(piece), dtype=np.float64)[:, None] * frequencies)
+        piece[:, : len(frequencies)], piece[:, len(frequencies) :] = cosine, sine
+    return table

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from verispec.backends.audit import Progress, no_progress
 from verispec.backends.protocol import Backend
 from verispec.errors import InputError
 from verispec.model.architecture import Architecture
@@ -51,7 +52,9 @@ def check_name(name: str) -> None:
         raise InputError(f"backend native: {lost}")
 
 
-def make_backend(name: str, checkpoints: Sequence[Checkpoint], options: BackendOptions) -> Backend:
+def make_backend(
+    name: str, checkpoints: Sequence[Checkpoint], options: BackendOptions, *, progress: Progress = no_progress
+) -> Backend:
     """The named backend with the checkpoints' models in it: the target's first, then a draft model's."""
     check_name(name)
     if options.weights not in WEIGHTS:
@@ -77,6 +80,7 @@ def make_backend(name: str, checkpoints: Sequence[Checkpoint], options: BackendO
         num_seq_rows=options.num_seq_rows,
         threads=options.threads,
         kv_dtype=options.kv_dtype or "float16",
+        progress=progress,
     )
 
 

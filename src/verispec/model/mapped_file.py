@@ -46,9 +46,15 @@ class MappedFile:
             raise ModelFileError(f"{path}: cannot be read: {error}") from error
 
     def bytes_at(self, start: int, nbytes: int) -> npt.NDArray[np.uint8]:
-        """A read-only view of bytes that the caller has checked to be inside the file."""
+        """A read-only view of bytes that the caller has checked to be inside the file.
+
+        What was read before leaves this process's memory, though not the system's cache: whoever goes through a model
+        tensor by tensor holds one of them at a time. Older views stay valid.
+        """
         if start + nbytes > len(self.buffer):
             raise ModelFileError(f"{self.path}: is closed")
+        if isinstance(self.buffer, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+            self.buffer.madvise(mmap.MADV_DONTNEED)
         return np.frombuffer(self.buffer, dtype=np.uint8, count=nbytes, offset=start)
 
     def close(self) -> None:
