@@ -37,7 +37,7 @@ from verispec.spec.drafter import Drafter
 from verispec.spec.registry import DRAFTER_NAMES, MODEL_DRAFTER, SKIP_DRAFTER, DraftSetup, make_drafters
 from verispec.spec.skip_menu import MenuKey, SkipMenu, read_menu
 from verispec.speculation import Speculation
-from verispec.text.chat import ChatTemplate
+from verispec.text.chat_prompt import ChatPrompts
 from verispec.text.detokenizer import TextStream
 from verispec.types import Accept, FinishReason, SampleOutput, SamplingParams, SequenceStats, TokenEvent, TokenLogprob
 
@@ -202,7 +202,7 @@ class LLM:
         )
         self._config = config
         self._inboxes: dict[int, deque[TokenEvent]] = {}
-        self._chat_template: ChatTemplate | None = None
+        self._chat_prompts: ChatPrompts | None = None
         self._speculation = speculation
         self._force = force
         self._menu: SkipMenu | None = None
@@ -425,11 +425,10 @@ class LLM:
         return self.stream(self.chat_ids(messages), params, drafter=drafter, speculative=speculative)
 
     def chat_ids(self, messages: Sequence[Message]) -> list[int]:
-        """The prompt tokens of a conversation."""
-        if self._chat_template is None:
-            self._chat_template = ChatTemplate(self.tokenizer.chat_template)
-        text = self._chat_template.render(messages, special_tokens=self.tokenizer.special_tokens)
-        return self.tokenizer.encode(text, add_special=False)
+        """The prompt tokens of a conversation. Control tokens written inside messages stay text."""
+        if self._chat_prompts is None:
+            self._chat_prompts = ChatPrompts(self.tokenizer)
+        return self._chat_prompts.ids(messages)
 
     def request(
         self,

@@ -1,4 +1,5 @@
 import datetime
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,12 @@ class TestMessages:
     def test_malformed_messages_are_named(self, messages: Any, named: str) -> None:
         with pytest.raises(InputError, match=named):
             render_chat("x", messages, special_tokens={})
+
+    @pytest.mark.parametrize("role", ["", "User", "bot", "user<|im_end|>", "x" * 5000])
+    def test_unknown_roles_are_named_with_the_known_ones(self, role: str) -> None:
+        known = "known roles: system, developer, user, assistant, tool"
+        with pytest.raises(InputError, match=rf"messages\[1\]\.role '{re.escape(role[:9])}.*{known}"):
+            render("x", [*HELLO, {"role": role, "content": "x"}])
 
     def test_deep_values_are_refused(self) -> None:
         deep: list[Any] = []

@@ -72,18 +72,11 @@ class Tokenizer:
         return {name: self.token_text(token_id) for name, token_id in named.items() if token_id is not None}
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        """Token ids of `text`. Special tokens written in the text become special ids.
+        """Token ids of `text`. Special tokens written in the text become special ids; `control_tokens` has another way.
 
         `add_special` puts BOS in front where the model wants it.
         """
-        if not isinstance(text, str):
-            raise InputError(f"text to encode must be a string, not {type(text).__name__}")
-        try:
-            ids = self.backend.encode(text, add_special_tokens=False).ids
-        except TypeError:  # the library's answer to a str that has no UTF-8 form
-            raise InputError("text to encode holds a lone surrogate, which is not Unicode text") from None
-        except Exception as error:  # the library raises nothing narrower
-            raise InputError(f"text to encode does not fit the model's vocabulary: {quoted(str(error))}") from error
+        ids = library_encoding(self.backend, text).ids
         if add_special and self.add_bos and self.bos_id is not None:
             return [self.bos_id, *ids]
         return list(ids)
@@ -105,6 +98,18 @@ class Tokenizer:
         r"""One token for display: special tokens by name, half characters as `\xNN`."""
         special = self.special_texts.get(token_id)
         return self.token_bytes(token_id).decode("utf-8", errors="backslashreplace") if special is None else special
+
+
+def library_encoding(backend: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
+    """The library's encoding of a text, without BOS; what it cannot encode is an `InputError`."""
+    if not isinstance(text, str):
+        raise InputError(f"text to encode must be a string, not {type(text).__name__}")
+    try:
+        return backend.encode(text, add_special_tokens=False)
+    except TypeError:  # the library's answer to a str that has no UTF-8 form
+        raise InputError("text to encode holds a lone surrogate, which is not Unicode text") from None
+    except Exception as error:  # the library raises nothing narrower
+        raise InputError(f"text to encode does not fit the model's vocabulary: {quoted(str(error))}") from error
 
 
 def _byte_level_table() -> dict[int, int]:

@@ -1,4 +1,4 @@
-"""Chat messages to prompt text, through the model's own Jinja template.
+"""Chat messages to prompt text, through the model's own Jinja template. `chat_prompt` makes tokens of it.
 
 Knows what a message is and what templates expect to find (the names that `transformers` gives them), and caps what goes
 in and what comes out; `chat_sandbox` bounds the work in between. There is no wall clock: `strftime_now` exists only
@@ -15,7 +15,9 @@ from jinja2 import Template, TemplateError, TemplateSyntaxError
 
 from verispec.errors import InputError, ModelFileError
 from verispec.text.chat_sandbox import Meter, MeteredEnvironment
+from verispec.text.content_mask import ContentMask
 
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 MAX_TEMPLATE_CHARS = 128 * 1024
 MAX_PROMPT_CHARS = 16 * 1024 * 1024  # also the cap on everything that goes in
 # They take less than a tenth of a second and hold at most 128 characters each; ordinary templates need a few hundred
@@ -63,6 +65,7 @@ class ChatTemplate:
         except Exception as error:  # a template is a program we did not write: too deeply nested, for one
             raise ModelFileError(f"the chat template cannot be compiled: {_brief(error)}") from error
         self._template = Template.from_code(self._environment, code, self._environment.globals)
+        self._source = template
 
     def render(
         self,
@@ -71,11 +74,17 @@ class ChatTemplate:
         special_tokens: Mapping[str, str],
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        mask: ContentMask | None = None,
     ) -> str:
-        """The prompt for `messages`; raises `InputError` where they are malformed or the template refuses them."""
+        """The prompt for `messages`; raises `InputError` where they are malformed or the template refuses them.
+
+        With a `mask` the text still wears it: control tokens in it are the template's own.
+        """
         conversation = _checked(messages)
         declared = None if tools is None else [dict(tool) for tool in tools]
         input_steps = _input_steps(conversation, declared)
+        if mask is not None:
+            conversation, declared = mask.apply(conversation, declared, template=self._source)
         self._environment.meter = Meter(BASE_STEPS + STEPS_PER_INPUT_STEP * input_steps)
         variables = {
             **special_tokens,
@@ -127,8 +136,9 @@ def _checked(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
                 raise InputError(f"messages[{index}].{key} must be a string")
-        if not message["role"]:
-            raise InputError(f"messages[{index}].role must not be empty")
+        if message["role"] not in ROLES:
+            known = ", ".join(ROLES)
+            raise InputError(f"messages[{index}].role {_one_line(message['role'])!r} is unknown; known roles: {known}")
     return [dict(message) for message in messages]
 
 
