@@ -147,8 +147,8 @@ def cached_prefixes(engine: Engine) -> Iterator[tuple[Prefix, int]]:
         while stack:
             path, node = stack.pop()
             for i, slot in enumerate(node.slots):
-                yield path + node.token_ids[: i + 1], slot
-            stack += [(path + node.token_ids, child) for child in node.children.values()]
+                yield (*path, *node.token_ids[: i + 1]), slot
+            stack += [((*path, *node.token_ids), child) for child in node.children.values()]
 
 
 class Stream:

@@ -290,6 +290,32 @@ def test_releasing_the_caches_reference_raises_and_changes_nothing(pool: SlotPoo
     pool.check()
 
 
+def test_a_watched_slot_is_reported_once_when_only_the_cache_holds_it(pool: SlotPool) -> None:
+    slots = owned(pool, 3)
+    pool.mark_cached(slots)
+    pool.retain(slots)
+    pool.watch(slots[0])
+    pool.watch(slots[2])
+    pool.release(slots)
+    assert pool.take_unheld() == []
+    pool.release(slots)
+    assert pool.take_unheld() == [slots[0], slots[2]]
+    assert pool.take_unheld() == []
+    pool.retain(slots)
+    pool.release(slots)
+    assert pool.take_unheld() == [], "it is watched no more"
+    pool.check()
+
+
+def test_only_a_cached_slot_that_others_hold_can_be_watched(pool: SlotPool) -> None:
+    slots = owned(pool, 2)
+    pool.mark_cached(slots[:1])
+    pool.release(slots[:1])
+    for slot in slots:
+        with pytest.raises(ValueError, match="both cached and held"):
+            pool.watch(slot)
+
+
 def test_extend_is_all_or_none(pool: SlotPool) -> None:
     lease = leased(pool, 6)
     assert not pool.extend(lease, 3)
@@ -326,6 +352,10 @@ def _miscount_evictable(pool: SlotPool) -> None:
     pool._num_cached_only += 1
 
 
+def _watch_what_nobody_holds(pool: SlotPool) -> None:
+    pool._watched.add(NUM_RESERVED)
+
+
 @pytest.mark.parametrize(
     ("corrupt", "problem"),
     [
@@ -336,6 +366,7 @@ def _miscount_evictable(pool: SlotPool) -> None:
         (_lease_a_slot_twice, "a leased slot has two owners"),
         (_share_a_leased_slot, "a leased slot has two owners"),
         (_miscount_evictable, "the evictable count is off"),
+        (_watch_what_nobody_holds, "a watched slot is held by the prefix cache alone"),
     ],
 )
 def test_control_check_sees_each_problem(pool: SlotPool, corrupt: Callable[[SlotPool], None], problem: str) -> None:

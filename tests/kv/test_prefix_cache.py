@@ -1,5 +1,6 @@
 """RadixPrefixCache against a brute-force model: every cached prefix, its slot, its stores and its last use."""
 
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -265,6 +266,92 @@ def test_a_node_in_use_is_never_evicted(cache: RadixPrefixCache, pool: SlotPool)
     assert pool.num_free == pool.num_slots
 
 
+def num_calls(evict: Callable[[], int]) -> int:
+    """How many functions run while something is evicted."""
+    count = 0
+
+    def note(frame: object, event: str, arg: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
+        evict()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize("num_held", [0, 50])
+def test_eviction_costs_what_it_frees_however_large_the_tree(num_held: int) -> None:
+    """The same work with 100 and with 3000 nodes, also where the oldest are held: they are passed over once."""
+
+    def cost(num_nodes: int) -> list[int]:
+        pool = SlotPool(num_nodes * 3)
+        cache = RadixPrefixCache(pool)
+        for i in range(num_nodes):
+            held = cache.publish((i % 10, i, i), computed(pool, 3), (3,))
+            if i >= num_held:
+                pool.release(held)
+        cache.evict(1)  # passes over what is held
+        return [num_calls(lambda: cache.evict(1)) for _ in range(20)]
+
+    assert cost(3000) == cost(100)
+
+
+def test_what_was_passed_over_while_held_is_evicted_in_its_turn(cache: RadixPrefixCache, pool: SlotPool) -> None:
+    texts = [(i, i) for i in range(6)]
+    held = [cache.publish(text, computed(pool, 2), (2, 0)) for text in texts]
+    for i in (4, 5):
+        pool.release(held[i])
+    assert cache.evict(1) == 1  # passes over 0 to 3
+    order = []
+    for released in (2, 0, 1, 3):
+        pool.release(held[released])
+        cache.check()
+        before = set(cache.slots())
+        assert cache.evict(1) == 1
+        cache.check()
+        order += [held.index(slots) for slots in held if (before - set(cache.slots())) & set(slots)]
+    assert order == [2, 0, 0, 1], "each time the oldest that nobody holds"
+    pool.release(cache.match((1,), limit=1).slots)  # what is left of 1 becomes the newest
+    assert cache.evict(6) == 6
+    assert set(cache.slots()) == {held[1][0]}
+
+
+def test_a_node_held_again_is_not_evicted(cache: RadixPrefixCache, pool: SlotPool) -> None:
+    held = cache.publish((1, 2), computed(pool, 2), (2, 0))
+    assert cache.evict(1) == 0
+    pool.release(held)
+    assert cache.match((1, 2), limit=2).slots == held
+    assert cache.evict(1) == 0
+    pool.release(held)
+    pool.retain(held)  # behind the cache's back
+    assert cache.evict(1) == 0
+    cache.check()
+    pool.release(held)
+    assert cache.evict(9) == 2
+
+
+def test_tenants_share_nothing(cache: RadixPrefixCache, pool: SlotPool) -> None:
+    mine, yours = (cache.publish((1, 2, 3), computed(pool, 3), (3, 0), salt=salt) for salt in ("mine", "yours"))
+    assert not set(mine) & set(yours)
+    assert cache.match((1, 2, 3), limit=3) == ([], (0, 0))
+    hit = cache.match((1, 2, 9), limit=3, salt="yours")
+    assert hit.slots == yours[:2]
+    cache.check()
+    for slots in (mine, yours, hit.slots):
+        pool.release(slots)
+    assert cache.evict(4) == 4, "one order of eviction for all"
+    assert set(cache.slots()) == set(yours[:2])
+    assert cache.evict(9) == 2
+    assert pool.num_free == pool.num_slots
+    assert list(cache._roots) == [""], "a tenant whose prefixes are gone is forgotten"
+    cache.publish((), [], (0, 0), salt="mine")
+    cache.match((1,), limit=1, salt="yours")
+    assert list(cache._roots) == [""]
+
+
 def test_no_cache_keeps_nothing(pool: SlotPool) -> None:
     cache, slots = NoPrefixCache(num_stores=2), computed(pool, 3)
     assert cache.publish((1, 2, 3), slots, (3, 0)) == slots
@@ -288,7 +375,25 @@ def _misfile(cache: RadixPrefixCache, pool: SlotPool) -> None:
 
 
 def _lose_a_token(cache: RadixPrefixCache, pool: SlotPool) -> None:
-    cache._root.children[1].token_ids = (1,)
+    cache._root.children[1].token_ids = [1]
+
+
+def _hold_a_part(cache: RadixPrefixCache, pool: SlotPool) -> None:
+    pool.retain(cache._root.children[1].slots[:1])
+
+
+def _use_a_child_alone(cache: RadixPrefixCache, pool: SlotPool) -> None:
+    cache.match((1,), limit=1)
+    (child,) = cache._root.children[1].children.values()
+    child.last_used = cache._clock + 1
+
+
+def _lose_a_place(cache: RadixPrefixCache, pool: SlotPool) -> None:
+    cache._by_use.popitem()
+
+
+def _swap_places(cache: RadixPrefixCache, pool: SlotPool) -> None:
+    cache._by_use.move_to_end(cache._root.children[1])
 
 
 def _lose_the_target(cache: RadixPrefixCache, pool: SlotPool) -> None:
@@ -303,6 +408,10 @@ def _lose_the_target(cache: RadixPrefixCache, pool: SlotPool) -> None:
         (_misfile, "wrong token"),
         (_lose_a_token, "malformed"),
         (_lose_the_target, "no valid target"),
+        (_hold_a_part, "a part of a cached node is held"),
+        (_use_a_child_alone, "without its parent"),
+        (_lose_a_place, "twice or not at all"),
+        (_swap_places, "order of eviction is wrong"),
     ],
 )
 def test_control_check_sees_each_problem(

@@ -263,8 +263,8 @@ class Watched:
             while stack:
                 path, node = stack.pop()
                 for i, slot in enumerate(node.slots):
-                    yield path + node.token_ids[: i + 1], slot
-                stack += [(path + node.token_ids, child) for child in node.children.values()]
+                    yield (*path, *node.token_ids[: i + 1]), slot
+                stack += [((*path, *node.token_ids), child) for child in node.children.values()]
 
     def _stream(self, sequence: EngineSequence) -> Stream:
         return self.streams[sequence.request_id][sequence.sample_key.sample_index]

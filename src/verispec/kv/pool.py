@@ -2,7 +2,8 @@
 
 The pool knows nothing of tensors, sequences or tokens. A slot is free, leased (scratch, one owner), or held
 with one or more references by sequences and by the prefix cache. A slot with more than one reference is never written;
-only a lease may be written at all. `check()` verifies the books.
+only a lease may be written at all. `check()` verifies the books. No operation walks over slots that it
+was not given, so none becomes slower with the size of the pool.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ class SlotPool:
         self._refs = [0] * total
         self._cached = [False] * total
         self._num_cached_only = 0  # slots whose single reference is the prefix cache's
+        self._watched: set[int] = set()  # cached slots that others hold, to be reported when they let go
+        self._unheld: list[int] = []  # watched slots that only the prefix cache holds now
         self._leases: dict[int, Lease] = {}
 
     @property
@@ -63,10 +66,12 @@ class SlotPool:
         self._check_open(lease)
         if count > len(self._free):
             return False
-        for _ in range(count):
-            slot = self._free.pop()
-            self._refs[slot] = 1
-            lease.slots.append(slot)
+        if count > 0:
+            taken = self._free[: -count - 1 : -1]
+            del self._free[-count:]
+            for slot in taken:
+                self._refs[slot] = 1
+            lease.slots += taken
         return True
 
     def commit(self, lease: Lease, indices: Sequence[int]) -> list[int]:
@@ -108,50 +113,73 @@ class SlotPool:
 
     def retain(self, slots: Iterable[int]) -> None:
         """Add one reference to each slot, which must be held."""
+        refs, cached = self._refs, self._cached
         for slot in slots:
-            if self._refs[slot] < 1:
-                raise ValueError(f"slot {slot} is free and cannot be shared")
-            self._move(slot, self._refs[slot] + 1)
+            before = refs[slot]
+            if before < 2:
+                if before < 1:
+                    raise ValueError(f"slot {slot} is free and cannot be shared")
+                self._num_cached_only -= cached[slot]
+            refs[slot] = before + 1
 
     def release(self, slots: Iterable[int]) -> None:
         """Drop one reference from each slot; a slot without references becomes free."""
+        refs, cached = self._refs, self._cached
         for slot in slots:
-            if self._refs[slot] < 1:
-                raise ValueError(f"slot {slot} is free already")
-            if self._refs[slot] == 1 and self._cached[slot]:
-                raise ValueError(f"slot {slot} is in the prefix cache, which still counts on it")
-            self._move(slot, self._refs[slot] - 1)
-            if self._refs[slot] == 0:
-                self._free.append(slot)
+            left = refs[slot] - 1
+            if left < 2:
+                if left < 0:
+                    raise ValueError(f"slot {slot} is free already")
+                if left == 0:
+                    if cached[slot]:
+                        raise ValueError(f"slot {slot} is in the prefix cache, which still counts on it")
+                    self._free.append(slot)
+                elif cached[slot]:
+                    self._num_cached_only += 1
+                    if slot in self._watched:
+                        self._watched.remove(slot)
+                        self._unheld.append(slot)
+            refs[slot] = left
 
     def mark_cached(self, slots: Iterable[int]) -> None:
         """Take one reference for the prefix cache."""
         for slot in slots:
             if self._cached[slot]:
                 raise ValueError(f"slot {slot} is cached already")
-            self.retain((slot,))
+            if self._refs[slot] < 1:
+                raise ValueError(f"slot {slot} is free and cannot be shared")
             self._cached[slot] = True
+            self._refs[slot] += 1
 
     def unmark_cached(self, slots: Iterable[int]) -> None:
         """Drop the prefix cache's reference."""
         for slot in slots:
             if not self._cached[slot]:
                 raise ValueError(f"slot {slot} is not cached")
-            if self._refs[slot] == 1:
-                self._num_cached_only -= 1
             self._cached[slot] = False
+            self._watched.discard(slot)
             self._refs[slot] -= 1
             if self._refs[slot] == 0:
+                self._num_cached_only -= 1
                 self._free.append(slot)
+
+    def watch(self, slot: int) -> None:
+        """Report a cached slot in `take_unheld` as soon as only the prefix cache holds it."""
+        if not self._cached[slot] or self._refs[slot] < 2:
+            raise ValueError(f"slot {slot} is not both cached and held by others")
+        self._watched.add(slot)
+
+    def take_unheld(self) -> list[int]:
+        """The watched slots that others have let go of since the last call; they are watched no more.
+
+        They may be held again by now.
+        """
+        unheld, self._unheld = self._unheld, []
+        return unheld
 
     def refs(self, slot: int) -> int:
         """The slot's reference count."""
         return self._refs[slot]
-
-    def _move(self, slot: int, refs: int) -> None:
-        if self._cached[slot]:
-            self._num_cached_only += (refs == 1) - (self._refs[slot] == 1)
-        self._refs[slot] = refs
 
     def check(self) -> None:
         """Raise if the books do not balance: every slot free or held, leases exclusive, counters right."""
@@ -167,6 +195,9 @@ class SlotPool:
             "a leased slot has two owners": len(set(leased)) != len(leased) or any(self._refs[s] != 1 for s in leased),
             "the evictable count is off": self._num_cached_only
             != sum(1 for s, r in enumerate(self._refs) if r == 1 and self._cached[s]),
+            "a watched slot is held by the prefix cache alone": any(
+                self._refs[s] < 2 or not self._cached[s] for s in self._watched
+            ),
         }
         found = [text for text, wrong in problems.items() if wrong]
         if found:
