@@ -143,6 +143,18 @@ def test_fast_passes_that_depend_on_the_crowd(llm: LLM, monkeypatch: pytest.Monk
         assert found.first_other_token is None
 
 
+def test_native_passes_are_all_pure_and_those_of_a_library_are_not(
+    llm: LLM, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    demonstration = Demonstration(llm, PROMPT, PARAMS, crowd=CROWD)
+    assert demonstration.has_only_pure_passes
+    assert all(case.comparison.is_equal for case in demonstration.fast_cases())
+    assert [row.num_others for row in demonstration.library_rows()] == [1, 2, CROWD, CROWD + 1]
+    folder = tmp_path_factory.mktemp("numpy")
+    with loaded(write_model(folder / "model.gguf"), folder, kv_slots=500, threads=1, backend="numpy") as other:
+        assert not Demonstration(other, PROMPT, PARAMS).has_only_pure_passes
+
+
 def test_fast_passes_that_change_tokens(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     sabotage(monkeypatch, PassKind.FAST, spoils.other_tokens)
     _, *crowds = Demonstration(llm, PROMPT, PARAMS, crowd=1).fast_cases()

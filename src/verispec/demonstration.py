@@ -1,8 +1,9 @@
 """The promise, shown on one request: it runs in every situation that might change its bits, and the bits are compared.
 
 Every situation is an engine of its own on the weights of one LLM. The deterministic cases must all equal the first, the
-request alone without drafts; the fast cases give the promise up and show what it is worth. Nothing here knows of
-terminals: cases are values, given as they come. What an engine did is taken from its events and counters alone.
+request alone without drafts; the fast cases give the promise up and show what it is worth. Where they cannot differ, as
+on the native backend, `library_rows` shows how arithmetic that is not row-pure does. Nothing here knows of terminals:
+cases are values, given as they come. What an engine did is taken from its events and counters alone.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from verispec.backends.blas import LibraryRow, rows_beside_others
 from verispec.engine import Engine, Request
 from verispec.errors import InputError, VerispecError
 from verispec.interrupts import deferred_interrupt
@@ -137,6 +139,11 @@ class Demonstration:
         """How many `fast_cases` there will be."""
         return 1 + len(self._crowd_sizes())
 
+    @property
+    def has_only_pure_passes(self) -> bool:
+        """Whether all passes are row-pure by construction, fast ones too: then no fast case can differ."""
+        return self._llm.backend.fingerprint()["backend"] == "native"
+
     def cases(self) -> Iterator[Case]:
         """The deterministic cases, the reference first. All of them should be equal to it."""
         with self._llm.separate_engine(prefix_cache=True) as engine:
@@ -168,6 +175,11 @@ class Demonstration:
                 run = _run(engine, [*others, Arrival(0, request)], request)
             alone = alone or run
             yield FastCase(num_others, run, compare(run.output, alone.output))
+
+    def library_rows(self) -> list[LibraryRow]:
+        """What a crowd of these sizes does to a row where a library multiplies, by a matrix of this model's size."""
+        arch = self._llm.architecture
+        return rows_beside_others(arch.mlp_size, arch.hidden_size, self._crowd_sizes())
 
     def _all_situations(self) -> list[_Situation]:
         drafters = [name for name in self._llm.drafter_names if name != REFERENCE_DRAFTER]

@@ -1,4 +1,4 @@
-"""`verispec verify`: two tables or one object, and an exit code that means something."""
+"""`verispec verify`: tables or one object, and an exit code that means something."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ import pytest
 from tests.cli.conftest import COMMAND, Cli
 from tests.support import sabotage as spoils
 from tests.support.sabotage import sabotage
-from tests.support.tiny_llm import loaded, write_model
+from tests.support.tiny_llm import CONFIG, loaded, write_model
 from verispec.backends.protocol import PassKind
+from verispec.demonstration import Demonstration
 from verispec.engine import Engine
 from verispec.llm import LLM
 from verispec.types import TokenEvent
@@ -41,8 +42,10 @@ def test_two_tables(tiny_cli: Cli, llm: LLM) -> None:
     done = tiny_cli(*ASK)
     assert done.code == 0
     assert done.err == f"profile {llm.profile}\n"
-    title, cases, outcome, fast_title, fast, fast_outcome = done.out.split("\n\n")
-    assert re.fullmatch(r"One request: \d+ prompt tokens, at most 12 new ones, temperature 1, seed 0\.", title)
+    title, cases, outcome, fast_title, fast, fast_outcome, *_ = done.out.split("\n\n")
+    request, *promise = title.splitlines()
+    assert re.fullmatch(r"One request: \d+ prompt tokens, at most 12 new ones, temperature 1, seed 0\.", request)
+    assert promise[0].startswith("Promised: every bit of its tokens")
     head, *rows = cases.splitlines()
     assert head.split(maxsplit=4) == ["case", "drafter", "digest", "equal", "what was different"]
     assert len({re.search(r" ([0-9a-f]{16})  yes ", row)[1] for row in rows}) == 1  # type: ignore[index]
@@ -58,7 +61,8 @@ def test_two_tables(tiny_cli: Cli, llm: LLM) -> None:
     assert outcome.startswith(f"All {len(rows)} digests are equal, each over 12 tokens and their log-probabilities.")
     assert "deterministic=False" in fast_title
     assert [line.split()[0] for line in fast.splitlines()] == ["beside", "alone", "1", "2", "4", "5"]
-    assert fast_outcome.startswith(("Here the crowd changes bits", "No difference seen"))
+    assert fast_outcome.startswith("No difference, by construction: ")
+    assert max(map(len, done.out.splitlines())) <= 100
 
 
 def test_one_object(tiny_cli: Cli, llm: LLM) -> None:
@@ -67,6 +71,7 @@ def test_one_object(tiny_cli: Cli, llm: LLM) -> None:
     assert (done.code, done.err, found["equal"]) == (0, "", True)
     assert set(found) == {
         "equal", "digest", "text", "token_ids", "prompt_tokens", "seed", "profile", "cases", "fast",
+        "library",
     }  # fmt: skip
     assert (found["seed"], found["profile"]) == (5, llm.profile)
     assert found["prompt_tokens"] == len(llm.tokenizer.encode(ASK[1]))
@@ -78,6 +83,9 @@ def test_one_object(tiny_cli: Cli, llm: LLM) -> None:
     } for case in found["cases"])  # fmt: skip
     assert [case["preemptions"] for case in found["cases"] if case["case"] == "preempted"] == [1]
     assert [case["beside"] for case in found["fast"]] == [0, 1, 2, 4, 5]
+    assert [(row["num_others"], row["num_values"]) for row in found["library"]] == [
+        (others, CONFIG.hidden_size) for others in (1, 2, 4, 5)
+    ]
     assert set(found["fast"][0]) == {
         "beside", "digest", "compared", "different", "first_different", "first_other_token", "largest_difference",
     }  # fmt: skip
@@ -120,6 +128,7 @@ def test_fast_passes_that_differ_are_counted_and_no_failure(tiny_cli: Cli, monke
     sabotage(monkeypatch, PassKind.FAST, spoils.shifted_by_neighbours)
     done = tiny_cli(*ASK)
     assert done.code == 0
+    assert "by construction" not in done.out
     assert len(re.findall(r" equal +11 of 12 differ, first at token 2, by at most \d$", done.out, re.MULTILINE)) == 4
     assert "Here the crowd changes bits: " in done.out
 
@@ -132,11 +141,27 @@ def test_fast_tokens_that_differ(tiny_cli: Cli, monkeypatch: pytest.MonkeyPatch)
     assert "Here the crowd changes bits, and then tokens: " in done.out
 
 
-def test_fast_passes_that_agree_are_no_failure_either(tiny_cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_native_fast_passes_agree_and_it_says_why(tiny_cli: Cli) -> None:
+    done = tiny_cli(*ASK)
+    assert done.code == 0
+    reason, table, hint = done.out.split("\n\n")[-3:]
+    assert "the native kernels compute each row of a pass by itself" in reason
+    assert f"({CONFIG.mlp_size} x {CONFIG.hidden_size})" in reason
+    head, *rows = table.splitlines()
+    assert head.split() == ["beside", "it", "values", "that", "differ", "by", "at", "most"]
+    assert [row.split()[0] for row in rows] == ["1", "2", "4", "5"]
+    assert hint == "--backend numpy shows what that does to this request.\n"
+
+
+def test_fast_passes_of_a_library_that_agree_are_no_failure_either(
+    tiny_cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sabotage(monkeypatch, PassKind.FAST, spoils.indifferent)
+    monkeypatch.setattr(Demonstration, "has_only_pure_passes", False)
     done = tiny_cli(*ASK)
     assert done.code == 0
     assert "No difference seen" in done.out
+    assert "by construction" not in done.out
 
 
 def test_what_could_not_be_brought_about_is_said(tiny_cli: Cli) -> None:

@@ -6,10 +6,11 @@ import ctypes
 import os
 import platform
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -105,3 +106,27 @@ def _open_libraries() -> Iterator[ctypes.CDLL]:
                 yield ctypes.CDLL(str(path))
             except OSError:
                 continue
+
+
+class LibraryRow(NamedTuple):
+    """One row of a matrix product: its values below `num_others` rows, compared with its values alone."""
+
+    num_others: int
+    num_values: int
+    num_different: int
+    largest_difference: float
+
+
+def rows_beside_others(num_in: int, num_out: int, numbers_of_others: Sequence[int]) -> list[LibraryRow]:
+    """How much a row's bits depend on its neighbours where the library multiplies, on random float32 matrices."""
+    rng = np.random.default_rng(0)
+    weights = rng.standard_normal((num_in, num_out), dtype=np.float32)
+    rows = rng.standard_normal((max(numbers_of_others) + 1, num_in), dtype=np.float32)
+    (alone,) = rows[-1:] @ weights
+
+    def compared(num_others: int) -> LibraryRow:
+        beside = (rows[-1 - num_others :] @ weights)[-1]
+        different = alone.view(np.int32) != beside.view(np.int32)
+        return LibraryRow(num_others, num_out, int(different.sum()), float(np.abs(alone - beside).max()))
+
+    return [compared(num_others) for num_others in numbers_of_others]

@@ -1,4 +1,4 @@
-"""`verispec verify`: the promise, tried out on one request and printed as two tables.
+"""`verispec verify`: the promise, tried out on one request and printed as tables.
 
 What is run and compared is the library's `demonstration`; here it becomes text, JSON and an exit code. Rows are printed
 as they come.
@@ -16,7 +16,8 @@ from verispec.config import DEFAULTS
 from verispec.errors import InputError
 
 if TYPE_CHECKING:
-    from verispec.demonstration import Case, FastCase
+    from verispec.backends.blas import LibraryRow
+    from verispec.demonstration import Case, Demonstration, FastCase
     from verispec.llm import LLM
     from verispec.types import SamplingParams
 
@@ -49,8 +50,10 @@ def verify(
     of them, preempted and computed again, with its prompt cut into small chunks, and with every drafter. Each run gives
     a digest over its tokens and log-probabilities, and all digests must be equal.
 
-    Then it runs on fast passes, which promise nothing (`deterministic=False`): alone and in crowds. There the last bits
-    usually depend on the crowd, and in time the tokens do. That is no failure, it is what the promise is for.
+    Then it runs on fast passes, which promise nothing (`deterministic=False`): alone and in crowds. With the numpy
+    backend the last bits usually depend on the crowd there, and in time the tokens do. That is no failure, it is what
+    the promise is for. With the native backend nothing differs, as its kernels compute each row by itself; a third
+    table shows how the rows of a library's matrix product differ.
 
     Exit code 0: all digests are equal. 1: one differs, which is a defect. 2: bad input.
     """
@@ -105,9 +108,10 @@ def _demonstrate(llm: LLM, prompt_ids: list[int], params: SamplingParams, *, cro
             put(_fast_case_row(fast_case))
             fast_cases.append(fast_case)
             display.advance()
-        put(f"\n{_fast_outcome(fast_cases)}")
+        library_rows = shown.library_rows() if _cannot_differ(shown, fast_cases) else []
+        put("\n" + (_why_equal(library_rows, llm) if library_rows else _fast_outcome(fast_cases)))
     if as_json:
-        terminal.out_json(_as_object(cases, fast_cases, profile=llm.profile))
+        terminal.out_json(_as_object(cases, fast_cases, library_rows, profile=llm.profile))
     else:
         terminal.note(f"profile {llm.profile}")
     return [case for case in cases if not case.is_equal]
@@ -117,6 +121,8 @@ def _title(num_prompt_tokens: int, params: SamplingParams) -> str:
     return (
         f"One request: {num_prompt_tokens} prompt tokens, at most {params.max_tokens} new ones, temperature "
         f"{params.temperature:g}, seed {params.seed}.\n"
+        "Promised: every bit of its tokens and log-probabilities depends on the weights, the\n"
+        "prompt, the parameters, the seed and the profile, and on nothing else.\n"
     )
 
 
@@ -195,7 +201,40 @@ def _fast_outcome(cases: list[FastCase]) -> str:
     return f"Here the crowd changes {changed}: a fast pass has any number of rows, and its arithmetic depends on that."
 
 
-def _as_object(cases: list[Case], fast_cases: list[FastCase], *, profile: str) -> dict[str, Any]:
+def _cannot_differ(shown: Demonstration, cases: list[FastCase]) -> bool:
+    return shown.has_only_pure_passes and all(case.comparison.is_equal for case in cases)
+
+
+def _why_equal(rows: list[LibraryRow], llm: LLM) -> str:
+    """Why fast passes cannot differ here, and a table of how they do where a library multiplies matrices."""
+    from verispec.backends.blas import blas_name
+
+    arch = llm.architecture
+    return "\n".join(
+        [
+            "No difference, by construction: the native kernels compute each row of a pass by itself,",
+            "in one order of operations, however many rows there are. So the fast passes are exact too.",
+            "A library chooses its order by the number of rows. One row times a matrix of this model's",
+            f"size ({arch.mlp_size} x {arch.hidden_size}), by numpy on {blas_name()}, compared with the row alone:\n",
+            _library_row("beside it", "values that differ", "by at most"),
+            *(
+                _library_row(
+                    str(row.num_others), f"{row.num_different} of {row.num_values}", f"{row.largest_difference:.1g}"
+                )
+                for row in rows
+            ),
+            "\n--backend numpy shows what that does to this request.",
+        ]
+    )
+
+
+def _library_row(beside: str, different: str, largest: str) -> str:
+    return f"{beside:>9}  {different:18}  {largest}"
+
+
+def _as_object(
+    cases: list[Case], fast_cases: list[FastCase], library_rows: list[LibraryRow], *, profile: str
+) -> dict[str, Any]:
     reference = cases[0].run.output
     return {
         "equal": all(case.is_equal for case in cases),
@@ -207,6 +246,7 @@ def _as_object(cases: list[Case], fast_cases: list[FastCase], *, profile: str) -
         "profile": profile,
         "cases": [_case_object(case) for case in cases],
         "fast": [_fast_object(case) for case in fast_cases],
+        "library": [row._asdict() for row in library_rows],
     }
 
 
