@@ -129,8 +129,9 @@ class LLM:
     `kv_slots` is the K/V capacity in tokens, `max_len` the most a request may hold, prompt included. `backend` is
     native or numpy (default: native where it was built). `threads` is how many compute (default: all cores); it changes
     no bit. `weights="q8"` makes the native backend quantise float weights at load, `kv_dtype` is float16 or float32;
-    both are part of the profile. `family` names canonical shapes other than the audit's choice, `fresh_audit` measures
-    again. `progress(stage, share)` reports loading.
+    both are part of the profile. `family` names canonical shapes other than the audit's choice; `full_audit` audits
+    kernels that loading checks by known answers only, `fresh_audit` measures again. `progress(stage, share)` reports
+    loading.
     """
 
     def __init__(
@@ -153,6 +154,7 @@ class LLM:
         force: bool = False,
         prefix_cache: bool = True,
         family: Sequence[int] | None = None,
+        full_audit: bool = False,
         fresh_audit: bool = False,
         progress: LoadProgress | None = None,
     ) -> None:
@@ -198,7 +200,7 @@ class LLM:
             set_up = BackendOptions(config.num_slots, max_running, threads, weights, kv_dtype)
             self._backend: Backend = make_backend(backend, checkpoints, set_up, progress=report)
         self.calibration: Calibration = calibrate(
-            self._backend, cache_dir=cache_dir(), family=family, fresh=fresh_audit, progress=report
+            self._backend, cache_dir=cache_dir(), family=family, full=full_audit, fresh=fresh_audit, progress=report
         )
         self._config = config
         self._inboxes: dict[int, deque[TokenEvent]] = {}
@@ -259,7 +261,7 @@ class LLM:
             drafters=drafters or make_drafters(self._draft_setup(config.max_draft)),
             default_drafter=None if drafters else self._speculation.drafter,
             config=config,
-            no_family_reason=f"no shape of a pass is row-pure for every kernel\n{self.calibration.audit.table()}\n",
+            no_family_reason=self.calibration.no_family_reason,
         )
 
     def _draft_setup(self, draft_len: int | None) -> DraftSetup:
@@ -475,7 +477,8 @@ class LLM:
         return ScoreResult(completion.prompt_ids, completion.prompt_logprobs)
 
     def close(self) -> None:
-        """Give back the model's memory."""
+        """Give back the model's memory; keep what passes were seen to cost."""
+        self.calibration.save()
         self._backend.close()
 
     def __enter__(self) -> Self:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -102,7 +103,7 @@ def test_without_a_family_an_llm_refuses_and_shows_the_audits_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(calibration, "audit", lambda probes, **options: audit(ImpureBackend().probes(), **options))
-    with loaded(write_model(tmp_path / "tiny.gguf"), tmp_path) as llm:
+    with loaded(write_model(tmp_path / "tiny.gguf"), tmp_path, backend="numpy") as llm:
         with pytest.raises(DeterminismError, match=r"(?s)row-pure for every kernel.*probed  pure: none  impure: 1,2"):
             llm.generate("one two", SamplingParams(max_tokens=3))
         free = SamplingParams(max_tokens=3, deterministic=False, ignore_eos=True)
@@ -117,7 +118,7 @@ def test_calibration_is_cached_under_the_fingerprint(tmp_path: Path, monkeypatch
     again = calibrate(backend, cache_dir=tmp_path)
     assert again == first
     assert again.profile.hash == first.profile.hash
-    monkeypatch.setattr(backend, "fingerprint", lambda: {"backend": "another"})
+    monkeypatch.setattr(backend, "fingerprint", lambda store: {"backend": "another"})
     with pytest.raises(pytest.fail.Exception, match="measured again"):
         calibrate(backend, cache_dir=tmp_path)
     assert json.loads(path.read_text())["outcomes"]
@@ -176,7 +177,7 @@ def test_measured_cost_is_base_plus_context() -> None:
             now += 1.0 * len(rows) + 0.01 * int((rows.positions + 1).sum())
         return now
 
-    cost = measure_cost(backend, (1, 4, 16), clock=clock)
+    cost = measure_cost(backend, (1, 4, 16), clock=clock, budget_seconds=math.inf)
     for shape, context in ((1, 10), (4, 100), (16, 700)):
         assert cost.seconds(shape, context) == pytest.approx(shape + 0.01 * context)
     assert cost.seconds(8, 0) == pytest.approx(8)
@@ -197,9 +198,9 @@ def test_a_moment_of_another_speed_changes_no_cost(factor: float) -> None:
         return now
 
     shapes = (1, 4, 64)
-    assert measure_cost(backend, shapes, clock=clock).base == pytest.approx(shapes)
+    assert measure_cost(backend, shapes, clock=clock, budget_seconds=math.inf).base == pytest.approx(shapes)
     now, num_passes, num_odd = 0.0, 0, 1000
-    assert measure_cost(backend, shapes, clock=clock).base != pytest.approx(shapes)  # control
+    assert measure_cost(backend, shapes, clock=clock, budget_seconds=math.inf).base != pytest.approx(shapes)  # control
 
 
 def test_the_cheapest_shape_is_chosen_even_if_larger() -> None:

@@ -1,6 +1,7 @@
 """Bits of the native backend, committed: every build on every machine must give these digests for these requests.
 
-`make native-digests` writes the table again, which is right only when KERNELS in native_backend.py was raised.
+`make native-digests` writes them, and the answers of the test at load, again: right only when KERNELS in
+native_backend.py was raised.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.native import ISAS
-from verispec.backends.native_backend import KERNELS, NativeBackend
+from tests.support.native import ISAS, on
+from verispec.backends import native_answers
+from verispec.backends.native_backend import KERNELS, KV_DTYPES, NativeBackend
 from verispec.backends.native_model import StoredModel
 from verispec.config import EngineConfig
 from verispec.engine import Engine, Request
@@ -78,6 +80,12 @@ def main() -> None:
     for kv_dtype in ("float16", "float32"):
         found |= digests(path, isa="portable", threads=1, kv_dtype=kv_dtype)
     GOLDEN.write_text(json.dumps({"model": path.name, "kernels": KERNELS, "digests": found}, indent=1) + "\n")
+    answers = {
+        case.name: native_answers.answer(case, on("portable", 1))
+        for kv_dtype in KV_DTYPES
+        for case in native_answers.cases(kv_dtype)
+    }
+    native_answers.PATH.write_text(json.dumps({"kernels": KERNELS, "answers": answers}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

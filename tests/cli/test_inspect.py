@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import COMMAND, Cli, verispec
+from tests.support.tiny_llm import loaded, write_model
 from verispec.llm import LLM
 
 TEXT = b"The sun rises in the east and sets in the west."
@@ -58,13 +59,21 @@ def test_what_score_refuses(cli: Cli, arguments: list[str], stdin: bytes, words:
     assert words in done.err
 
 
-def test_audit_shows_purity_family_cost_and_profile(cli: Cli, smollm2: LLM) -> None:
-    text = cli("audit").out
-    for part in ("attention  pure: {", "Canonical family: ", "T(M, context)", "kernels", f"hash  {smollm2.profile}"):
+def test_audit_shows_purity_family_cost_and_profile(
+    bare_cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a full audit, whatever the load that went before did without."""
+    path, cache = write_model(tmp_path / "tiny.gguf"), tmp_path / "cache"
+    with loaded(path, cache) as llm:
+        profile, family = llm.profile, llm.calibration.family
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    text = bare_cli("audit", "--model", str(path)).out
+    for part in (
+        "attention  pure: {", "Known answers: all right", "Canonical family: ", "T(M, context)", f"hash  {profile}",
+    ):  # fmt: skip
         assert part in text
-    found = cli("audit", "--json").json()
-    assert found["profile"] == smollm2.profile
-    assert found["family"] == list(smollm2.calibration.family)
+    found = bare_cli("audit", "--json", "--model", str(path)).json()
+    assert (found["profile"], found["family"], found["wrong_answers"]) == (profile, list(family), [])
     assert {"rows", "seconds", "seconds_per_context_token"} == set(found["cost"][0])
 
 

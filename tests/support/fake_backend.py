@@ -108,6 +108,9 @@ class FakeBackend:
     def device(self) -> dict[str, str]:
         return {}
 
+    def wrong_answers(self) -> tuple[str, ...] | None:
+        return None
+
     def probes(self) -> list[KernelProbe]:
         def run(x: np.ndarray) -> np.ndarray:
             y = x * 2

@@ -41,6 +41,9 @@ class WrappedBackend:
     def fingerprint(self) -> dict[str, str]:
         return self.inner.fingerprint()
 
+    def wrong_answers(self) -> tuple[str, ...] | None:
+        return self.inner.wrong_answers()
+
     def probes(self) -> list[KernelProbe]:
         return self.inner.probes()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
+from verispec.backends import native_answers
 from verispec.backends import native_library as native
 from verispec.backends.native_backend import NativeBackend
 from verispec.backends.native_model import StoredModel
@@ -32,6 +33,18 @@ def smollm2_backend(path: Path, isa: str = "", threads: int = 2) -> NativeBacken
     with open_checkpoint(path) as checkpoint:
         model = StoredModel(checkpoint.architecture, checkpoint.tensor, checkpoint.stored)
         return NativeBackend([model], num_slots=512, num_seq_rows=8, isa=isa, threads=threads)
+
+
+def on(isa: str, threads: int) -> native_answers.MakeBackend:
+    """Backends for the known-answer test."""
+
+    def make(model: StoredModel, kv_dtype: str) -> NativeBackend:
+        return NativeBackend(
+            [model], num_slots=native_answers.NUM_SLOTS, num_seq_rows=native_answers.NUM_SEQUENCES, isa=isa,
+            threads=threads, kv_dtype=kv_dtype,
+        )  # fmt: skip
+
+    return make
 
 
 def build_sabotaged(path: Path) -> Path:

@@ -66,6 +66,9 @@ class ToyBackend:
     def device(self) -> dict[str, str]:
         return {}
 
+    def wrong_answers(self) -> tuple[str, ...] | None:
+        return None
+
     def probes(self) -> list[KernelProbe]:
         return []
 

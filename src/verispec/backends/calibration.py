@@ -1,6 +1,8 @@
-"""Audit and cost of a backend, measured once per fingerprint and device, kept on disk; and the profile they make.
+"""What is known of a backend on this device: its purity, what its passes cost, and the profile they make.
 
-A cached file that is unreadable, from another version or for another fingerprint is measured again, never trusted.
+A backend with a known-answer test proves itself by it at every load; one without is audited once per fingerprint and
+device. Audits and costs are kept on disk. A file that is unreadable, from another version or for another fingerprint is
+made again, never trusted.
 """
 
 from __future__ import annotations
@@ -11,19 +13,21 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from verispec.backends.audit import Audit, ProbeOutcome, Progress, audit, common_families, no_progress
-from verispec.backends.cost import CostTable, measure_cost
+from verispec.backends.cost import BUDGET_SECONDS, CostTable, measure_cost
 from verispec.backends.protocol import Backend
-from verispec.kv import DRAFT_STORE
+from verispec.kv import DRAFT_STORE, TARGET_STORE
 
 Items = tuple[tuple[str, str], ...]
 _TIMED = frozenset((1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128))  # others are interpolated or extrapolated
+_MIN_OBSERVED = 64  # passes: fewer teach a table too little to be worth a file
 _COST_FIELDS = ("shapes", "base", "per_context_token")
-FORMAT = 4  # raised when the audit or the file changes meaning
+FORMAT = 5  # raised when the audit or the file changes meaning
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +46,38 @@ class Profile:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What is known of a backend on this device. `draft_cost` is T of a second model's passes, if there is one."""
+    """What is known of a backend on this device. `draft_cost` is T of a second model's passes, if there is one.
+
+    `wrong_answers` are the cases of a known-answer test that failed; None if the backend has no such test.
+    """
 
     audit: Audit
     cost: CostTable
     profile: Profile
     draft_cost: CostTable | None = None
+    wrong_answers: tuple[str, ...] | None = None
+    records: tuple[_Record, ...] = field(default=(), repr=False, compare=False)
 
     @property
     def family(self) -> tuple[int, ...]:
         """The canonical shapes."""
         return self.profile.family
+
+    @property
+    def no_family_reason(self) -> str:
+        """Why deterministic requests are refused if there is no family."""
+        if self.wrong_answers:
+            return (
+                f"the kernels fail their known-answer test ({'; '.join(self.wrong_answers)}), so the library was "
+                "damaged or built wrongly: install verispec again, or use the numpy backend"
+            )
+        return f"no shape of a pass is row-pure for every kernel\n{self.audit.table()}\n"
+
+    def save(self) -> None:
+        """Keep what the cost tables have learned since they were read."""
+        for record in self.records:
+            if record.cost.num_observed >= _MIN_OBSERVED:
+                record.write()
 
 
 def calibrate(
@@ -60,46 +85,64 @@ def calibrate(
     *,
     cache_dir: Path | None = None,
     family: Sequence[int] | None = None,
+    full: bool = False,
     fresh: bool = False,
     progress: Progress = no_progress,
 ) -> Calibration:
-    """Audit and time the backend, or read what was measured before under the same fingerprint.
+    """Prove the backend's purity and time it, or read what was measured before under the same fingerprint.
 
-    `family` names canonical shapes instead of the fixed rule's, `fresh` measures again. The family is empty if no shape
-    is pure.
+    `family` names canonical shapes instead of the fixed rule's. `full` audits a backend whose known answers would do,
+    `fresh` measures everything again. The family is empty if no shape is pure, or if a known answer is wrong.
     """
-    fingerprint, device = _ordered(backend.fingerprint()), _ordered(backend.device())
-    path = _path(cache_dir, fingerprint, device)
-    measured = None if fresh else _read(path, fingerprint, backend.shapes)
-    if measured is None:
+    progress("checking", 0.0)
+    wrong = backend.wrong_answers()
+    audits = full or fresh or wrong is None
+    stores = range(min(2, backend.limits.num_stores))
+    records = [
+        _measured(backend, store, cache_dir, audits=audits and store == TARGET_STORE, fresh=fresh, progress=progress)
+        for store in stores
+    ]
+    found = records[TARGET_STORE].audit or Audit((), (backend.shapes,))
+    if wrong:
+        found, records = replace(found, families=()), [replace(record, path=None) for record in records]
+    for record in records:
+        if record.is_new:
+            record.write()
+    return Calibration(
+        found,
+        records[TARGET_STORE].cost,
+        Profile(records[TARGET_STORE].fingerprint, found.choose(family)),
+        records[DRAFT_STORE].cost if len(records) > 1 else None,
+        wrong,
+        tuple(records),
+    )
+
+
+def _measured(
+    backend: Backend, store: int, cache_dir: Path | None, *, audits: bool, fresh: bool, progress: Progress
+) -> _Record:
+    """What is known of one store's model, measured where it is not. A draft model's bits are hints: no audit."""
+    fingerprint, device = _ordered(backend.fingerprint(store)), _ordered(backend.device())
+    path = _path(cache_dir, fingerprint, device, kind="audit" if store == TARGET_STORE else "draft")
+    record = None if fresh else _read(path, fingerprint, backend.shapes)
+    if record is None:
+        budget = BUDGET_SECONDS / (1 + store)
+        cost = measure_cost(
+            backend, _timed(backend.shapes), store=store, budget_seconds=budget, progress=progress
+        )  # fmt: skip
+        record = _Record(path, fingerprint, None, cost, is_new=True)
+    if audits and record.audit is None:
         found = audit(backend.probes(), shapes=backend.shapes, progress=progress)
-        measured = found, measure_cost(backend, _timed(backend.shapes), progress=progress)
-        _write(path, fingerprint, *measured)
-    found, cost = measured
-    draft_cost = None
-    if backend.limits.num_stores > 1:
-        draft_cost = _draft_cost(backend, cache_dir, fresh=fresh, progress=progress)
-    return Calibration(found, cost, Profile(fingerprint, found.choose(family)), draft_cost)
-
-
-def _draft_cost(backend: Backend, cache_dir: Path | None, *, fresh: bool, progress: Progress) -> CostTable:
-    """T of the second model's passes. Its bits are hints: it is not audited, and no part of the profile."""
-    fingerprint, device = _ordered(backend.fingerprint(DRAFT_STORE)), _ordered(backend.device())
-    path = _path(cache_dir, fingerprint, device, kind="draft")
-    measured = None if fresh else _read(path, fingerprint, backend.shapes)
-    if measured is None:
-        cost = measure_cost(backend, _timed(backend.shapes), store=DRAFT_STORE, progress=progress)
-        _write(path, fingerprint, Audit((), ()), cost)
-        return cost
-    return measured[1]
+        record = replace(record, audit=found, is_new=True)
+    return record
 
 
 def cached_profile(fingerprint: Mapping[str, str], shapes: Sequence[int], cache_dir: Path) -> Profile | None:
-    """The profile of a backend that was audited before on some device, without loading it; None if it was not."""
+    """The profile of a backend that was loaded before on some device, without loading it; None if it was not."""
     ordered = _ordered(fingerprint)
     for path in sorted(cache_dir.glob("audit-*.json")):
         if (measured := _read(path, ordered, shapes)) is not None:
-            return Profile(ordered, measured[0].choose())
+            return Profile(ordered, tuple(shapes) if measured.audit is None else measured.audit.choose())
     return None
 
 
@@ -117,41 +160,57 @@ def _path(cache_dir: Path | None, fingerprint: Items, device: Items, *, kind: st
     return None if cache_dir is None else cache_dir / f"{kind}-{key}.json"
 
 
-def _read(path: Path | None, fingerprint: Items, shapes: Sequence[int]) -> tuple[Audit, CostTable] | None:
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """One file: what was measured of a model, and where that is kept. Without `audit` the known answers had to do."""
+
+    path: Path | None
+    fingerprint: Items
+    audit: Audit | None
+    cost: CostTable
+    is_new: bool = False
+
+    def write(self) -> None:
+        """Best effort: without a writable cache the next start measures again."""
+        if self.path is None:
+            return
+        data = {
+            "format": FORMAT,
+            "fingerprint": dict(self.fingerprint),
+            "outcomes": None if self.audit is None else [o._asdict() for o in self.audit.outcomes],
+            "cost": {name: getattr(self.cost, name) for name in _COST_FIELDS},
+        }
+        partial = self.path.with_suffix(f".{os.getpid()}.partial")
+        with contextlib.suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                partial.write_text(json.dumps(data), encoding="utf-8")
+                partial.replace(self.path)
+            finally:
+                partial.unlink(missing_ok=True)
+
+
+def _read(path: Path | None, fingerprint: Items, shapes: Sequence[int]) -> _Record | None:
     if path is None:
         return None
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         if data["format"] != FORMAT or data["fingerprint"] != dict(fingerprint):
             return None
-        outcomes = tuple(
-            ProbeOutcome(str(o["name"]), tuple(map(tuple, o["classes"])), tuple(o["impure"])) for o in data["outcomes"]
-        )
-        cost = CostTable(*(tuple(data["cost"][name]) for name in _COST_FIELDS))
+        outcomes = None if data["outcomes"] is None else tuple(map(_outcome, data["outcomes"]))
+        cost = CostTable(*(tuple(data["cost"][name]) for name in _COST_FIELDS), learns=True)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     seconds = (*cost.base, *cost.per_context_token)
     is_sound = (
-        all({*chain(*o.classes), *o.impure} == set(shapes) for o in outcomes)
+        all({*chain(*o.classes), *o.impure} == set(shapes) for o in outcomes or ())
         and cost.shapes == _timed(shapes)
         and len(seconds) == 2 * len(cost.shapes)
         and all(isinstance(s, float) and 0 <= s < math.inf for s in seconds)
     )
-    return (Audit(outcomes, common_families(outcomes)), cost) if is_sound else None
+    found = None if outcomes is None else Audit(outcomes, common_families(outcomes))
+    return _Record(path, fingerprint, found, cost) if is_sound else None
 
 
-def _write(path: Path | None, fingerprint: Items, found: Audit, cost: CostTable) -> None:
-    """Best effort: without a writable cache the next start measures again."""
-    if path is None:
-        return
-    data = {
-        "format": FORMAT,
-        "fingerprint": dict(fingerprint),
-        "outcomes": [o._asdict() for o in found.outcomes],
-        "cost": {name: getattr(cost, name) for name in _COST_FIELDS},
-    }
-    partial = path.with_suffix(f".{os.getpid()}.partial")
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(data), encoding="utf-8")
-        partial.replace(path)
+def _outcome(data: Mapping[str, Any]) -> ProbeOutcome:
+    return ProbeOutcome(str(data["name"]), tuple(map(tuple, data["classes"])), tuple(data["impure"]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -27,9 +28,17 @@ from verispec.sampling.rows import History, SampleKey, SamplingRowsBuilder
 from verispec.types import SamplingParams
 
 SHORT_CONTEXT, LONG_CONTEXT = 32, 512
+BUDGET_SECONDS = 2.0  # for timing a model at its first load; what it serves refines the table
 _SEQUENCES = 8  # large passes are prompts of a few sequences, not hundreds of them
 _SMALL_SHAPE = 32
 _SMALL_ROUNDS, _LARGE_ROUNDS = 5, 3  # small passes are quick, and most of what runs
+_NUM_CERTAIN = 2  # points that are timed whatever they take: a line needs two
+# What is timed first, as shapes at the short context and at the long one: if the budget ends, the rest follows from it.
+_FIRST_SHORT, _FIRST_LONG, _NEXT_SHORT = (1, 2, 4, 8, 16), (1, 8), (32, 64, 128)
+# How far one observation moves the table, in parts of a pass's time: less and less, down to the least.
+_FIRST_STEP, _LEAST_STEP, _STEP_DECAY = 0.2, 0.01, 16
+_COMMON = 0.8  # the share of a step that is the machine's speed and moves all shapes; the rest is the shape's own
+_APPLY_EVERY = 16  # observations: looked-up values are kept in between
 
 
 class CostLine(NamedTuple):
@@ -39,17 +48,20 @@ class CostLine(NamedTuple):
     per_context_token: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CostTable:
     """T(M, context): seconds of a pass of M rows whose contexts add up to so many tokens.
 
     For each measured shape: a fixed part and a part per context token. T is not monotone in M, so a shape between two
-    measured ones is interpolated and nothing is assumed beyond that.
+    measured ones is interpolated and nothing is assumed beyond that. A table that `learns` follows what is observed.
     """
 
     shapes: tuple[int, ...]
     base: tuple[float, ...]
     per_context_token: tuple[float, ...]
+    learns: bool = field(default=False, kw_only=True)
+    num_observed: int = field(default=0, init=False, compare=False)
+    _moves: _Moves = field(default_factory=lambda: _Moves(), init=False, repr=False, compare=False)
     _known: dict[int, tuple[float, float]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _fast_shapes: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -78,6 +90,62 @@ class CostTable:
             candidates = (num_rows, *(m for m in self.shapes if num_rows < m <= 2 * num_rows))
             found = self._fast_shapes[num_rows] = self.cheapest(candidates)
         return found
+
+    def observe(self, shape: int, context_tokens: int, seconds: float) -> None:
+        """A pass took so long: a table that learns moves a little, towards the lower quartile of what passes take.
+
+        Only the direction counts, so that a pass held up by other work moves it no further than any other.
+        """
+        if not self.learns or not seconds > 0:
+            return
+        step = max(_LEAST_STEP, _FIRST_STEP / (1 + self.num_observed / _STEP_DECAY))
+        predicted = self.seconds(shape, context_tokens)
+        move = step / 4 if seconds > predicted else -3 * step / 4
+        share = self._known[shape][0] / predicted  # of the fixed part
+        self._moves.add(move, shape, share, self.shapes)
+        self.num_observed += 1
+        if self.num_observed % _APPLY_EVERY == 0:
+            self._apply()
+
+    def observe_pass(self, pass_: Pass, seconds: float) -> None:
+        """`observe` for a pass of the kind that is timed: every row of the whole model draws."""
+        rows = pass_.rows
+        if self.learns and pass_.head_shape == len(rows) and pass_.view == FULL_VIEW:
+            self.observe(len(rows), int(rows.prefix_lens.sum() + rows.tail_lens.sum()), seconds)
+
+    def _apply(self) -> None:
+        """Take over what was observed; forget what was looked up."""
+        base, slope = self._moves.factors(len(self.shapes))
+        self.base = tuple(x * f for x, f in zip(self.base, base, strict=True))
+        self.per_context_token = tuple(x * f for x, f in zip(self.per_context_token, slope, strict=True))
+        self._moves = _Moves()
+        self._known.clear()
+        self._fast_shapes.clear()
+
+
+@dataclass(slots=True)
+class _Moves:
+    """What observations ask for, as logarithms of factors: of all shapes, and of the lines of single ones."""
+
+    common: float = 0.0
+    base: dict[int, float] = field(default_factory=dict)  # by index of the shape
+    slope: dict[int, float] = field(default_factory=dict)
+
+    def add(self, move: float, shape: int, share: float, shapes: Sequence[int]) -> None:
+        """A move at a shape, whose time's fixed part has this share; the measured shapes around it take it over."""
+        self.common += _COMMON * move
+        at = float(np.interp(shape, shapes, range(len(shapes))))
+        for index, weight in ((int(at), 1 - at % 1), (int(at) + 1, at % 1)):
+            if weight:
+                own = (1 - _COMMON) * move * weight
+                self.base[index] = self.base.get(index, 0.0) + own * share
+                self.slope[index] = self.slope.get(index, 0.0) + own * (1 - share)
+
+    def factors(self, num_shapes: int) -> tuple[list[float], list[float]]:
+        """What the fixed parts, and the parts per context token, are to be multiplied by."""
+        indices = range(num_shapes)
+        base = [math.exp(self.common + self.base.get(i, 0.0)) for i in indices]
+        return base, [math.exp(self.common + self.slope.get(i, 0.0)) for i in indices]
 
 
 # What is assumed of a backend that nobody timed: a pass costs a pass.
@@ -108,30 +176,72 @@ def measure_cost(
     *,
     store: int = TARGET_STORE,
     clock: Callable[[], float] = time.perf_counter,
+    budget_seconds: float = BUDGET_SECONDS,
     progress: Progress = no_progress,
 ) -> CostTable:
-    """Time passes of every shape at a short and a long context. Overwrites K/V: run it before the first request.
+    """Time passes at a short and a long context, as many as the budget allows. Overwrites K/V: run it first of all.
 
-    In rounds over all shapes: what slows the machine down for a second must not slow down one shape.
+    In rounds over all shapes: what slows the machine down for a second must not slow down one shape. The most telling
+    shapes come first, and those that were not reached follow from them.
     """
     contexts = Contexts.of(backend.limits)
-    # The first pass of a shape also pays for fresh memory; the typical one does not.
-    order = [
-        (shape, context)
-        for i in range(_SMALL_ROUNDS)
-        for shape in shapes
-        for context in contexts
-        if shape <= _SMALL_SHAPE or i < _LARGE_ROUNDS
-    ]
-    times: dict[tuple[int, int], list[float]] = {}
-    for i, (shape, context) in enumerate(order):
-        progress(f"timing {shape} rows", i / len(order))
-        seconds = time_pass(backend, probe_pass(backend, shape, context, store=store), clock)
-        times.setdefault((shape, context), []).append(seconds)
+    points = _points(shapes, contexts)
+    times: dict[_Point, list[float]] = {}
+    time_pass(backend, probe_pass(backend, *points[0], store=store), clock)  # fresh memory is slow, once
+    start = clock()
+    for i in range(_SMALL_ROUNDS):
+        for point in points:
+            spent = clock() - start
+            is_due = point.shape <= _SMALL_SHAPE or i < _LARGE_ROUNDS
+            if not is_due or (len(times) >= _NUM_CERTAIN and spent + _expected(times, point) > budget_seconds):
+                continue
+            progress(f"timing {point.shape} rows", min(1.0, spent / budget_seconds))
+            seconds = time_pass(backend, probe_pass(backend, *point, store=store), clock)
+            times.setdefault(point, []).append(seconds)
     progress("timed", 1.0)
-    typical = {key: typical_time(listed) for key, listed in times.items()}
-    lines = [contexts.line(typical[shape, contexts.short], typical[shape, contexts.long], shape) for shape in shapes]
-    return CostTable.of(shapes, lines)
+    return _table(shapes, contexts, {point: typical_time(listed) for point, listed in times.items()})
+
+
+class _Point(NamedTuple):
+    shape: int
+    context: int
+
+
+def _points(shapes: Sequence[int], contexts: Contexts) -> list[_Point]:
+    """Every shape at both contexts, the most telling first."""
+    short, long = contexts
+    first = [
+        *(_Point(shape, short) for shape in _FIRST_SHORT),
+        *(_Point(shape, long) for shape in _FIRST_LONG),
+        *(_Point(shape, short) for shape in _NEXT_SHORT),
+    ]
+    every = [_Point(shape, context) for shape in shapes for context in contexts]
+    return [point for point in dict.fromkeys([*first, *every]) if point in every]
+
+
+def _expected(times: dict[_Point, list[float]], point: _Point) -> float:
+    """What timing a point will take: as last time, or in proportion to the nearest smaller shape."""
+    if point in times:
+        return times[point][-1]
+    below = max((p for p in times if p.shape <= point.shape), default=min(times))
+    return times[below][-1] * point.shape / below.shape
+
+
+def _table(shapes: Sequence[int], contexts: Contexts, seconds: dict[_Point, float]) -> CostTable:
+    """Lines through the points that were timed; between them, and beyond the last in its direction, the others."""
+    short, long = contexts
+    both = [m for m in shapes if (m, short) in seconds and (m, long) in seconds]
+    lines = {m: contexts.line(seconds[_Point(m, short)], seconds[_Point(m, long)], m) for m in both}
+    rising = [m for m in both if lines[m].per_context_token > 0]
+    timed = [m for m in shapes if (m, short) in seconds]
+    slopes = (
+        np.interp(shapes, rising, [lines[m].per_context_token for m in rising]) if rising else np.zeros(len(shapes))
+    )
+    slope_of = dict(zip(shapes, slopes.tolist(), strict=True))
+    bases = [max(1e-9, seconds[_Point(m, short)] - slope_of[m] * m * short) for m in timed]
+    per_row = max(0.0, (bases[-1] - bases[-2]) / (timed[-1] - timed[-2])) if len(timed) > 1 else 0.0
+    filled = np.interp(shapes, timed, bases) + per_row * np.maximum(0, np.asarray(shapes) - timed[-1])
+    return CostTable(tuple(shapes), tuple(filled.tolist()), tuple(slopes.tolist()), learns=True)
 
 
 def typical_time(times: Sequence[float]) -> float:

@@ -14,6 +14,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from verispec.backends import native_answers
 from verispec.backends import native_library as native
 from verispec.backends.audit import KernelProbe, Progress, no_progress
 from verispec.backends.blas import cpu_name, num_cores
@@ -23,6 +24,7 @@ from verispec.backends.native_pack import LANES
 from verispec.backends.outputs import Handle
 from verispec.backends.probe_rows import probe_rows
 from verispec.backends.protocol import (
+    Backend,
     BackendLimits,
     DrawResult,
     DrawWanted,
@@ -218,6 +220,17 @@ class NativeBackend:
             "build": self._kernels.build,
             "threads": str(self._num_threads),
         }
+
+    def wrong_answers(self) -> tuple[str, ...]:
+        """The cases of the known-answer test that fail on this library, with these instructions and threads."""
+
+        def like_this(model: StoredModel, kv_dtype: str) -> Backend:
+            return NativeBackend(
+                [model], num_slots=native_answers.NUM_SLOTS, num_seq_rows=native_answers.NUM_SEQUENCES,
+                threads=self._num_threads, kv_dtype=kv_dtype, isa=self.isa,
+            )  # fmt: skip
+
+        return native_answers.wrong_answers(self._kv_dtype, like_this)
 
     def probes(self) -> list[KernelProbe]:
         """Every row kernel of the target's model, attention and sampling included."""

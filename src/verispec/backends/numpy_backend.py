@@ -106,6 +106,9 @@ class NumpyBackend:
         """Nothing: the fingerprint has it all, but for the number of threads."""
         return {"threads": str(self._workers.num_threads)}
 
+    def wrong_answers(self) -> None:
+        """None: numpy's bits are the machine's, so that its purity has to be measured."""
+
     def probes(self) -> list[KernelProbe]:
         """Every row kernel of the target's model, attention and sampling included."""
         model = self._models[TARGET_STORE]

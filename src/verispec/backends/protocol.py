@@ -230,6 +230,9 @@ class Backend(Protocol):
     def device(self) -> dict[str, str]:
         """What its speed depends on beside that."""
 
+    def wrong_answers(self) -> tuple[str, ...] | None:
+        """The cases of its known-answer test that fail; None if it has no such test: its purity has to be measured."""
+
     def probes(self) -> list[KernelProbe]:
         """Every kind of row kernel of the target's model that the audit has to measure."""
 

@@ -84,10 +84,12 @@ def audit(
 ) -> None:
     """Show which pass shapes are row-pure here, the family that was chosen, what passes cost, and the profile.
 
+    Loading checks the native backend's kernels by known answers; this measures every kernel at every shape, which takes
+    minutes for a large model, and is kept.
     A shape is a number of rows that a pass computes at once. It is row-pure if the bits of a row do not depend on the
     other rows; shapes in one pair of braces give the same bits. Outputs can be equal only where the profile's hash is.
     """
-    llm = options.load_llm(ctx.params, fresh_audit=fresh)
+    llm = options.load_llm(ctx.params, full_audit=True, fresh_audit=fresh)
     if as_json:
         terminal.out_json(_audit_object(llm))
     else:
@@ -100,7 +102,8 @@ def _audit_text(llm: LLM) -> str:
     lines = [
         "Shapes whose bits agree, kernel by kernel:",
         found.audit.table(),
-        f"\nCanonical family: {', '.join(map(str, found.family))}",
+        *_answers(found.wrong_answers),
+        f"\nCanonical family: {', '.join(map(str, found.family)) or 'none'}",
         "\nCost of a pass, T(M, context):",
         f"{'rows':>8} {'ms':>7} + us per context token",
         *(f"{shape:8} {base * 1e3:7.1f} {slope * 1e6:7.2f}" for shape, base, slope in cost),
@@ -111,11 +114,17 @@ def _audit_text(llm: LLM) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _answers(wrong: tuple[str, ...] | None) -> list[str]:
+    """The outcome of the known-answer test, if there is one."""
+    return [] if wrong is None else [f"\nKnown answers: {'wrong for ' + '; '.join(wrong) if wrong else 'all right'}"]
+
+
 def _audit_object(llm: LLM) -> dict[str, Any]:
     found = llm.calibration
     return {
         "kernels": [outcome._asdict() for outcome in found.audit.outcomes],
         "families": found.audit.families,
+        "wrong_answers": found.wrong_answers,
         "family": found.family,
         "cost": [
             {"rows": shape, "seconds": base, "seconds_per_context_token": slope}

@@ -6,6 +6,7 @@ options speak of flags as they are typed: `naming_flags` is the one place that k
 
 from __future__ import annotations
 
+import atexit
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -219,7 +220,9 @@ def load_llm(given: Mapping[str, Any], *, quiet: bool = False, **more: Any) -> L
     if not quiet:
         _note_backend(chosen)
     with naming_flags(), LoadingDisplay(quiet=quiet) as display:
-        return LLM(progress=display.update, **chosen, **more)
+        llm = LLM(progress=display.update, **chosen, **more)
+    atexit.register(llm.calibration.save)
+    return llm
 
 
 def _note_backend(chosen: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""`verispec --version`: the version, the backend, and the profile of the default model if it has been audited."""
+"""`verispec --version`: the version, the backend, and the profile of the default model if it has been loaded."""
 
 from __future__ import annotations
 
@@ -43,4 +43,4 @@ def _default_profile(name: str) -> str:
             profile = cached_profile(*describe_backend(name, [checkpoint.architecture]), cache_dir())
     except VerispecError as error:
         return f"none ({error})"
-    return f"{profile.hash} ({DEFAULT_MODEL})" if profile else f"none yet ({DEFAULT_MODEL} is not audited)"
+    return f"{profile.hash} ({DEFAULT_MODEL})" if profile else f"none yet ({DEFAULT_MODEL} was not loaded yet)"

@@ -265,7 +265,9 @@ class Verifier:
         for window in windows:
             builder.add_window(window)
         fit = self._canonical_shape if kind is PassKind.CANONICAL else self._cost.fast_shape
-        result = self._backend.submit(builder.build(kind, fit)).result()
+        pass_, start = builder.build(kind, fit), self._clock()
+        result = self._backend.submit(pass_).result()
+        self._cost.observe_pass(pass_, self._clock() - start)
         scores = _scores(plans, drafts, builder, result)
         drawn = [] if result.draw is None else result.draw.token_ids.tolist()
         return scores, drawn[len(drawn) - len(windows) :]

@@ -1,0 +1,235 @@
+"""The known-answer test of the native kernels: tiny models of every stored type, against digests kept beside this file.
+
+The native backend is row-pure by construction; what could still be wrong is the build, the CPU or the memory. So the
+library that was loaded computes passes of many shapes with the instruction set and the threads it will serve with, from
+weights in the file's blocks to draws, and every bit has to be as it was when the digests were made. Inputs come from
+SHAKE-256, so that they are the same everywhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from verispec.backends.native_model import StoredModel
+from verispec.backends.native_pack import FLOAT_TYPES, LAYOUTS
+from verispec.backends.protocol import (
+    FULL_VIEW,
+    Backend,
+    DrawWanted,
+    LogprobsWanted,
+    NoisyTopKWanted,
+    Pass,
+    PassKind,
+    RowsBuilder,
+    TableUpdate,
+    TopKWanted,
+    View,
+    Wanted,
+)
+from verispec.kv import NUM_RESERVED
+from verispec.model.architecture import Architecture, Rope, expected_tensors
+from verispec.model.blocks import FORMATS, StoredTensor
+from verispec.sampling.rows import History, SampleKey, SamplingRows, SamplingRowsBuilder
+from verispec.types import SamplingParams
+
+PATH = Path(__file__).with_name("native_answers.json")
+_NUM_LAYERS = 2
+NUM_SLOTS, NUM_SEQUENCES, CONTEXT_LEN = 96, 2, 64
+_VOCAB = 331
+_PROMPT_LENS = (37, 23)  # rows of the first passes: whole tiles of rows, and every rest
+_DECODED_SHAPES = (1, 2, 3, 4, 5, 8)
+_K = 5
+# Where the half-precision scales of a block stand, and the exponent they get: values near 1 in every type.
+_SCALES = {
+    "Q4_0": ((0,), 0x2C00), "Q4_1": ((0, 2), 0x2C00), "Q5_0": ((0,), 0x2800), "Q5_1": ((0, 2), 0x2800),
+    "Q8_0": ((0,), 0x1C00), "Q4_K": ((0, 2), 0x1000), "Q5_K": ((0, 2), 0x0C00), "Q6_K": ((208,), 0x0400),
+}  # fmt: skip
+_PARAMS = (
+    SamplingParams(),
+    SamplingParams(temperature=1.0, seed=1),
+    SamplingParams(temperature=0.7, top_p=0.9, seed=2),
+    SamplingParams(temperature=1.3, top_k=7, seed=3),
+    SamplingParams(temperature=0.9, top_p=0.8, top_k=100, min_p=0.001, seed=4),
+    SamplingParams(temperature=1.1, logit_bias=((3, 2.0), (9, -3.0)), seed=5),
+    SamplingParams(temperature=1.0, repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=-0.3, seed=6),
+)
+
+Slots = NDArray[np.int32]
+MakeBackend = Callable[[StoredModel, str], Backend]
+
+
+class Case(NamedTuple):
+    """One tiny model: the type of all its matrices, whether they are quantised at load, and the type of its K/V."""
+
+    type_name: str
+    quantises: bool
+    kv_dtype: str
+
+    @property
+    def name(self) -> str:
+        """What the digest is kept under."""
+        return f"{self.type_name}{' as Q8_0' if self.quantises else ''}, {self.kv_dtype} K/V"
+
+
+def cases(kv_dtype: str) -> list[Case]:
+    """Every stored type as it is, the float types also quantised: together they use every kernel."""
+    kinds = [(name, False) for name in LAYOUTS] + [(name, True) for name in FLOAT_TYPES]
+    return [Case(name, quantises, kv_dtype) for name, quantises in kinds]
+
+
+def wrong_answers(kv_dtype: str, make_backend: MakeBackend) -> tuple[str, ...]:
+    """The cases whose bits are not the expected ones; `make_backend(model, kv_dtype)` has what is to be tested."""
+    expected = json.loads(PATH.read_text(encoding="utf-8"))["answers"]
+    return tuple(case.name for case in cases(kv_dtype) if answer(case, make_backend) != expected[case.name])
+
+
+def answer(case: Case, make_backend: MakeBackend) -> str:
+    """The digest of everything the case's passes give."""
+    backend = make_backend(_model(case), case.kv_dtype)
+    digest = hashlib.sha256()
+    try:
+        for pass_ in _passes():
+            result = backend.submit(pass_).result()
+            assert result.draw is not None
+            assert result.top_k is not None
+            assert result.noisy_top_k is not None
+            assert result.logprobs is not None
+            for part in (*result.draw, *result.top_k, *result.noisy_top_k, result.logprobs):
+                digest.update(np.ascontiguousarray(part).tobytes())
+    finally:
+        backend.close()
+    return digest.hexdigest()[:16]
+
+
+def _bytes(name: str, count: int) -> NDArray[np.uint8]:
+    return np.frombuffer(hashlib.shake_256(name.encode()).digest(count), np.uint8)
+
+
+def _floats(name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
+    """Values in [-1, 1) that are exact in every float type, being multiples of 1 / 128."""
+    integers = _bytes(name, math.prod(shape)).astype(np.float32) - np.float32(128)
+    return np.asarray(integers / np.float32(128), np.float32).reshape(shape)
+
+
+@cache
+def _stored(type_name: str, name: str, shape: tuple[int, int]) -> StoredTensor:
+    if type_name in FLOAT_TYPES:
+        values = _floats(name, shape) / 8
+        bits = values.view(np.uint32) >> 16 if type_name == "BF16" else values
+        dtype = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}[type_name]
+        return StoredTensor(type_name, np.ascontiguousarray(bits.astype(dtype)).view(np.uint8))
+    fmt, (offsets, exponent) = FORMATS[type_name], _SCALES[type_name]
+    blocks = _bytes(name, math.prod(shape) // fmt.block_len * fmt.block_nbytes).reshape(-1, fmt.block_nbytes).copy()
+    for offset in offsets:  # random mantissas, and a sign for minima
+        halves = (blocks[:, offset : offset + 2].copy().view(np.uint16) & 0x03FF) | exponent
+        halves |= 0x8000 if offset == 2 and not type_name.endswith("K") else 0
+        blocks[:, offset : offset + 2] = halves.view(np.uint8)
+    return StoredTensor(type_name, blocks.reshape(shape[0], -1))
+
+
+def _read(name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
+    """Norms near 1, biases near 0."""
+    return np.asarray(_floats(name, shape) / np.float32(4) + np.float32(name.endswith("norm")), np.float32)
+
+
+def _model(case: Case) -> StoredModel:
+    """Float types get odd sizes, others rows of 256. Groups of heads, biases and norms of heads vary with the type."""
+    index = list(LAYOUTS).index(case.type_name)
+    is_float = case.type_name in FLOAT_TYPES and not case.quantises
+    groups = ((1, 7), (2, 3), (3, 2)) if is_float else ((2, 4), (4, 2), (8, 1))
+    num_kv_heads, group = groups[index % 3]
+    architecture = Architecture(
+        family="qwen2" if index % 2 else "qwen3",
+        num_layers=_NUM_LAYERS,
+        hidden_size=104 if is_float else 256,
+        num_heads=num_kv_heads * group,
+        num_kv_heads=num_kv_heads,
+        head_dim=24 if is_float else 32,
+        mlp_size=90 if is_float else 256,
+        vocab_size=_VOCAB,
+        context_len=CONTEXT_LEN,
+        norm_eps=1e-5,
+        rope=Rope(theta=10000.0),
+        qkv_bias=bool(index % 2),
+        qk_norm=not index % 2,
+        tied_head=index % 3 > 0,
+    )
+    shapes = expected_tensors(architecture)
+    return StoredModel(
+        architecture,
+        lambda name: _read(name, shapes[name]),
+        lambda name: _stored(case.type_name, name, (shapes[name][0], shapes[name][1])),
+        quantises=case.quantises,
+    )
+
+
+@cache
+def _passes() -> tuple[Pass, ...]:
+    return tuple(_make_passes())
+
+
+def _make_passes() -> Iterator[Pass]:
+    """Two prompts, then rows of both sequences in turn, some behind a tail, then a pass with skipped sub-layers."""
+    slots = NUM_RESERVED + np.arange(NUM_SLOTS, dtype=np.int32) * 5 % NUM_SLOTS  # not in order
+    tables = (slots[: NUM_SLOTS // 2], slots[NUM_SLOTS // 2 :])
+    for sequence, length in enumerate(_PROMPT_LENS):
+        rows = RowsBuilder()
+        for position in range(length):
+            _add(rows, tables, sequence, position)
+        positions = np.arange(length, dtype=np.int32)
+        yield _pass(rows, TableUpdate(np.full_like(positions, sequence + 1), positions, tables[sequence][:length]))
+    nothing = TableUpdate(*np.empty((3, 0), np.int32))
+    for step, shape in enumerate((*_DECODED_SHAPES, 2)):
+        rows = RowsBuilder()
+        for i in range(shape):  # a row, then rows that attend to it through their tails
+            sequence = (step + i % 2) % NUM_SEQUENCES
+            _add(rows, tables, sequence, _PROMPT_LENS[sequence] + i // 2, tail_len=1 + i // 2)
+        is_last = step == len(_DECODED_SHAPES)
+        yield _pass(rows, nothing, View(frozenset({0}), frozenset({_NUM_LAYERS - 1})) if is_last else FULL_VIEW)
+
+
+def _add(rows: RowsBuilder, tables: Sequence[Slots], sequence: int, position: int, *, tail_len: int = 0) -> None:
+    table = tables[sequence]
+    rows.add(
+        token_id=(31 * position + 7 * sequence) % _VOCAB,
+        position=position,
+        slot=int(table[position]),
+        seq_row=sequence + 1,
+        prefix_len=position + 1 - tail_len,
+        tail=tuple(table[position + 1 - tail_len : position + 1].tolist()),
+    )
+
+
+def _pass(rows: RowsBuilder, update: TableUpdate, view: View = FULL_VIEW) -> Pass:
+    """Everything is wanted of every row."""
+    shape, every = len(rows), np.arange(len(rows), dtype=np.int32)
+    sampling = _sampling(shape)
+    wanted = Wanted(
+        draw=DrawWanted(every, sampling),
+        logprobs=LogprobsWanted(every, every * 17 % _VOCAB),
+        top_k=TopKWanted(every, _K),
+        noisy_top_k=NoisyTopKWanted(every, _K, sampling),
+    )
+    return Pass(PassKind.CANONICAL, rows.build(shape), wanted, update, head_shape=shape, view=view)
+
+
+@cache
+def _sampling(num_rows: int) -> SamplingRows:
+    builder = SamplingRowsBuilder()
+    history = History(frozenset({1, 2}), {3: 2, 4: 1}, 3)
+    for i in range(num_rows):
+        params = _PARAMS[i % len(_PARAMS)]
+        builder.add(
+            params, SampleKey(params.seed or 0, i % 3), t=10 + i, history=history, path_ids=(5,), stopping_ids=(),
+            vocab_size=_VOCAB,
+        )  # fmt: skip
+    return builder.build()

@@ -1,0 +1,125 @@
+"""What passes cost: timed within a budget at first, then learned from the passes that are served."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.support.fake_backend import FakeBackend
+from tests.support.tiny_llm import loaded, write_model
+from verispec.backends import calibration
+from verispec.backends.cost import BUDGET_SECONDS, CostTable, measure_cost, probe_pass
+from verispec.types import SamplingParams
+
+SHAPES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+
+
+def line(shape: int, context_tokens: int, speed: float = 1.0) -> float:
+    return speed * (0.01 + 0.002 * shape + 1e-6 * context_tokens)
+
+
+def table(speed: float = 1.0, *, learns: bool = True) -> CostTable:
+    slopes = (1e-6 * speed,) * len(SHAPES)
+    return CostTable(SHAPES, tuple(line(m, 0, speed) for m in SHAPES), slopes, learns=learns)
+
+
+class SlowBackend(FakeBackend):
+    """Charges a clock for its passes."""
+
+    now = 0.0
+    speed = 1.0
+
+    def clock(self) -> float:
+        while self.passes:
+            rows = self.passes.pop().rows
+            self.now += line(len(rows), int((rows.positions + 1).sum()), self.speed)
+        return self.now
+
+
+@pytest.mark.parametrize("speed", [0.01, 1.0, 10.0])
+def test_timing_ends_in_time_and_knows_every_shape(speed: float) -> None:
+    """A slow model's large shapes follow from its small ones; only the first points are timed whatever they take."""
+    backend = SlowBackend(context_len=1024)
+    backend.speed = speed
+    cost = measure_cost(backend, SHAPES, clock=backend.clock)
+    assert backend.now < BUDGET_SECONDS + 3 * line(2, 64, speed)
+    assert cost.shapes == SHAPES
+    for shape in (1, 2, 8, 32, 128):
+        assert cost.seconds(shape, 0) == pytest.approx(line(shape, 0, speed), rel=0.1)
+
+
+def test_without_time_the_rest_is_extrapolated() -> None:
+    backend = SlowBackend(context_len=1024)
+    cost = measure_cost(backend, SHAPES, clock=backend.clock, budget_seconds=1e-6)
+    assert cost.seconds(128, 0) == pytest.approx(line(128, 0), rel=0.3)
+    assert cost.per_context_token == (0.0,) * len(SHAPES)
+
+
+def test_a_table_follows_the_machine_through_noise_and_outliers() -> None:
+    """Half as fast as it was timed, with passes that other work holds up: found within a tenth, for all shapes."""
+    rng, cost = random.Random(0), table()
+    for _ in range(1500):
+        shape, context = rng.choice((1, 1, 1, 5, 8)), rng.randrange(2000)
+        held_up = 1.0 + rng.random() * 0.05 + (rng.random() < 0.2) * rng.expovariate(0.5)
+        cost.observe(shape, context, line(shape, context, 2.0) * held_up)
+    for shape in (1, 2, 4, 8, 64):
+        assert cost.seconds(shape, 1000) == pytest.approx(line(shape, 1000, 2.0), rel=0.1)
+
+
+def test_a_shape_of_its_own_kind_is_learned_apart_from_the_others() -> None:
+    rng, cost = random.Random(1), table()
+    for _ in range(4000):
+        shape = rng.choice((1, 8))
+        cost.observe(shape, 100, line(shape, 100) * (3.0 if shape == 8 else 1.0) * (1 + 0.02 * rng.random()))
+    assert cost.seconds(8, 100) == pytest.approx(3 * line(8, 100), rel=0.1)
+    assert cost.seconds(1, 100) == pytest.approx(line(1, 100), rel=0.1)
+
+
+def test_one_pass_moves_little_however_long_it_took() -> None:
+    cost = table()
+    for _ in range(400):
+        cost.observe(1, 0, line(1, 0))
+    before = cost.seconds(1, 0)
+    for seconds in (1e9, float("inf"), float("nan"), 0.0, -1.0):
+        cost.observe(1, 0, seconds)
+    for _ in range(16):
+        cost.observe(1, 0, before)
+    assert cost.seconds(1, 0) == pytest.approx(before, rel=0.2)
+
+
+def test_a_table_that_was_given_stays() -> None:
+    cost = table(learns=False)
+    for _ in range(100):
+        cost.observe(1, 0, 1.0)
+    assert cost == table(learns=False)
+
+
+def test_only_passes_of_the_kind_that_is_timed_are_learned_from() -> None:
+    """All rows draw, no sub-layer is skipped: prompts without logits are cheaper, and say nothing of drafts."""
+    backend, cost = FakeBackend(context_len=128), table()
+    whole = probe_pass(backend, 4, 32)
+    cost.observe_pass(probe_pass(backend, 4, 32, draws=False), 1.0)
+    cost.observe_pass(replace(whole, view=type(whole.view)(frozenset({0}))), 1.0)
+    assert cost.num_observed == 0
+    cost.observe_pass(whole, 1.0)
+    assert cost.num_observed == 1
+
+
+def test_what_was_learned_is_kept_for_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, cache = write_model(tmp_path / "tiny.gguf"), tmp_path / "cache"
+    params = SamplingParams(max_tokens=30, ignore_eos=True, seed=0)
+    with loaded(path, cache) as llm:
+        timed, digest = llm.calibration.cost.base, llm.generate("one two", params)[0].digest
+    with loaded(path, cache) as llm:
+        assert llm.calibration.cost.base == timed, "too few passes to teach anything"
+        for _ in range(5):
+            assert llm.generate("one two", params)[0].digest == digest
+        learned = llm.calibration.cost.base
+    assert learned != timed
+    monkeypatch.setattr(calibration, "measure_cost", lambda *args, **options: pytest.fail("timed again"))
+    with loaded(path, cache) as llm:
+        assert llm.calibration.cost.base == learned
+        assert llm.generate("one two", params)[0].digest == digest
