@@ -16,7 +16,19 @@ LAYERS = [
     {"backends"},
     {"spec"},
     {"engine"},
-    {"llm", "speculation", "demonstration", "interrupts", "receipt", "text", "tuning", "cli", "__main__", "__init__"},
+    {
+        "llm",
+        "speculation",
+        "demonstration",
+        "interrupts",
+        "receipt",
+        "shared_engine",
+        "text",
+        "tuning",
+        "cli",
+        "__main__",
+        "__init__",
+    },
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 # Each heavy or optional package is imported only where it is needed.

@@ -1,7 +1,7 @@
 """The Python interface: a model, an engine and a tokenizer behind `generate`, `stream`, `chat` and `score`.
 
-Everything here is assembly; what decides tokens lives in the engine. One LLM serves one thread; several streams of it
-may be open at once, and whichever is read drives the engine for all.
+Everything here is assembly; what decides tokens lives in the engine. An LLM serves any number of threads, all of them
+by one engine; several streams of it may be open at once, and whichever is read drives the engine for all.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,8 +23,7 @@ from verispec.backends.protocol import Backend
 from verispec.backends.select import AS_STORED, BackendOptions, check_name, default_backend, make_backend
 from verispec.config import DEFAULTS, EngineConfig
 from verispec.engine import Engine, Request
-from verispec.errors import InputError, NumericError
-from verispec.interrupts import deferred_interrupt
+from verispec.errors import InputError, NumericError, QueueFullError
 from verispec.model import DEFAULT_MODEL, Checkpoint, cache_dir, open_checkpoint, resolve
 from verispec.model.architecture import Architecture
 from verispec.model.generation_defaults import generation_defaults
@@ -33,6 +33,7 @@ from verispec.model.load import load_tokenizer
 from verispec.model.tokenizer import Tokenizer
 from verispec.model.vocabulary import check_same_vocabulary
 from verispec.receipt.values import Receipt, check_recordable, make_receipt
+from verispec.shared_engine import Inbox, SharedEngine
 from verispec.spec.drafter import Drafter
 from verispec.spec.registry import DRAFTER_NAMES, MODEL_DRAFTER, SKIP_DRAFTER, DraftSetup, make_drafters
 from verispec.spec.skip_menu import MenuKey, SkipMenu, read_menu
@@ -203,14 +204,23 @@ class LLM:
             self._backend, cache_dir=cache_dir(), family=family, full=full_audit, fresh=fresh_audit, progress=report
         )
         self._config = config
-        self._inboxes: dict[int, deque[TokenEvent]] = {}
         self._chat_prompts: ChatPrompts | None = None
+        self._chat_lock = threading.Lock()
         self._speculation = speculation
         self._force = force
         self._menu: SkipMenu | None = None
         if drafter == SKIP_DRAFTER:
             self._tune_quickly(report)
-        self.engine = self.fresh_engine()
+        self._shared = SharedEngine(self.fresh_engine())
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that all calls share. It may be replaced, or driven by hand, while nothing else uses this LLM."""
+        return self._shared.engine
+
+    @engine.setter
+    def engine(self, engine: Engine) -> None:
+        self._shared.engine = engine
 
     @property
     def profile(self) -> str:
@@ -291,14 +301,14 @@ class LLM:
     def separate_engine(self, *, drafters: Mapping[str, Drafter] | None = None, **changes: Any) -> Iterator[Engine]:
         """A `fresh_engine` to use inside the block. This LLM's own starts anew behind it, with an empty cache.
 
-        Raises InputError while streams are open: their K/V would be overwritten.
+        Waits for the calls of other threads; theirs wait for the block's end. Raises InputError while streams are open:
+        their K/V would be overwritten.
         """
-        if self._inboxes:
-            raise InputError(f"{len(self._inboxes)} streams of this LLM are open; close them first")
-        try:
-            yield self.fresh_engine(drafters=drafters, **changes)
-        finally:
-            self.engine = self.fresh_engine()
+        with self._shared.alone():
+            try:
+                yield self.fresh_engine(drafters=drafters, **changes)
+            finally:
+                self.engine = self.fresh_engine()
 
     def generate(
         self,
@@ -339,30 +349,39 @@ class LLM:
             for request in requests:
                 check_recordable(request.params)
         waiting = deque(enumerate(requests))
-        live: dict[int, int] = {}
+        live: dict[int, Inbox] = {}
         samples: dict[int, list[SampleOutput]] = {}
         done: dict[int, Completion] = {}
         try:
             while waiting or live:
-                while waiting and self.engine.has_room(waiting[0][1].params):
-                    index, request = waiting.popleft()
-                    live[self._open(request)] = index
-                for request_id in list(live):
-                    for event in self._take(request_id):
+                self._fill(waiting, live)
+                for index, inbox in list(live.items()):
+                    for event in inbox.take():
                         if event.output is not None:
-                            samples.setdefault(request_id, []).append(event.output)
-                    if len(samples.get(request_id, ())) == requests[live[request_id]].params.n:
-                        index = live.pop(request_id)
-                        self._close(request_id)
-                        done[index] = self._completion(requests[index], samples.pop(request_id), receipts=receipts)
+                            samples.setdefault(index, []).append(event.output)
+                    if len(samples.get(index, ())) == requests[index].params.n:
+                        self._shared.close_request(live.pop(index))
+                        done[index] = self._completion(requests[index], samples.pop(index), receipts=receipts)
                         if on_finish is not None:
                             on_finish(index, done[index])
                 if live or waiting:
-                    self._pump()
+                    self._shared.step()
         finally:
-            for request_id in live:
-                self._close(request_id)
+            for inbox in live.values():
+                self._shared.close_request(inbox)
         return [done[i] for i in range(len(requests))]
+
+    def _fill(self, waiting: deque[tuple[int, Request]], live: dict[int, Inbox]) -> None:
+        """Move requests into the engine's queue while it has room for them."""
+        while waiting and self.engine.has_room(waiting[0][1].params):
+            index, request = waiting[0]
+            live[index] = Inbox()  # known before it is open, so that an interrupt leaves nothing behind
+            try:
+                self._shared.open(request, live[index])
+            except QueueFullError:  # another thread was faster
+                del live[index]
+                return
+            waiting.popleft()
 
     def stream(
         self,
@@ -428,9 +447,10 @@ class LLM:
 
     def chat_ids(self, messages: Sequence[Message]) -> list[int]:
         """The prompt tokens of a conversation. Control tokens written inside messages stay text."""
-        if self._chat_prompts is None:
-            self._chat_prompts = ChatPrompts(self.tokenizer)
-        return self._chat_prompts.ids(messages)
+        with self._chat_lock:
+            if self._chat_prompts is None:
+                self._chat_prompts = ChatPrompts(self.tokenizer)
+            return self._chat_prompts.ids(messages)
 
     def request(
         self,
@@ -441,6 +461,7 @@ class LLM:
         speculative: Speculative = None,
     ) -> Request:
         """The engine's request for a prompt. Raises InputError if this model can never serve it."""
+        self._shared.check_open()
         speculation = self._chosen(drafter, speculative)
         request = Request(
             prompt_ids=self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt),
@@ -477,7 +498,13 @@ class LLM:
         return ScoreResult(completion.prompt_ids, completion.prompt_logprobs)
 
     def close(self) -> None:
-        """Give back the model's memory; keep what passes were seen to cost."""
+        """Give back the model's memory; keep what passes were seen to cost.
+
+        Waits for the calls of other threads; streams that are open end here.
+        """
+        self._shared.close(self._release)
+
+    def _release(self) -> None:
         self.calibration.save()
         self._backend.close()
 
@@ -488,17 +515,18 @@ class LLM:
         self.close()
 
     def _stream(self, request: Request) -> Iterator[TokenEvent]:
-        request_id = self._open(request)
+        inbox = Inbox(is_stream=True)
         finished = 0
         try:
+            self._shared.open(request, inbox)
             while finished < request.params.n:
-                for event in self._take(request_id):
+                for event in inbox.take():
                     finished += event.output is not None
                     yield event
                 if finished < request.params.n:
-                    self._pump()
+                    self._shared.step()
         finally:
-            self._close(request_id)
+            self._shared.close_request(inbox)
 
     def _completion(self, request: Request, samples: Iterable[SampleOutput], *, receipts: bool) -> Completion:
         ordered = tuple(sorted(samples, key=lambda s: s.sample_index))
@@ -517,28 +545,6 @@ class LLM:
             eos_ids=request.eos_ids,
             output=output,
         )
-
-    def _open(self, request: Request) -> int:
-        request_id = self.engine.add(request)
-        self._inboxes[request_id] = deque()
-        return request_id
-
-    def _take(self, request_id: int) -> Iterator[TokenEvent]:
-        inbox = self._inboxes[request_id]
-        while inbox:
-            yield inbox.popleft()
-
-    def _pump(self) -> None:
-        """One step of the engine; events go to whoever opened their request. Ctrl-C waits for the step's end."""
-        with deferred_interrupt():
-            for event in self.engine.step():
-                if event.request_id in self._inboxes:
-                    self._inboxes[event.request_id].append(event)
-
-    def _close(self, request_id: int) -> None:
-        """Abort the request if it still runs, and drop its events."""
-        self.engine.abort(request_id)
-        self._inboxes.pop(request_id, None)
 
 
 def _resolved(model: str | Path, report: LoadProgress) -> Path:
