@@ -15,9 +15,10 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from tests.support.golden_tokenizers import GOLDENS, KINDS, SMALL, SMALL_KINDS, STRINGS, small_metadata
 from verispec.errors import InputError, ModelFileError, UnsupportedModelError
+from verispec.model.folder_tokenizer import tokenizer_from_folder
 from verispec.model.gguf_file import GGUFFile
 from verispec.model.gguf_tokenizer import tokenizer_from_gguf
-from verispec.model.tokenizer import Tokenizer, tokenizer_from_folder
+from verispec.model.tokenizer import Tokenizer
 
 # Any text, with what tokenizers find hard made likely.
 TEXTS = st.lists(st.one_of(st.text(), st.sampled_from(STRINGS)), max_size=6).map("".join)

@@ -212,10 +212,10 @@ ENDLESS = {
 class TestBounds:
     @pytest.mark.parametrize("name", ENDLESS)
     def test_endless_work_ends_with_an_error(self, name: str) -> None:
-        start = time.perf_counter()
+        start = time.process_time()
         with pytest.raises(InputError, match="chat template"):
             render(ENDLESS[name])
-        assert time.perf_counter() - start < 10
+        assert time.process_time() - start < 2
 
     def test_control_a_larger_budget_would_go_on(self, monkeypatch: pytest.MonkeyPatch) -> None:
         template = "{% for a in range(2000) %}{% for b in range(2000) %}{% endfor %}{% endfor %}done"

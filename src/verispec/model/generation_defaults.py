@@ -11,7 +11,7 @@ from typing import Any
 from verispec.errors import InputError, ModelFileError
 from verispec.model.checkpoint import GGUFTokenizerSource, TokenizerSource
 from verispec.model.fields import Fields
-from verispec.model.tokenizer import read_json
+from verispec.model.folder_tokenizer import read_json
 from verispec.types import SamplingParams
 
 # For models whose files do not say whether to sample.

@@ -2,8 +2,9 @@
 
 from verispec.errors import ModelFileError
 from verispec.model.checkpoint import GGUFTokenizerSource, TokenizerSource
+from verispec.model.folder_tokenizer import tokenizer_from_folder
 from verispec.model.gguf_tokenizer import tokenizer_from_gguf
-from verispec.model.tokenizer import Tokenizer, tokenizer_from_folder
+from verispec.model.tokenizer import Tokenizer
 
 
 def load_tokenizer(source: TokenizerSource) -> Tokenizer:
