@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -64,7 +65,7 @@ def test_a_receipt_beside_the_answer(bare_cli: Cli, tiny: str, tmp_path: Path) -
     (line,) = path.read_text().splitlines()
     data = json.loads(line)
     assert len(data["output"]["token_ids"]) == 40
-    assert data["parameters"]["seed"] == 5
+    assert data["parameters"]["sampling"]["seed"] == 5
     assert "token_ids" in data["prompt"]
     assert {p.name for p in tmp_path.iterdir()} == {"r.json", "tiny.gguf"}
     assert path.stat().st_mode & 0o777 == 0o666 & ~_umask()
@@ -175,7 +176,7 @@ def test_a_receipt_is_reproduced(bare_cli: Cli, tiny: str, receipt: Path) -> Non
     assert (done.code, done.err) == (0, "")
     assert done.out.startswith("reproduced: 40 tokens with log-probabilities, in ")
     found = bare_cli("replay", "-", "-m", tiny, "--json", stdin=receipt.read_bytes()).json()
-    assert (found["reproduced"], found["agrees"], found["edited"]) == (True, True, [])
+    assert (found["reproduced"], found["agrees"], found["edited"]) == (True, True, False)
     assert (found["num_tokens"], found["num_equal"]) == (40, 40)
     pretty = receipt.with_name("pretty.json")
     pretty.write_text(json.dumps(json.loads(receipt.read_text()), indent=2, sort_keys=True))
@@ -186,13 +187,13 @@ def test_a_flipped_token_is_named_with_its_position(bare_cli: Cli, tiny: str, re
     data = json.loads(receipt.read_text())
     old = data["output"]["token_ids"][17]
     new = (old + 1) % len(TOKENS)
-    position = data["prompt"]["num_tokens"] + 17
+    position = len(data["prompt"]["token_ids"]) + 17
     done = bare_cli("replay", edit(receipt, lambda d: d["output"]["token_ids"].__setitem__(17, new)), "-m", tiny)
     assert done.code == 1
     verdict, edited = done.out.splitlines()
     assert verdict.startswith(f"NOT reproduced: position {position} differs: recorded token {new} ")
     assert f", found token {old} " in verdict
-    assert edited == "  the receipt was edited since it was written: output"
+    assert edited == "  the receipt was edited since it was written"
     found = bare_cli("replay", str(receipt.with_name("edited.json")), "-m", tiny, "--json")
     assert found.code == 1
     assert found.json()["first_token_difference"] == {"position": position, "recorded": new, "found": old}
@@ -204,20 +205,47 @@ def test_other_differences_in_words(bare_cli: Cli, tiny: str, receipt: Path) -> 
         assert done.code == 1
         return done.out
 
-    num_prompt = json.loads(receipt.read_text())["prompt"]["num_tokens"]
+    num_prompt = len(json.loads(receipt.read_text())["prompt"]["token_ids"])
     shorter = said(lambda d: d["output"]["token_ids"].pop())
     assert f"position {num_prompt + 39} differs: recorded the end (length), found token " in shorter
     longer = said(lambda d: d["output"]["token_ids"].append(1))
     assert f"position {num_prompt + 40} differs: recorded token 1 'a', found the end (length)" in longer
-    chain = said(lambda d: d["output"]["chain"].__setitem__(2, "0" * 64))
-    assert "NOT reproduced: tokens equal, log-probabilities differ, first in positions 32 to " in chain
-    assert "edited since it was written: output" in chain
-    harmless = said(lambda d: d["parameters"]["sampling"].update(logprobs=3))
-    assert "NOT reproduced: the receipt was edited; tokens equal, log-probabilities equal" in harmless
-    assert "edited since it was written: parameters" in harmless
-    assert "edited since it was written: head" in said(lambda d: d.update(verispec="9.9"))
+    block = said(lambda d: d["output"]["logprob_digests"].__setitem__(1, "0" * 64))
+    differ = f"log-probabilities differ, first in positions {num_prompt + 32} to {num_prompt + 39}"
+    assert f"NOT reproduced: tokens equal, {differ}\n  the receipt was edited since it was written\n" in block
+    for change in (
+        lambda d: d["parameters"]["sampling"].update(logprobs=3),
+        lambda d: d.update(verispec="9.9"),
+        lambda d: d["model"].update(name="another"),
+    ):
+        harmless = said(change)
+        assert "NOT reproduced: the receipt was edited; tokens equal, log-probabilities equal" in harmless
+        assert "edited since it was written: a name, the version, the digest, or a parameter that" in harmless
+    eos = said(lambda d: d["parameters"].update(eos_ids=[0, 5]))
+    assert "NOT reproduced: the receipt was edited; tokens equal" in eos
+    assert "parameters.eos_ids is [0, 5], but must be [0]" in eos
     outside = said(lambda d: d["output"]["token_ids"].append(999))
     assert "it cannot be run: output.token_ids holds 999" in outside
+
+
+def test_a_receipt_that_cannot_be_true_is_refused_with_a_right_digest_too(
+    bare_cli: Cli, tiny: str, receipt: Path
+) -> None:
+    def forge(data: dict[str, Any]) -> None:
+        data["parameters"]["sample_index"] = 2
+        del data["digest"]
+        signed = {**data, "prompt": {"sha256": data["prompt"]["sha256"]}}
+        text = json.dumps(signed, sort_keys=True, separators=(",", ":"))
+        data["digest"] = hashlib.sha256(text.encode()).hexdigest()
+
+    done = bare_cli("replay", edit(receipt, forge), "-m", tiny)
+    assert done.code == 1
+    assert "edited" not in done.out
+    assert "\n  parameters.sample_index is 2, but must be below n=1\n" in done.out
+    found = bare_cli("replay", str(receipt.with_name("edited.json")), "-m", tiny, "--json").json()
+    assert (found["edited"], found["reproduced"], found["agrees"]) == (False, False, False)
+    (difference,) = found["field_differences"]
+    assert difference == {"name": "parameters.sample_index", "recorded": "2", "found": "below n=1"}
 
 
 def test_another_model_file_is_named_with_the_bytes(bare_cli: Cli, tiny: str, receipt: Path, tmp_path: Path) -> None:
@@ -226,13 +254,14 @@ def test_another_model_file_is_named_with_the_bytes(bare_cli: Cli, tiny: str, re
     (tmp_path / "other.gguf").write_bytes(data)
     done = bare_cli("replay", str(receipt), "-m", str(tmp_path / "other.gguf"))
     assert done.code == 1
-    verdict, difference = done.out.splitlines()
+    verdict, difference, note = done.out.splitlines()
     assert verdict.startswith("NOT reproduced: ")
     assert " differ" in verdict
     assert difference == (
         "  the model differs: other.gguf is not the recorded tiny.gguf, somewhere in bytes "
         f"0 to {len(data) - 1}"
     )  # fmt: skip
+    assert note == "  note: the receipt calls its model tiny.gguf; here it is other.gguf"
     (found,) = bare_cli("replay", str(receipt), "-m", str(tmp_path / "other.gguf"), "--json").json()[
         "model_differences"
     ]
@@ -315,6 +344,7 @@ def test_receipts_that_cannot_be_used(bare_cli: Cli, tiny: str, receipt: Path, t
     assert "x.json, line 2 is not JSON" in sentence(good + b"{\n")
     assert "x.json, line 2 is blank" in sentence(good + b"\n" + good)
     assert "is not UTF-8" in sentence(b"\xff" + good)
+    assert "its format is 1, of an older verispec" in sentence(good.replace(b'"format": 2', b'"format": 1'))
     assert "format must be 2, not 7" in sentence(good.replace(b'"format": 2', b'"format": 7'))
     assert "the field 'output.x' is unknown" in sentence(good.replace(b'"output": {', b'"output": {"x": 1, '))
     assert "output.finish_reason must be stop or length" in sentence(good.replace(b'"length"', b'"error"'))

@@ -53,8 +53,9 @@ def replay(
     """Check receipts: run each answer again, in parallel passes over the recorded tokens, and compare every bit.
 
     Prints "reproduced", or what differs and the first position where: exactly for a token, within a block of 32
-    positions for a log-probability. It also tells when the receipt was edited since it was written, when the model's
-    file is another one, and when this machine has another numeric profile, where equal tokens are all one can expect.
+    positions for a log-probability. It also tells when the receipt was edited since it was written, which fields cannot
+    be true, when the model's file is another one, and when this machine has another numeric profile, where equal tokens
+    are all one can expect.
 
     Exit code 0: reproduced, or on another profile all tokens equal. 1: something differs. 2: bad input.
     """
@@ -172,5 +173,5 @@ def _matching(receipt: Receipt, candidates: Sequence[list[int]]) -> list[int]:
     for ids in candidates:
         if receipt.prompt.matches(ids):
             return ids
-    edited = "; the receipt's prompt section was edited" if "prompt" in receipt.edited_sections() else ""
+    edited = "; the receipt was edited" if receipt.is_edited else ""
     raise InputError(f"--prompt is not its prompt: no reading of it has the recorded hash{edited}")

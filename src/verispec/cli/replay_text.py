@@ -7,7 +7,6 @@ from typing import Any
 
 from verispec.receipt import Receipt, ReplayResult
 from verispec.receipt.rerun import FileDifference
-from verispec.receipt.values import HEAD
 
 _MAX_RANGES = 8
 
@@ -26,7 +25,8 @@ def as_object(result: ReplayResult, receipt: Receipt) -> dict[str, Any]:
         "same_profile": result.same_profile,
         "tokens_equal": result.tokens_equal,
         "logprobs_equal": result.logprobs_equal,
-        "edited": list(result.edited),
+        "edited": result.is_edited,
+        "field_differences": [difference._asdict() for difference in result.fields],
         "model_differences": [_file_object(difference) for difference in result.files],
         "profile_differences": [difference._asdict() for difference in result.profile],
         "first_token_difference": None if token is None else token._asdict(),
@@ -47,7 +47,7 @@ def _verdict(result: ReplayResult, receipt: Receipt, token_text: Callable[[int],
         tokens, passes = _count(len(receipt.output.token_ids), "token"), _count(result.num_passes, "pass")
         return (
             f"reproduced: {tokens} with log-probabilities, in {passes}, "
-            f"model {receipt.model.name}, K/V in {receipt.profile.kv_dtype}, profile {receipt.profile.hash}"
+            f"model {result.model}, profile {receipt.profile.hash}"
         )
     if result.agrees:
         return f"checked on another profile: tokens equal, {_logprobs(result)}"
@@ -63,10 +63,12 @@ def _reason(result: ReplayResult, token_text: Callable[[int], str]) -> str:
         found = _token(result.token.found, result.error or str(result.found_finish), token_text)
         return f"position {result.token.position} differs: recorded {recorded}, found {found}"
     if not result.tokens_equal:
-        return f"the tokens are equal, but the answer ended with {result.found_finish}, not {result.recorded_finish}"
+        found = "goes on" if result.found_finish is None else f"ended with {result.found_finish}"
+        return f"the tokens are equal, but the answer {found}, not {result.recorded_finish}"
     if result.same_profile and not result.logprobs_equal:
         return f"tokens equal, {_logprobs(result)}"
-    return f"{'the receipt was edited' if result.edited else 'the model differs'}; tokens equal, {_logprobs(result)}"
+    untrue = "the receipt cannot be true" if result.fields else "the model differs"
+    return f"{'the receipt was edited' if result.is_edited else untrue}; tokens equal, {_logprobs(result)}"
 
 
 def _logprobs(result: ReplayResult) -> str:
@@ -86,11 +88,11 @@ def _token(token_id: int | None, ending: str, token_text: Callable[[int], str]) 
 
 def _details(result: ReplayResult) -> list[str]:
     lines = []
-    if result.edited:
-        names = ", ".join(
-            "head (the version, or the chain's start)" if name == HEAD else name for name in result.edited
-        )
-        lines.append(f"the receipt was edited since it was written: {names}")
+    if result.is_edited:
+        is_named = result.fields or result.files or result.profile or not result.logprobs_equal
+        where = "" if is_named else ": a name, the version, the digest, or a parameter that does not change the answer"
+        lines.append(f"the receipt was edited since it was written{where}")
+    lines += [f"{name} is {recorded}, but must be {found}" for name, recorded, found in result.fields]
     lines += [_file_text(difference) for difference in result.files]
     if result.profile:
         fields = (f"{d.name} is {d.found or 'absent'} here, {d.recorded or 'absent'} there" for d in result.profile)

@@ -67,7 +67,8 @@ class FileDigest:
 def differing_ranges(one: FileDigest, other: FileDigest) -> list[ByteRange]:
     """The byte ranges, whole blocks joined where they touch, in which two files differ; up to the longer one's end."""
     end = max(one.nbytes, other.nbytes)
-    wrong = [i for i, (a, b) in enumerate(zip_longest(one.blocks, other.blocks)) if a != b]
+    pairs = zip_longest(one.blocks, other.blocks)
+    wrong = [i for i, (a, b) in enumerate(pairs) if a != b and i * BLOCK_NBYTES < end]
     return [ByteRange(first * BLOCK_NBYTES, min((last + 1) * BLOCK_NBYTES, end)) for first, last in _runs(wrong)]
 
 

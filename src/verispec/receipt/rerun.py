@@ -7,6 +7,7 @@ where; what to make of it is the caller's business.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -15,8 +16,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from verispec import __version__
 from verispec.engine import Request
 from verispec.errors import InputError
+from verispec.model.fields import quoted
 from verispec.model.file_digest import ByteRange, FileDigest, differing_ranges
-from verispec.receipt.values import BLOCK_LEN, ProfileRecord, Receipt, chain, output_blocks
+from verispec.receipt.values import BLOCK_LEN, FieldDifference, ProfileRecord, Receipt, in_order, logprob_digests
 from verispec.spec.recorded import RecordedDrafter
 from verispec.text.detokenizer import TextStream
 from verispec.types import FinishReason, TokenLogprob
@@ -33,14 +35,6 @@ class FileDifference(NamedTuple):
     recorded: FileDigest | None
     found: FileDigest | None
     ranges: tuple[ByteRange, ...]
-
-
-class FieldDifference(NamedTuple):
-    """A field of the profile whose value here is not the recorded one. None: there is none."""
-
-    name: str
-    recorded: str | None
-    found: str | None
 
 
 class TokenDifference(NamedTuple):
@@ -62,11 +56,14 @@ class Positions(NamedTuple):
 class ReplayResult:
     """What a replay found. `refusal` says why nothing was run, where the receipt or the model made that impossible.
 
-    `logprobs` are the output positions of the first block whose log-probabilities differ; blocks from the first
-    differing token on are not compared.
+    `is_edited`: it is not what was written, going by its digest. `fields` are those that cannot be true together with
+    the others or with the model here. `logprobs` are the output positions of the first block whose log-probabilities
+    differ; blocks from the first differing token on are not compared.
     """
 
-    edited: tuple[str, ...]
+    model: str  # what it is called here
+    is_edited: bool
+    fields: tuple[FieldDifference, ...]
     files: tuple[FileDifference, ...]
     profile: tuple[FieldDifference, ...]
     recorded_finish: FinishReason
@@ -95,14 +92,19 @@ class ReplayResult:
         return not self.profile
 
     @property
+    def is_sound(self) -> bool:
+        """Whether nothing that was found without running it contradicts the receipt."""
+        return not (self.is_edited or self.fields or self.files)
+
+    @property
     def reproduced(self) -> bool:
         """Whether the receipt is as it was written, and everything in it was found again."""
-        return not (self.edited or self.files or self.profile) and self.logprobs_equal
+        return self.is_sound and self.same_profile and self.logprobs_equal
 
     @property
     def agrees(self) -> bool:
         """Whether nothing contradicts the receipt: reproduced, or, on another profile, the same tokens."""
-        return not (self.edited or self.files) and (self.reproduced or (not self.same_profile and self.tokens_equal))
+        return self.reproduced or (self.is_sound and not self.same_profile and self.tokens_equal)
 
 
 def replay(llm: LLM, receipt: Receipt, prompt_ids: Sequence[int] | None = None) -> ReplayResult:
@@ -113,7 +115,9 @@ def replay(llm: LLM, receipt: Receipt, prompt_ids: Sequence[int] | None = None) 
     """
     ids = _prompt_ids(receipt, prompt_ids)
     result = ReplayResult(
-        edited=receipt.edited_sections(),
+        model=llm.identity.name,
+        is_edited=receipt.is_edited,
+        fields=receipt.contradictions() + _model_contradictions(llm, receipt),
         files=_file_differences(receipt.model.files, llm.identity.files),
         profile=_profile_differences(receipt.profile, ProfileRecord.of(llm.calibration.profile)),
         recorded_finish=receipt.output.finish_reason,
@@ -122,9 +126,9 @@ def replay(llm: LLM, receipt: Receipt, prompt_ids: Sequence[int] | None = None) 
     try:
         return _compared(result, llm, receipt, ids)
     except InputError as error:
-        if result.edited or result.files:
-            return replace(result, refusal=str(error))
-        raise
+        if result.is_sound:
+            raise
+        return replace(result, refusal=str(error))
 
 
 def _prompt_ids(receipt: Receipt, given: Sequence[int] | None) -> tuple[int, ...]:
@@ -135,15 +139,27 @@ def _prompt_ids(receipt: Receipt, given: Sequence[int] | None) -> tuple[int, ...
         return recorded
     ids = tuple(map(int, given))
     if not all(0 <= token_id < 2**31 for token_id in ids) or not receipt.prompt.matches(ids):
-        said = "was edited since it was written" if "prompt" in receipt.edited_sections() else "is another one"
-        raise InputError(f"the given prompt is not the receipt's: by its hash, the receipt's {said}")
+        edited = "; the receipt was edited" if receipt.is_edited else ""
+        raise InputError(f"the given prompt is not the receipt's: it has another hash{edited}")
     return ids
+
+
+def _model_contradictions(llm: LLM, receipt: Receipt) -> tuple[FieldDifference, ...]:
+    """The parameters that no request to this model can have."""
+    recorded, found = receipt.parameters, []
+    if recorded.eos_ids != (eos_ids := in_order(llm.tokenizer.eos_ids)):
+        found.append(FieldDifference("parameters.eos_ids", quoted([*recorded.eos_ids]), quoted([*eos_ids])))
+    if recorded.max_len > (context_len := llm.architecture.context_len):
+        found.append(FieldDifference("parameters.max_len", str(recorded.max_len), f"at most {context_len}"))
+    return tuple(found)
 
 
 def _notes(llm: LLM, receipt: Receipt) -> tuple[str, ...]:
     notes = []
     if receipt.verispec != __version__:
         notes.append(f"written by verispec {receipt.verispec}; this is {__version__}")
+    if receipt.model.name != llm.identity.name:
+        notes.append(f"the receipt calls its model {receipt.model.name}; here it is {llm.identity.name}")
     if receipt.parameters.max_len > llm.longest:
         recorded = receipt.parameters.max_len
         notes.append(f"recorded with a max_len of {recorded}; this engine serves {llm.longest}, enough for this answer")
@@ -163,8 +179,7 @@ def _file_differences(recorded: Sequence[FileDigest], found: Sequence[FileDigest
 
 def _profile_differences(recorded: ProfileRecord, found: ProfileRecord) -> tuple[FieldDifference, ...]:
     one, other = (
-        {**dict(p.fingerprint), "family": ", ".join(map(str, p.family)), "kv_dtype": p.kv_dtype, "hash": p.hash}
-        for p in (recorded, found)
+        {**dict(p.fingerprint), "family": ", ".join(map(str, p.family)), "hash": p.hash} for p in (recorded, found)
     )
     names = [*sorted({*one, *other} - {"hash"}), "hash"]
     return tuple(FieldDifference(n, one.get(n), other.get(n)) for n in names if one.get(n) != other.get(n))
@@ -173,19 +188,19 @@ def _profile_differences(recorded: ProfileRecord, found: ProfileRecord) -> tuple
 def _compared(result: ReplayResult, llm: LLM, receipt: Receipt, prompt_ids: tuple[int, ...]) -> ReplayResult:
     recorded = receipt.output
     found = _rerun(llm, receipt, prompt_ids)
+    token, num_equal = None, len(recorded.token_ids)
     index = _first_difference(recorded.token_ids, found.entries, ended=found.finish is not None)
-    num_equal = len(recorded.token_ids) if index is None else index
-    token = None
     if index is not None:
         ids = [entry.token_id for entry in found.entries]
         token = TokenDifference(len(prompt_ids) + index, *(_at(tokens, index) for tokens in (recorded.token_ids, ids)))
+        num_equal = index
+    block = _first_differing_block(recorded.logprob_digests, found.entries[:num_equal], whole=token is None)
+    start = len(prompt_ids) + (block or 0) * BLOCK_LEN
     return replace(
         result,
         found_finish=found.finish,
         token=token,
-        logprobs=_first_differing_block(
-            recorded.chain, len(prompt_ids), found.entries[:num_equal], whole=token is None
-        ),
+        logprobs=None if block is None else Positions(start, min(start + BLOCK_LEN, len(prompt_ids) + num_equal)),
         num_equal=num_equal,
         num_passes=found.num_passes,
         error=found.error,
@@ -193,7 +208,7 @@ def _compared(result: ReplayResult, llm: LLM, receipt: Receipt, prompt_ids: tupl
 
 
 class _Found(NamedTuple):
-    """What the engine generated, up to the first token that differs or to its own end."""
+    """What the engine generated, up to the first token that differs or to its own end. Without it, `finish` is None."""
 
     entries: list[TokenLogprob]
     finish: FinishReason | None
@@ -206,6 +221,8 @@ def _rerun(llm: LLM, receipt: Receipt, prompt_ids: tuple[int, ...]) -> _Found:
     _check_runnable(llm, receipt, prompt_ids)
     drafter = RecordedDrafter(prompt_ids + recorded)
     max_len = min(receipt.parameters.max_len, llm.longest)
+    max_tokens = receipt.parameters.sampling.max_tokens
+    limit = min(receipt.parameters.max_len, math.inf if max_tokens is None else len(prompt_ids) + max_tokens)
     entries: list[TokenLogprob] = []
     num_steps = 0
     with llm.separate_engine(
@@ -216,8 +233,11 @@ def _rerun(llm: LLM, receipt: Receipt, prompt_ids: tuple[int, ...]) -> _Found:
             num_steps += 1
             for event in engine.step():
                 entries += event.logprobs
-                if event.output is not None:
-                    return _Found(entries, event.output.finish_reason, event.output.stats.passes, event.output.error)
+                if (output := event.output) is not None:
+                    # The room here may end an answer that would have gone on.
+                    cut_off = output.finish_reason is FinishReason.LENGTH and len(prompt_ids) + len(entries) < limit
+                    finish = None if cut_off else output.finish_reason
+                    return _Found(entries, finish, output.stats.passes, output.error)
             if _first_difference(recorded, entries, ended=False) is not None:
                 break
     return _Found(entries, None, num_steps, None)
@@ -237,14 +257,13 @@ def _check_runnable(llm: LLM, receipt: Receipt, prompt_ids: tuple[int, ...]) -> 
 
 def _request(llm: LLM, receipt: Receipt, prompt_ids: tuple[int, ...]) -> Request:
     """The request as it was, for the recorded sample alone: the noise goes by its number, not by those before it."""
-    parameters = receipt.parameters
-    params = replace(parameters.sampling, n=1, seed=parameters.seed, logprobs=None, prompt_logprobs=None)
+    params = replace(receipt.parameters.sampling, n=1, logprobs=None, prompt_logprobs=None)
     return Request(
         prompt_ids,
         params,
-        eos_ids=parameters.eos_ids,
+        eos_ids=llm.tokenizer.eos_ids,
         text=lambda: TextStream(llm.tokenizer, params.stop),
-        first_sample=parameters.sample_index,
+        first_sample=receipt.parameters.sample_index,
     )
 
 
@@ -261,21 +280,8 @@ def _at(tokens: Sequence[int], index: int) -> int | None:
     return tokens[index] if index < len(tokens) else None
 
 
-def _first_differing_block(
-    recorded: Sequence[str], prompt_len: int, entries: Sequence[TokenLogprob], *, whole: bool
-) -> Positions | None:
-    """The first block whose link differs. Without the `whole` answer, the block that the entries end in is left out.
-
-    The chain starts at the recorded first value: an edit before the output does not hide where the output differs.
-    """
-    blocks = list(output_blocks(prompt_len, len(entries)))
-    links = chain(bytes.fromhex(recorded[0]), prompt_len=prompt_len, entries=entries)
-    if not whole and blocks and blocks[-1][1] % BLOCK_LEN:
-        blocks.pop()
-    for i, block in enumerate(blocks, start=1):
-        if i >= len(recorded) or links[i] != recorded[i]:
-            return Positions(*block)
-    if whole and len(recorded) != len(links):
-        end = prompt_len + len(entries)
-        return Positions(end, end + 1)
-    return None
+def _first_differing_block(recorded: Sequence[str], entries: Sequence[TokenLogprob], *, whole: bool) -> int | None:
+    """The first block whose digest differs. Of an answer that is not `whole`, only full blocks count."""
+    pairs = list(zip_longest(recorded, logprob_digests(entries)))
+    compared = pairs if whole else pairs[: len(entries) // BLOCK_LEN]
+    return next((i for i, (one, other) in enumerate(compared) if one != other), None)

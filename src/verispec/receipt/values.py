@@ -1,8 +1,8 @@
-"""What a receipt is: an answer, everything it is a function of, and the hashes that tie both together.
+"""What a receipt is: an answer, everything it is a function of, and one digest over all of it.
 
-A receipt is a value. `seals` say which section was changed since it was written; the digest chain in the output commits
-to everything before the output and then, block by block, to tokens and log-probabilities. Knows nothing of engines:
-`rerun` finds out whether what a receipt says is true, `reading` takes one from outside.
+A receipt is a value and says each thing once, or together with what it follows from, so that an edit contradicts
+something. Knows nothing of engines: `rerun` finds out whether what a receipt says is true, `reading` takes one from
+outside.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from verispec import __version__
 from verispec.backends.calibration import Profile
@@ -22,11 +22,17 @@ from verispec.model.identity import ModelIdentity
 from verispec.types import FinishReason, SampleOutput, SamplingParams, TokenLogprob
 
 FORMAT = 2
-BLOCK_LEN = 32  # positions that one link of the chain stands for
-SEAL_DIGITS = 16
+BLOCK_LEN = 32  # output tokens whose log-probabilities share a digest
 MAX_NAME_CHARS = 255
-HEAD = "head"  # what `edited_sections` calls an edit that no seal shows
 _FLOATS = tuple(f.name for f in fields(SamplingParams) if isinstance(f.default, float))
+
+
+class FieldDifference(NamedTuple):
+    """A field whose recorded value is not what follows from other fields, or from the model. None: there is none."""
+
+    name: str
+    recorded: str | None
+    found: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,46 +45,41 @@ class ModelRecord:
 
 @dataclass(frozen=True, slots=True)
 class ProfileRecord:
-    """The numeric profile. `kv_dtype` and `hash` repeat what the fingerprint and the family say."""
+    """The numeric profile, and its hash, which follows from it."""
 
     fingerprint: tuple[tuple[str, str], ...]
     family: tuple[int, ...]
-    kv_dtype: str
     hash: str
 
     @classmethod
     def of(cls, profile: Profile) -> ProfileRecord:
         """The record of a profile."""
-        kv_dtype = dict(profile.fingerprint).get("kv_dtype", "unknown")
-        return cls(profile.fingerprint, profile.family, kv_dtype, profile.hash)
+        return cls(profile.fingerprint, profile.family, profile.hash)
 
 
 @dataclass(frozen=True, slots=True)
 class PromptRecord:
-    """The prompt's length and the SHA-256 of its ids as int32-LE; the ids themselves unless the receipt is private."""
+    """The SHA-256 of the prompt's ids as int32-LE, and the ids themselves unless the receipt is private."""
 
-    num_tokens: int
     sha256: str
-    token_ids: tuple[int, ...] | None
+    token_ids: tuple[int, ...] | None = None
 
     @classmethod
     def of(cls, token_ids: Iterable[int]) -> PromptRecord:
         """The record of a prompt, with its ids."""
         ids = tuple(map(int, token_ids))
-        return cls(len(ids), hashlib.sha256(_int32(ids)).hexdigest(), ids)
+        return cls(hashlib.sha256(struct.pack(f"<{len(ids)}i", *ids)).hexdigest(), ids)
 
-    def matches(self, token_ids: Sequence[int]) -> bool:
+    def matches(self, token_ids: Iterable[int]) -> bool:
         """Whether these ids are the prompt, going by the hash."""
-        other = PromptRecord.of(token_ids)
-        return (other.num_tokens, other.sha256) == (self.num_tokens, self.sha256)
+        return PromptRecord.of(token_ids).sha256 == self.sha256
 
 
 @dataclass(frozen=True, slots=True)
 class ParametersRecord:
-    """What decided how the answer was sampled and when it ended. `sampling.seed` may be None; `seed` is what held."""
+    """What decided how the answer was sampled and when it ended. `sampling.seed` is the seed that was used."""
 
     sampling: SamplingParams
-    seed: int
     sample_index: int
     max_len: int
     eos_ids: tuple[int, ...]
@@ -86,64 +87,57 @@ class ParametersRecord:
 
 @dataclass(frozen=True, slots=True)
 class OutputRecord:
-    """The answer. `chain` begins with the digest of everything before it, then one link per block of positions."""
+    """The answer, and a digest of the log-probabilities of each BLOCK_LEN tokens."""
 
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
-    chain: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Seals:
-    """A short hash of each section, to say which one was edited. Whoever edits can seal again; a replay still tells."""
-
-    model: str
-    profile: str
-    prompt: str
-    parameters: str
-    output: str
+    logprob_digests: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
     """One answer with everything it is a function of."""
 
-    format: int
     verispec: str
     model: ModelRecord
     profile: ProfileRecord
     prompt: PromptRecord
     parameters: ParametersRecord
     output: OutputRecord
-    seals: Seals
+    digest: str
 
     @property
     def is_private(self) -> bool:
         """Whether the prompt is known by its hash only."""
         return self.prompt.token_ids is None
 
+    @property
+    def is_edited(self) -> bool:
+        """Whether it is not what was written. Whoever edits can make the digest anew; a replay still tells."""
+        return self.digest != content_digest(self)
+
     def private(self) -> Receipt:
-        """The same receipt without the prompt's ids. Chain and seals stay as they are."""
-        return replace(self, prompt=replace(self.prompt, token_ids=None))
+        """The same receipt without the prompt's ids. Its digest stays as it is."""
+        return replace(self, prompt=PromptRecord(self.prompt.sha256))
 
     def to_json(self) -> str:
         """One line of JSON, in ASCII."""
-        sections = _sections(self)
-        if self.prompt.token_ids is not None:
-            sections["prompt"]["token_ids"] = self.prompt.token_ids
-        return json.dumps({"format": self.format, "verispec": self.verispec, **sections, "seals": asdict(self.seals)})
+        return json.dumps(_plain(self))
 
-    def edited_sections(self) -> tuple[str, ...]:
-        """The sections that are not what they were when the receipt was written; HEAD if it is none of them alone."""
-        plain, seals = _sections(self), asdict(self.seals)
-        edited = {name for name in plain if _seal(plain[name]) != seals[name]}
-        if self.prompt.token_ids is not None and not self.prompt.matches(self.prompt.token_ids):
-            edited.add("prompt")
-        if self.profile != ProfileRecord.of(Profile(self.profile.fingerprint, self.profile.family)):
-            edited.add("profile")
-        if not edited and self.output.chain[0] != _head(self).hex():
-            edited.add(HEAD)
-        return tuple(name for name in (HEAD, *plain) if name in edited)
+    def contradictions(self) -> tuple[FieldDifference, ...]:
+        """The fields that cannot be true together with the others."""
+        found = []
+        ids, profile = self.prompt.token_ids, Profile(self.profile.fingerprint, self.profile.family)
+        if ids is not None and not self.prompt.matches(ids):
+            found.append(FieldDifference("prompt.sha256", self.prompt.sha256, PromptRecord.of(ids).sha256))
+        if profile.hash != self.profile.hash:
+            found.append(FieldDifference("profile.hash", self.profile.hash, profile.hash))
+        if self.parameters.sample_index >= (n := self.parameters.sampling.n):
+            found.append(FieldDifference("parameters.sample_index", str(self.parameters.sample_index), f"below {n=}"))
+        num_digests, num_blocks = len(self.output.logprob_digests), -(-len(self.output.token_ids) // BLOCK_LEN)
+        if num_digests != num_blocks:
+            found.append(FieldDifference("output.logprob_digests", f"{num_digests} digests", f"{num_blocks}"))
+        return tuple(found)
 
 
 def make_receipt(
@@ -160,25 +154,27 @@ def make_receipt(
     check_recordable(params)
     if output.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
         raise InputError(f"a receipt needs an answer that ended by itself; this one ended with {output.finish_reason}")
-    unlinked = Receipt(
-        format=FORMAT,
+    if (
+        output.sample_index >= params.n
+        or params.seed not in (None, output.seed)
+        or output.prompt_len != len(prompt_ids)
+    ):
+        raise InputError("the output is not of this prompt with these parameters")
+    receipt = Receipt(
         verispec=__version__,
         model=ModelRecord(_shown(model.name), tuple(replace(f, name=_shown(f.name)) for f in model.files)),
         profile=ProfileRecord.of(profile),
         prompt=PromptRecord.of(prompt_ids),
         parameters=ParametersRecord(
-            sampling=with_floats(params),
-            seed=output.seed,
+            sampling=with_floats(replace(params, seed=output.seed)),
             sample_index=output.sample_index,
             max_len=max_len,
-            eos_ids=tuple(sorted({int(token_id) for token_id in eos_ids})),
+            eos_ids=in_order(eos_ids),
         ),
-        output=OutputRecord(output.token_ids, output.finish_reason, chain=()),
-        seals=Seals("", "", "", "", ""),
+        output=OutputRecord(output.token_ids, output.finish_reason, logprob_digests(output.logprobs)),
+        digest="",
     )
-    links = chain(_head(unlinked), prompt_len=len(prompt_ids), entries=output.logprobs)
-    receipt = replace(unlinked, output=replace(unlinked.output, chain=links))
-    return replace(receipt, seals=Seals(**{name: _seal(plain) for name, plain in _sections(receipt).items()}))
+    return replace(receipt, digest=content_digest(receipt))
 
 
 def check_recordable(params: SamplingParams) -> None:
@@ -189,32 +185,24 @@ def check_recordable(params: SamplingParams) -> None:
         raise InputError("max_tokens is 0; a receipt is of generated tokens")
 
 
-def chain(head: bytes, *, prompt_len: int, entries: Sequence[TokenLogprob]) -> tuple[str, ...]:
-    """The digest chain from its first value on, in hex.
-
-    h_k is the SHA-256 of h_(k-1), then the block's output ids as int32-LE, then their log-probabilities as float32-LE.
-    """
-    digests = [head]
-    for start, end in output_blocks(prompt_len, len(entries)):
-        block = entries[start - prompt_len : end - prompt_len]
-        values = struct.pack(f"<{len(block)}f", *(entry.logprob for entry in block))
-        digests.append(hashlib.sha256(digests[-1] + _int32([entry.token_id for entry in block]) + values).digest())
-    return tuple(digest.hex() for digest in digests)
+def content_digest(receipt: Receipt) -> str:
+    """SHA-256 of canonical JSON (sorted keys, no spaces, ASCII) of all but the digest and the prompt's ids."""
+    plain = _plain(receipt.private())
+    del plain["digest"]
+    text = json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode("ascii")).hexdigest()
 
 
-def output_blocks(prompt_len: int, num_output: int) -> Iterator[tuple[int, int]]:
-    """The absolute positions [start, end) of output tokens in each block of positions that holds any."""
-    position, stop = prompt_len, prompt_len + num_output
-    while position < stop:
-        end = min(stop, (position // BLOCK_LEN + 1) * BLOCK_LEN)
-        yield position, end
-        position = end
+def logprob_digests(entries: Sequence[TokenLogprob]) -> tuple[str, ...]:
+    """SHA-256 of the log-probabilities as float32-LE, block by block."""
+    values = [struct.pack("<f", entry.logprob) for entry in entries]
+    starts = range(0, len(values), BLOCK_LEN)
+    return tuple(hashlib.sha256(b"".join(values[i : i + BLOCK_LEN])).hexdigest() for i in starts)
 
 
-def plain_params(params: SamplingParams) -> dict[str, Any]:
-    """Sampling parameters as JSON has them."""
-    plain = {f.name: getattr(params, f.name) for f in fields(params)}
-    return {**plain, "logit_bias": {str(token_id): bias for token_id, bias in params.logit_bias}}
+def in_order(eos_ids: Iterable[int]) -> tuple[int, ...]:
+    """EOS ids as a receipt has them."""
+    return tuple(sorted({int(token_id) for token_id in eos_ids}))
 
 
 def with_floats(params: SamplingParams) -> SamplingParams:
@@ -223,36 +211,15 @@ def with_floats(params: SamplingParams) -> SamplingParams:
     return replace(params, **values)
 
 
-def _sections(receipt: Receipt) -> dict[str, dict[str, Any]]:
-    """Each section as JSON has it, the prompt without its ids: private or not, hashes are over the same."""
-    return {
-        "model": asdict(receipt.model),
-        "profile": {**asdict(receipt.profile), "fingerprint": dict(receipt.profile.fingerprint)},
-        "prompt": {"num_tokens": receipt.prompt.num_tokens, "sha256": receipt.prompt.sha256},
-        "parameters": {**asdict(receipt.parameters), "sampling": plain_params(receipt.parameters.sampling)},
-        "output": asdict(receipt.output),
-    }
-
-
-def _head(receipt: Receipt) -> bytes:
-    """h_0: the digest of everything before the output."""
-    before = _sections(receipt)
-    del before["output"]
-    return _digest({"format": receipt.format, "verispec": receipt.verispec, **before})
-
-
-def _seal(plain: dict[str, Any]) -> str:
-    return _digest(plain).hex()[:SEAL_DIGITS]
-
-
-def _digest(plain: dict[str, Any]) -> bytes:
-    """SHA-256 of canonical JSON: sorted keys, no spaces, ASCII."""
-    text = json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(text.encode("ascii")).digest()
-
-
-def _int32(token_ids: Sequence[int]) -> bytes:
-    return struct.pack(f"<{len(token_ids)}i", *token_ids)
+def _plain(receipt: Receipt) -> dict[str, Any]:
+    """The receipt as JSON has it."""
+    plain = {"format": FORMAT, **asdict(receipt)}
+    plain["profile"]["fingerprint"] = dict(receipt.profile.fingerprint)
+    sampling = plain["parameters"]["sampling"]
+    sampling["logit_bias"] = {str(token_id): bias for token_id, bias in receipt.parameters.sampling.logit_bias}
+    if receipt.is_private:
+        del plain["prompt"]["token_ids"]
+    return plain
 
 
 def _shown(name: str) -> str:
