@@ -37,7 +37,6 @@ HOMES = {
     "huggingface_hub": {"model"},
     "tokenizers": {"model"},
     "jinja2": {"text"},
-    "typer": {"cli"},
     "rich": {"cli"},
     "safetensors": {"model"},
     "optuna": {"tuning"},

@@ -69,7 +69,7 @@ def test_a_broken_model_gets_one_sentence_and_exit_code_2(case: Case, named: str
     for name, content in case.files.items():
         (folder / name).write_bytes(content)
     done = subprocess.run(
-        [sys.executable, "-m", "verispec", "generate", "x", "-m", str(folder / case.target), "--max-tokens", "1"],
+        [sys.executable, "-m", "verispec", "generate", "-q", "x", "-m", str(folder / case.target), "--max-tokens", "1"],
         env={**os.environ, "XDG_CACHE_HOME": str(cache)},
         stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,7 +18,7 @@ UP = "\x1b[A"
 
 
 def test_a_conversation_on_a_terminal(terminal: Callable[..., Any]) -> None:
-    session = terminal("chat", "--max-tokens", "300")
+    session = terminal("chat", "--max-tokens", "300", "--temp", "0")
     session.wait_for("/help lists the commands")
     session.press("What is the capital of France?\r")
     session.wait_for("Paris.")
@@ -46,11 +47,28 @@ def test_a_conversation_on_a_terminal(terminal: Callable[..., Any]) -> None:
     assert "Traceback" not in session.seen
 
 
+def test_it_samples_as_the_model_says_unless_told_otherwise(
+    cli: Cli, smollm2: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def params(*options: str) -> tuple[float, float, int]:
+        assert cli("chat", *options, stdin=b"hi\n").code == 0
+        return seen[-1].temperature, seen[-1].top_p, seen[-1].top_k
+
+    seen: list[SamplingParams] = []
+    monkeypatch.setattr(Conversation, "answer", lambda self, text: seen.append(self.params))
+    assert params() == (0.7, 0.95, 0)
+    assert params("--temp", "0") == (0.0, 0.95, 0)
+    assert params("--top-p", "0.5", "--top-k", "3") == (0.7, 0.5, 3)
+    monkeypatch.setattr(smollm2, "generation_defaults", {"temperature": 0.3, "top_k": 20})
+    assert params() == (0.3, 1.0, 20)
+    assert params("--top-k", "0") == (0.3, 1.0, 0)
+
+
 def test_lines_from_a_pipe(cli: Cli) -> None:
     done = cli("chat", "--max-tokens", "3", stdin=b"hi\n\n/stats\n/seed 5\nhi again\n/stats\n/exit\nnever\n")
     assert done.code == 0
     assert len(done.out.splitlines()) == 2
-    assert "seed 5, digest" in done.err
+    assert re.search(r"^\d+ prompt tokens .*, seed 5, .*digest [0-9a-f]{12}$", done.err, re.MULTILINE)
     assert ">" not in done.out
 
 

@@ -9,16 +9,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.cli.conftest import COMMAND, Cli
-from verispec.cli.show import GREEN, PLAIN, STRUCK_RED, coloured
+from verispec.cli.show import GREEN, PLAIN, STRUCK_RED, coloured, figures
 from verispec.cli.terminal import safe
 from verispec.llm import LLM
-from verispec.types import TokenEvent, TokenLogprob
+from verispec.types import FinishReason, SampleOutput, SamplingParams, SequenceStats, TokenEvent, TokenLogprob
 
 QUESTION = "What is the capital of France?"
 
@@ -26,12 +27,13 @@ QUESTION = "What is the capital of France?"
 def test_text_goes_to_stdout_and_one_line_of_figures_to_stderr(cli: Cli) -> None:
     done = cli("generate", QUESTION, "--max-tokens", "12", "--seed", "1")
     assert (done.code, done.out) == (0, "The capital of France is Paris.\n")
-    (figures,) = done.err.splitlines()
+    (line,) = done.err.splitlines()
     assert re.fullmatch(
-        r"8 tokens, [\d.]+ tok/s, [\d.]+ per pass, (drafts \d+/\d+ accepted|nothing drafted \(.+\)), seed 1, "
-        r"digest [0-9a-f]{16}, profile [0-9a-f]{16}",
-        figures,
+        r"\d+ prompt tokens [\d.]+/s, 8 new [\d.]+/s, (drafts \d+/\d+, )?([\d.]+ per pass, )?(\d+ cached, )?"
+        r"digest [0-9a-f]{12}",
+        line,
     )
+    assert len(line) <= 80
     again = cli("generate", "-q", "--drafter", "none", "-", "--max-tokens", "12", stdin=QUESTION.encode() + b"\n")
     assert (again.out, again.err) == (done.out, "")
 
@@ -39,6 +41,60 @@ def test_text_goes_to_stdout_and_one_line_of_figures_to_stderr(cli: Cli) -> None
 def test_raw_continues_the_text_and_a_dashed_prompt_follows_two_dashes(cli: Cli) -> None:
     assert cli("generate", "--raw", "The capital of France is", "--max-tokens", "2").out.startswith(" Paris")
     assert cli("generate", "--max-tokens", "1", "--", "--traceback").code == 0
+
+
+def test_names_that_people_type(cli: Cli) -> None:
+    short = ["--max-tokens", "3", "-q"]
+    plain = cli("generate", QUESTION, *short).out
+    assert plain
+    assert cli("generate", "-p", QUESTION, "--temp", "0", "-t", "2", *short).out == plain
+    assert cli("run", QUESTION, *short).out == plain
+    assert cli("run", *short, stdin=QUESTION.encode()).out == plain
+    assert cli("generate", "-p", "- one -", *short).code == cli("generate", "-p", "--raw", *short).code == 0
+    assert cli("generate", QUESTION, "--stop", "---", "--presence-penalty", "-1e-9", *short).out == plain
+    assert cli("generate", f"--prompt={QUESTION}", "--deterministic", "--max-tokens=3", "-q").out == plain
+
+
+def test_run_without_a_prompt_is_a_chat_at_a_terminal(terminal: Callable[..., Any]) -> None:
+    session = terminal("run", "--temp", "0")
+    session.wait_for("/help lists the commands")
+    session.press("/exit\r")
+    assert session.exit_code() == 0
+
+
+def test_samples_come_one_after_the_other(cli: Cli) -> None:
+    arguments = ["generate", "Name a colour.", "-n", "2", "--max-tokens", "4", "--temp", "1.5", "--seed", "3"]
+    first, second = (sample["text"] for sample in cli(*arguments, "--json").json()["samples"])
+    done = cli(*arguments)
+    assert done.out == f"--- sample 1 of 2\n{first}\n--- sample 2 of 2\n{second}\n"
+    assert first != second
+    assert len(done.err.splitlines()) == 2
+
+
+def test_what_greedy_decoding_makes_pointless_is_said(cli: Cli) -> None:
+    done = cli("generate", "hi", "--top-p", "0.9", "--top-k", "5", "-n", "2", "--max-tokens", "2")
+    assert done.code == 0
+    assert done.err.splitlines()[:3] == [
+        "note: --top-k has no effect at temperature 0",
+        "note: --top-p has no effect at temperature 0",
+        "note: -n has no effect at temperature 0: all samples are the same",
+    ]
+    assert "note" not in cli("generate", "hi", "--top-p", "0.9", "--temp", "1", "--max-tokens", "2").err
+
+
+def test_figures_tell_prompt_and_generation_speed_apart_in_one_row() -> None:
+    def shown(stats: SequenceStats, params: SamplingParams, *, prompt_len: int = 3000, num_new: int = 5) -> str:
+        entries = (TokenLogprob(7, -0.5),) * num_new
+        output = SampleOutput(0, prompt_len, entries, "", FinishReason.LENGTH, 123456789, stats)
+        return figures(output, params, width=80)
+
+    slow_prompt = SequenceStats(arrival_time=10.0, first_token_time=20.0, finish_time=20.1, passes=30)
+    assert shown(slow_prompt, SamplingParams()).startswith("3000 prompt tokens 300/s, 5 new 40.0/s, ")
+    busy = replace(slow_prompt, drafted=1234, accepted=1000, cached_tokens=16, replays=5)
+    row = shown(busy, SamplingParams(temperature=1), prompt_len=8192, num_new=4096)
+    assert ", seed 123456789, " in row
+    assert len(row) <= 80
+    assert shown(SequenceStats(), SamplingParams(), num_new=1).startswith("3000 prompt tokens, 1 new, ")
 
 
 def test_stdin_loses_a_byte_order_mark_and_one_line_end_only(cli: Cli) -> None:
@@ -66,32 +122,38 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["generate", "x", "--presence-penalty", "nan"], "--presence-penalty must"),
     (["generate", "x", "--frequency-penalty", "1e9"], "--frequency-penalty must"),
     (["generate", "x", "--max-tokens", "0"], "--max-tokens must be from 1"),
-    (["generate", "x", "--max-tokens", "many"], "'--max-tokens'"),
-    (["generate", "x", "--max-tokens"], "'--max-tokens' requires an argument"),
+    (["generate", "x", "--max-tokens", "many"], "--max-tokens must be a whole number, not 'many'"),
+    (["generate", "x", "--max-tokens"], "--max-tokens needs a value"),
+    (["generate", "x", "--temp", "hot"], "--temperature must be a number, not 'hot'"),
+    (["generate", "x", "-t", "two"], "--threads must be a whole number, not 'two'"),
+    (["generate", "x", "-n", "two"], "-n must be a whole number, not 'two'"),
+    (["generate", "x", "-p", "y"], "the prompt is there twice"),
+    (["generate", "-p", ""], "the prompt is empty"),
+    (["generate", "-p", "y", "--prompts", "z"], "leave the prompt out"),
+    (["generate", "x", "--raw=yes"], "--raw takes no value"),
+    (["generate", "x", "-qx"], "--quiet takes no value"),
     (["generate", "x", "--seed", "-1"], "--seed must"),
     (["generate", "x", "--seed", "9" * 30], "--seed must"),
     (["generate", "x", "--stop", ""], "--stop must be a string that is not empty"),
     (["generate", "x", "-n", "0"], "-n must"),
-    (["generate", "x", "-n", "2"], "-n above 1 needs --json"),
     (["generate", "x", "--no-such-option"], "--no-such-option"),
     (["generate", "x", "--model", "no-such-model"], "--model: 'no-such-model' is neither"),
     (["generate", "x", "--model", ""], "--model: ''"),
     (["generate", "x", "--model", __file__], "test_generate.py"),
     (["generate", "x", "--drafter", "magic"], "unknown --drafter 'magic'; known: none, ngram"),
     (["generate", "x", "--draft-len", "-1"], "--draft-len must"),
-    (["generate", "x", "--accept", "magic"], "'--accept'"),
+    (["generate", "x", "--accept", "magic"], "--accept must be match or rejection or recursive, not 'magic'"),
     (["generate", "x", "--backend", "magic"], "unknown --backend 'magic'"),
     (["generate", "x", "--threads", "0"], "--threads must"),
-    (["generate", "x", "--kv-slots", "1"], "--kv-slots must be a whole number of at least 2"),
-    (["generate", "x", "--kv-slots", "9" * 30], "'--kv-slots'"),
+    (["generate", "x", "--kv-slots", "1"], "--kv-slots must be from 2 to 2147483647, not 1"),
+    (["generate", "x", "--kv-slots", "9" * 30], "--kv-slots must be from 2"),
     (["generate", "x", "--max-len", "9999"], "--max-len must be from 2 to --kv-slots (8192), not 9999"),
     (["generate", "x", "--raw", "--system", "y"], "--system needs"),
-    (["generate", "x", "--color", "all"], "'--color'"),
-    (["generate", "x", "--color", "drafts", "--json"], "--json and --color"),
-    (["generate", "x", "--prompts", "y"], "leave the prompt argument out"),
-    (["generate", "-", "--prompts", "-"], "leave the prompt argument out"),
-    (["generate", "--json", "--prompts", "y"], "leave --json out"),
-    (["no-such-command"], "no-such-command"),
+    (["generate", "x", "--color", "all"], "--color must be drafts, not 'all'"),
+    (["generate", "x", "--prompts", "y"], "leave the prompt out"),
+    (["generate", "-", "--prompts", "-"], "leave the prompt out"),
+    (["no-such-command"], "unknown command no-such-command"),
+    (["--no-such-option"], "unknown option --no-such-option"),
 ]  # fmt: skip
 
 
@@ -175,7 +237,7 @@ def test_colour_on_a_terminal_and_never_elsewhere(cli: Cli, terminal: Callable[.
     arguments = ["generate", "Say: a b a b a b a b a b a b", "--color", "drafts", "--max-tokens", "30"]
     on_terminal = terminal(*arguments).rest()
     assert GREEN in on_terminal
-    assert " tokens, " in on_terminal
+    assert " prompt tokens " in on_terminal
     elsewhere = cli(*arguments)
     assert elsewhere.code == 0
     assert "\x1b" not in elsewhere.out + elsewhere.err

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import re
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import COMMAND, Cli, verispec
+from tests.cli.conftest import Cli, verispec
 from tests.support.tiny_llm import loaded, write_model
+from verispec.cli.app import COMMANDS
 from verispec.llm import LLM
+from verispec.types import SamplingParams
 
 TEXT = b"The sun rises in the east and sets in the west."
 
@@ -48,9 +52,9 @@ def test_windows_give_every_token_a_value(cli: Cli) -> None:
         (["-"], b"a\xff", "stdin: byte 1 (0xff) is not UTF-8"),
         (["/"], b"", "/: Is a directory"),
         (["no-such-file"], b"", "no-such-file: No such file"),
-        (["-", "--window", "1"], b"a b", "'--window'"),
+        (["-", "--window", "1"], b"a b", "--window must be from 2"),
         (["-", "--window", "99999"], b"a b", "--window is 99999, but at most 8192 tokens fit"),
-        ([], b"", "Missing argument"),
+        ([], b"", "missing argument: FILE"),
     ],
 )
 def test_what_score_refuses(cli: Cli, arguments: list[str], stdin: bytes, words: str) -> None:
@@ -68,8 +72,9 @@ def test_audit_shows_purity_family_cost_and_profile(
         profile, family = llm.profile, llm.calibration.family
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     text = bare_cli("audit", "--model", str(path)).out
+    assert text.count("pure: {") == 1, "one row, because the same was found of every kernel"
     for part in (
-        "attention  pure: {", "Known answers: all right", "Canonical family: ", "T(M, context)", f"hash  {profile}",
+        "attention", "  pure: {", "Known answers: all right", "Canonical family: ", "T(M, context)", f"hash  {profile}",
     ):  # fmt: skip
         assert part in text
     found = bare_cli("audit", "--json", "--model", str(path)).json()
@@ -89,7 +94,7 @@ def test_help_is_quick_because_it_loads_nothing() -> None:
     done = verispec("--help")
     assert time.monotonic() - start < 2.0  # 0.2 s on an idle machine; the bound only catches an import of the engine
     assert done.returncode == 0
-    for command in ("generate", "chat", "score", "audit", "models", "--version", "--install-completion"):
+    for command in ("generate", "chat", "score", "audit", "models", "run", "--version", "completion"):
         assert command in done.stdout
     loaded = subprocess.run(
         [sys.executable, "-c", "import sys, verispec.cli.app; print('numpy' in sys.modules)"],
@@ -98,31 +103,77 @@ def test_help_is_quick_because_it_loads_nothing() -> None:
     assert loaded.stdout.strip() == "False"
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "score", "audit", "models", "replay", "tune"])
-def test_every_option_has_a_text(bare_cli: Cli, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_help_fits_on_a_terminal_and_says_something_of_every_option(
+    bare_cli: Cli, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     done = bare_cli(command, "--help")
-    assert done.code == 0
-    for line in re.findall(r"│ +(--\S+.*?)│", done.out):
-        assert re.search(r"(<\w.*?>|FILE(\.jsonl)?|SHAPE)( \[.*?\])? +\w", line), line
+    lines = done.out.splitlines()
+    assert (done.code, done.err) == (0, "")
+    assert len(lines) < 100
+    assert max(map(len, lines)) < 80
+    assert "<" not in done.out
+    assert done.out == bare_cli("help", command).out == bare_cli(command, "-m", "x", "-h", "--json").out
+    for name in COMMANDS[command].parser().known_options():
+        assert re.search(rf"^  (\S+, )?{name}(, --\S+)?( [A-Z]+)?(  +|\n {{24}})\w", done.out, re.MULTILINE), name
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_a_wrong_option_suggests_the_nearest_one(bare_cli: Cli, command: str) -> None:
+    for name in COMMANDS[command].parser().known_options():
+        done = bare_cli(command, *["x"] * (command != "tune"), f"{name}x")
+        assert (done.code, done.out) == (2, "")
+        assert done.err == f"verispec: unknown option {name}x; did you mean {name}?\n"
+    assert bare_cli(command, "--zzzzzzz").err == "verispec: unknown option --zzzzzzz\n"
+    assert bare_cli(command[:-1]).err == f"verispec: unknown command {command[:-1]}; did you mean {command}?\n"
+
+
+def test_defaults_are_those_of_the_library() -> None:
+    from verispec.cli.options import Drafting, Loading, Sampling
+    from verispec.model import DEFAULT_MODEL
+
+    assert Sampling().params() == SamplingParams()
+    assert Loading().model == DEFAULT_MODEL
+    taken = inspect.signature(LLM).parameters
+    for name, value in {**asdict(Loading()), **asdict(Drafting()), "drafter": Drafting().method}.items():
+        assert taken[name].default == value, name
 
 
 def test_nothing_asked_is_answered_with_help(bare_cli: Cli) -> None:
     done = bare_cli()
     assert (done.code, done.err) == (2, "")
     assert "Usage" in done.out
+    assert bare_cli("--help").out == bare_cli("help").out == done.out
 
 
-def test_shells_complete_commands_options_and_values() -> None:
-    def complete(line: str) -> list[str]:
-        environment = {
-            **os.environ,
-            "_VERISPEC_COMPLETE": "complete_bash",
-            "COMP_WORDS": line,
-            "COMP_CWORD": str(line.count(" ")),
-        }
-        return subprocess.run(COMMAND, env=environment, capture_output=True, text=True, check=False).stdout.split()
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (["gen"], ["generate"]),
+        (["generate", "--top-"], ["--top-k", "--top-p"]),
+        (["generate", "x", "--drafter", "n"], ["none", "ngram"]),
+        (["generate", "--accept", ""], ["match", "rejection", "recursive"]),
+        (["run", "-m", "smol"], ["smollm2-135m"]),
+        (["models", "p"], ["pull", "path"]),
+        (["completion", ""], ["bash", "zsh", "fish"]),
+        (["generate", "x"], []),
+        (["no-such-command", ""], []),
+    ],
+)
+def test_what_shells_complete(bare_cli: Cli, words: list[str], found: list[str]) -> None:
+    assert bare_cli("completion", "words", "--", *words).out.split() == found
 
-    assert complete("verispec gen") == ["generate"]
-    assert complete("verispec generate --top-") == ["--top-k", "--top-p"]
-    assert complete("verispec generate --drafter n") == ["none", "ngram"]
+
+def test_bash_completes(tmp_path: Path) -> None:
+    """The script that `completion bash` prints, run by a real shell."""
+    (tmp_path / "verispec").write_text(f'#!/bin/sh\nexec {sys.executable} -m verispec "$@"\n')
+    (tmp_path / "verispec").chmod(0o755)
+    script = """
+        eval "$(verispec completion bash)"
+        COMP_WORDS=(verispec generate --drafter n); COMP_CWORD=3
+        _verispec; echo "${COMPREPLY[@]}"
+    """
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("none ngram\n", "")

@@ -10,12 +10,12 @@ import pytest
 from tests.cli.conftest import Cli
 
 FIELDS = {
-    "text", "token_ids", "logprobs", "finish_reason", "prompt_tokens", "cached_tokens", "seed", "digest", "profile",
-    "stats",
+    "text", "token_ids", "logprobs", "finish_reason", "prompt_tokens", "seed", "digest", "profile", "stats",
 }  # fmt: skip
 STATS = {
     "drafter", "passes", "fast_passes", "draft_passes", "drafted", "accepted", "replays", "mismatches", "recomputed",
     "recomputed_fraction", "accepted_per_replay", "preemptions", "tokens_per_pass", "tokens_per_second",
+    "prompt_tokens_per_second", "cached_tokens",
     "time_to_first_token", "longest_gap", "longest_stall", "stall_caused", "chosen", "chosen_because",
     "no_draft_reason", "exit_threshold", "exit_rate",
 }  # fmt: skip
@@ -71,7 +71,7 @@ def test_why_it_ended(cli: Cli, options: list[str], reason: str) -> None:
 
 
 def test_control_characters_stay_escaped(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verispec.cli.show.as_object", lambda completion, drafter: {"text": "\x1b[2J\x9b2J\x7fé"})
+    monkeypatch.setattr("verispec.cli.show.as_object", lambda *_, **__: {"text": "\x1b[2J\x9b2J\x7fé"})
     done = cli("generate", "hi", "--json", "--max-tokens", "1")
     assert done.out == '{"text": "\\u001b[2J\\u009b2J\\u007fé"}\n'
     assert done.json()["text"] == "\x1b[2J\x9b2J\x7fé"

@@ -40,6 +40,11 @@ def test_from_list_to_remove(bare_cli: Cli, cached: Path) -> None:
     assert not cached.exists()
 
 
+def test_alone_it_lists(bare_cli: Cli, cached: Path) -> None:
+    assert bare_cli("models").out == bare_cli("models", "list").out
+    assert bare_cli("models", "list", NAME).code == 2
+
+
 def test_a_damaged_file_can_be_removed(bare_cli: Cli, cached: Path) -> None:
     fill(cached, 5)
     assert bare_cli("models", "path", NAME).code == 2
@@ -56,8 +61,8 @@ def test_a_damaged_file_can_be_removed(bare_cli: Cli, cached: Path) -> None:
         (["remove", "Qwen/Qwen2.5-1.5B-Instruct"], "`hf cache` removes it"),
         (["path", "Qwen/Qwen2.5-1.5B-Instruct"], "pull Qwen/Qwen2.5-1.5B-Instruct` fetches it"),
         (["pull", "/"], "'/' is not a known model"),
-        (["remove"], "Missing argument"),
-        (["destroy"], "No such command"),
+        (["remove"], "missing argument: the NAME"),
+        (["destroy"], "ACTION must be list or pull or remove or path, not 'destroy'"),
     ],
 )
 def test_mistakes(bare_cli: Cli, cached: Path, arguments: list[str], words: str) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,8 @@ import pytest
 
 from tests.cli.conftest import Cli
 from verispec.cli.batch import OrderedPrinter
+from verispec.cli.progress import CountDisplay, LoadingDisplay
+from verispec.cli.show import OBJECT_KEYS
 from verispec.engine import Engine
 from verispec.llm import LLM
 from verispec.strict_json import MAX_OBJECT_NBYTES
@@ -36,6 +41,32 @@ def test_a_line_alone_equals_the_line_in_the_file(cli: Cli, tmp_path: Path) -> N
     assert [line["digest"] for line in reversed(own_seeds)] == alone
     assert not {line["digest"] for line in other} & set(alone)
     assert [line["index"] for line in together] == [0, 1, 2]
+
+
+def test_two_runs_are_the_same_bytes(cli: Cli, tmp_path: Path) -> None:
+    """Without a seed line i has seed i, and nothing in a line depends on time, cache or drafter."""
+    file = jsonl(tmp_path / "a.jsonl", *[{"prompt": "Name a river.", "id": "r"}] * 3, {"prompt": "hi", "seed": None})
+    first = cli("generate", "--prompts", file, *SAMPLED)
+    assert first.out == cli("generate", "--prompts", file, *SAMPLED, "--json", "--drafter", "none").out
+    lines = first.json_lines()
+    assert [line["seed"] for line in lines] == [0, 1, 2, 3]
+    assert len({line["digest"] for line in lines}) == 4
+    assert set(lines[0]) == {"id", "index", "text", "token_ids", "logprobs", "finish_reason", "seed", "digest",
+                             "prompt_tokens", "profile"}  # fmt: skip
+    timed = cli("generate", "--prompts", file, *SAMPLED, "--stats").json_lines()
+    assert all(line["stats"].keys() >= {"tokens_per_second", "cached_tokens", "drafter"} for line in timed)
+    assert [{key: line[key] for key in line if key != "stats"} for line in timed] == lines
+
+
+def test_other_keys_go_through(cli: Cli, tmp_path: Path) -> None:
+    extra = {"id": "q-17", "answer": ["Paris", 5], "meta": {"source": None}, "question_id": 3, "label": "x"}
+    file = jsonl(tmp_path / "a.jsonl", {**extra, "prompt": "hi", "max_tokens": 2}, {**extra, "prompt": ""})
+    done = cli("generate", "--prompts", file)
+    good, bad = done.json_lines()
+    assert done.code == 2
+    assert {key: good[key] for key in extra} == {key: bad[key] for key in extra} == extra
+    assert (good["index"], bad["index"], bad["error"]) == (0, 1, "prompt must be text that is not empty")
+    assert good["text"]
 
 
 def test_the_forms_of_a_prompt(cli: Cli, smollm2: LLM, tmp_path: Path) -> None:
@@ -74,7 +105,10 @@ BAD_LINES = [
     (b'{"prompt": "x", "logit_bias": [1]}', "logit_bias must be"),
     (b'{"prompt": "x", "logit_bias": {"x": 1}}', "logit_bias must be"),
     (b'{"prompt": "x", "logit_bias": {"99999999": 1}}', "logit_bias names token 99999999"),
-    (b'{"prompt": "x", "top-p": 1}', "unknown key 'top-p'"),
+    (b'{"prompt": "x", "top-p": 1}', "unknown key 'top-p'; did you mean top_p?"),
+    (b'{"prompt": "x", "max_new_tokens": 1}', "unknown key 'max_new_tokens'; did you mean max_tokens?"),
+    (b'{"prompt": "x", "Temperature": 1}', "unknown key 'Temperature'; did you mean temperature?"),
+    (b'{"prompt": "x", "text": "y"}', "the key 'text' is one of the output's own"),
     (b'{"prompt": ""}', "prompt must be text"),
     (b'{"prompt": 5}', "prompt must be text"),
     (b'{"prompt": "\\ud800"}', "surrogate"),
@@ -98,12 +132,12 @@ def test_a_bad_line_is_an_error_object_in_its_place(cli: Cli, tmp_path: Path) ->
     file.write_bytes(b"\xef\xbb\xbf" + b"\r\n".join([good, *(line for line, _ in BAD_LINES), good]) + b"\r\n\n\n")
     done = cli("generate", "--prompts", str(file))
     assert done.code == 2
-    assert done.err == f"verispec: --prompts {file}: 36 of 38 lines failed; line 2: the line is blank\n"
+    assert done.err == f"verispec: --prompts {file}: 39 of 41 lines failed; line 2: the line is blank\n"
     first, *bad, last = done.json_lines()
     assert first["text"]
     assert first["digest"] == last["digest"]
     for index, (found, (line, words)) in enumerate(zip(bad, BAD_LINES, strict=True), start=1):
-        assert set(found) == {"index", "error"}, line[:50]
+        assert set(found) & OBJECT_KEYS == {"index", "error"}, line[:50]
         assert found["index"] == index
         assert words in found["error"], line[:50]
 
@@ -162,6 +196,32 @@ def test_objects_come_in_order_as_soon_as_they_can() -> None:
     printer.put(5, {})
     printer.flush()
     assert seen == [0, 1, 2, 5]
+
+
+def test_the_bar_shows_rate_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.StringIO()
+    shown.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr(sys, "stderr", shown)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    with CountDisplay("generating", 40) as display:
+        for _ in range(20):
+            display.advance()
+            time.sleep(0.01)
+    assert re.search(r"20/40.* [\d.]+/s.*0:00:0\d", shown.getvalue())
+
+
+def test_elsewhere_a_slow_stage_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    with LoadingDisplay() as display:
+        for stage in ("loading", "auditing attention", "auditing mlp", "timing passes"):
+            for i in range(50):
+                now += 0.001 if stage == "loading" else 1.0
+                display.update(stage, i / 50)
+    assert capsys.readouterr().err == "auditing ...\ntiming ...\n"
 
 
 def test_a_bar_on_the_terminal_and_the_lines_in_the_file(

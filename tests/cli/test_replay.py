@@ -60,7 +60,7 @@ def test_a_receipt_beside_the_answer(bare_cli: Cli, tiny: str, tmp_path: Path) -
     done = bare_cli("generate", "-m", tiny, "the abba", *SAMPLED, "--receipt", str(path))
     assert done.code == 0
     figures, note = done.err.splitlines()[-2:]  # behind what the audit says
-    assert " tokens, " in figures
+    assert " prompt tokens" in figures
     assert note == f"receipt in {path}"
     (line,) = path.read_text().splitlines()
     data = json.loads(line)
@@ -351,7 +351,7 @@ def test_receipts_that_cannot_be_used(bare_cli: Cli, tiny: str, receipt: Path, t
     for arguments, words in (
         ([str(tmp_path / "none.json")], "none.json: No such file or directory"),
         ([str(tmp_path)], "Is a directory"),
-        ([], "Missing argument"),
+        ([], "missing argument"),
         (["-", "--prompt", "-"], "cannot both come from stdin"),
         ([str(receipt), "-m", "no-such-model"], "--model: 'no-such-model'"),
         ([str(receipt), "-m", tiny, "--kv-slots", "9"], "at most 9 fit here"),

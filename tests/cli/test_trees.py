@@ -115,7 +115,7 @@ def test_show_tree_shows_the_last_drafts_on_stderr(tiny: Cli) -> None:
     shown = done.err.splitlines()
     heads = [line for line in shown if re.fullmatch(r"draft \d of the last 3: \d+ nodes, \d accepted", line)]
     assert [head[6] for head in heads] == ["1", "2", "3"]
-    assert re.search(r"\d+ tokens, .* per pass, drafts \d+/\d+ accepted, seed", shown[-1])
+    assert re.search(r"\d+ new .*, drafts \d+/\d+, .*digest", shown[-1])
     nodes = sum(int(head.split(":")[1].split()[0]) for head in heads)
     accepted = sum(int(head.split(",")[1].split()[0]) for head in heads)
     assert sum("  draft 0." in line or "  draft 1." in line for line in shown) == nodes > 9
@@ -170,8 +170,8 @@ def test_restraint_is_told(tiny: Cli, model: Path) -> None:
     """Without --force a draft model as large as the model is not used, and the figures say why."""
     done = tiny("--max-tokens", "6", "--draft-model", str(model), "--drafter", "model", draft=False)
     assert re.search(
-        r"nothing drafted \(the draft model predicted 0\.\d\dx on this model and device; not drafting; "
-        r"--force to draft anyway\)",
+        r"nothing drafted: the draft model predicted 0\.\d\dx on this model and device; not drafting; "
+        r"--force to draft anyway\n",
         done.err,
     )
 
@@ -185,12 +185,13 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["--tree", "beam:3"], "verispec: --tree must be chain:N, branch:b1,b2,... or beam:W,L with whole numbers from 1 "
                            "to 999, not 'beam:3'"),
     (["--tree", "beam:99,99"], "verispec: --tree beam:99,99 has 9801 nodes; at most 256 are possible"),
-    (["--tree", "chain:3", "--draft-len", "3"],
-     "verispec: --tree and --draft-len exclude each other: --draft-len N is short for --tree chain:N"),
+    (["--tree", "chain:3", "--draft-len", "4"],
+     "verispec: --tree chain:3 and --draft-len 4 contradict each other"),
+    (["--tree", "chain:0", "--draft-len", "4"], "verispec: --tree must be chain:N, branch:b1,b2,... or beam:W,L with "
+                                                "whole numbers from 1 to 999, not 'chain:0'"),
     (["--drafter", "model", "--draft-model", "no-such-model"],
      "verispec: --draft-model: 'no-such-model' is neither an existing path nor a known model; known models: "
      "smollm2-135m, and Hugging Face ids such as org/name"),
-    (["--show-tree", "--json"], "verispec: --show-tree goes with one streamed answer; leave --json and --prompts out"),
     (["--accept", "recursive", "--receipt", "r.json", "--no-deterministic"],
      "verispec: --receipt needs an answer that can be had again, which --no-deterministic gives up"),
 ]  # fmt: skip
@@ -232,9 +233,22 @@ def test_a_request_that_makes_no_sense_is_told_in_flags(
     assert (done.code, done.out, done.err) == (2, "", f"verispec: {sentence}\n")
 
 
-def test_a_draft_model_that_nobody_would_use_is_refused(tiny: Cli, model: Path) -> None:
-    done = tiny("--draft-model", str(model), "--drafter", "ngram", draft=False)
-    assert (done.code, done.err) == (2, "verispec: --draft-model is for --drafter model or auto\n")
+def test_what_agrees_is_accepted_and_what_has_no_effect_is_said(tiny: Cli, model: Path) -> None:
+    short = ["--max-tokens", "3"]
+    implied = tiny("--draft-model", str(model), "--force", "--json", *short, draft=False).json()
+    assert implied["stats"]["drafter"] == "model"
+    assert tiny("--tree", "chain:2", "--draft-len", "2", *short).code == 0
+    assert tiny("--tree", "branch:2,1", "--draft-len", "2", *short).code == 0
+    vain = ["--draft-model", "no-such-model", "--drafter", "none", "--force"]
+    done = tiny(*vain, "--json", "--show-tree", "--color", "drafts", *short, draft=False)
+    assert (done.code, done.json()["digest"]) == (0, implied["digest"])
+    assert done.err.splitlines()[:4] == [
+        "note: --color has no effect with --json",
+        "note: --show-tree has no effect with --json",
+        "note: --draft-model has no effect with --drafter none",
+        "note: --force has no effect with --drafter none",
+    ]
+    assert tiny(*vain, "-q", *short, draft=False).err == ""
 
 
 def test_a_draft_model_of_another_vocabulary_is_refused(tiny: Cli, tmp_path: Path) -> None:
@@ -273,7 +287,7 @@ def test_drafts_do_not_reach_the_answer_of_a_batch(tiny: Cli, model: Path, tmp_p
     common = ["generate", "--raw", "--prompts", str(prompts), "--model", str(model), "--max-tokens", "20", "-q"]
     plain = bare_cli(*common, "--drafter", "none").json_lines()
     drafted = bare_cli(
-        *common, "--draft-model", str(model), "--drafter", "model", "--force", "--tree", "beam:2,3"
+        *common, "--stats", "--draft-model", str(model), "--drafter", "model", "--force", "--tree", "beam:2,3"
     ).json_lines()
     assert [line["digest"] for line in drafted] == [line["digest"] for line in plain]
     assert all(line["stats"]["drafted"] > 0 for line in drafted)

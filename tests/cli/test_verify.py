@@ -174,7 +174,7 @@ def test_what_could_not_be_brought_about_is_said(tiny_cli: Cli) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "Missing argument"),
+        ([], "missing argument"),
         ([""], "the prompt is empty"),
         ([" \n"], "the prompt is empty"),
         (["a\udcff"], "the prompt argument: byte 1 (0xff) is not UTF-8"),
@@ -184,8 +184,8 @@ def test_what_could_not_be_brought_about_is_said(tiny_cli: Cli) -> None:
         (["x", "--max-tokens", "0"], "--max-tokens must be from 1"),
         (["x", "--temperature", "nan"], "--temperature must"),
         (["x", "--seed", "-1"], "--seed must"),
-        (["x", "--crowd", "0"], "'--crowd'"),
-        (["x", "--crowd", "99999"], "'--crowd'"),
+        (["x", "--crowd", "0"], "--crowd must be from 1 to 64"),
+        (["x", "--crowd", "99999"], "--crowd must be from 1 to 64"),
         (["x", "--drafter", "ngram"], "--drafter"),
     ],
 )
@@ -200,16 +200,6 @@ def test_a_model_that_is_not_there(bare_cli: Cli) -> None:
     done = bare_cli("verify", "x", "-m", "no-such-model")
     assert (done.code, done.out) == (2, "")
     assert "--model: 'no-such-model' is neither" in done.err
-
-
-def test_every_option_has_a_text(bare_cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    done = bare_cli("verify", "--help")
-    assert done.code == 0
-    options = re.findall(r"│ +((?:-m, +)?--\S+.*?)│", done.out)
-    assert len(options) >= 12
-    for line in re.findall(r"│ +(--\S+.*?)│", done.out):
-        assert re.search(r"(<\w.*?>)( \[.*?\])? +\w", line), line
 
 
 def test_an_interrupt_waits_for_the_end_of_a_step_and_leaves_the_model_sound(

@@ -65,12 +65,13 @@ class Audit:
         return tuple(sorted(named))
 
     def table(self) -> str:
-        """The findings as lines of text."""
-        lines = []
+        """The findings as lines of text: one for all kernels of which the same was found."""
+        names: dict[str, list[str]] = {}
         for outcome in self.outcomes:
             classes = " ".join("{" + ",".join(map(str, c)) + "}" for c in outcome.classes) or "none"
             impure = f"  impure: {','.join(map(str, outcome.impure))}" if outcome.impure else ""
-            lines.append(f"{outcome.name:>12}  pure: {classes}{impure}")
+            names.setdefault(f"pure: {classes}{impure}", []).append(outcome.name)
+        lines = [f"{', '.join(alike):>12}  {found}" for found, alike in names.items()]
         families = " ".join("{" + ",".join(map(str, f)) + "}" for f in self.families) or "none"
         return "\n".join([*lines, f"{'families':>12}  {families}"])
 

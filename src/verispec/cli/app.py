@@ -1,50 +1,149 @@
-"""The commands, put together. Imported by `main.run`, and by whoever wants the typer application itself."""
+"""The commands, put together; what is asked of no command in particular; and what shells complete."""
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
+import shutil
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 from verispec.cli import chat, generate, inspect, models, replay, tune, verify
-from verispec.cli.terminal import out
+from verispec.cli.parser import PROGRAM, Command, argument, nearest
+from verispec.cli.terminal import out, stdin_is_terminal
+from verispec.errors import InputError
 
-# Newer typer brings its own click, older versions import it: the classes are found through what both export.
-UsageMistake: type[Exception] = typer.BadParameter.__mro__[2]
-Abort: type[Exception] = typer.Abort
+EXIT_NOTHING_ASKED = 2
+_HEAD = f"""\
+Usage: {PROGRAM} COMMAND [OPTION ...]
 
-app = typer.Typer(
-    help="LLM inference that is fast and bit-for-bit reproducible.",
-    epilog='Start with: verispec generate "Why is the sky blue?". Each command has its own --help. An option for '
-    "developers, with any command: --traceback shows where an error came from. Exit codes: 0 done, 1 a defect of "
-    "verispec or a difference that replay found, 2 bad input or a failed request, 130 interrupted.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+LLM inference that is fast and bit-for-bit reproducible.
+Start with: {PROGRAM} generate "Why is the sky blue?"
+
+Commands:"""
+_FOOT = f"""
+{PROGRAM} COMMAND --help describes a command. Beside that:
+  --version    version, backend and profile
+  --traceback  with any command: show where an error came from
+
+Exit codes: 0 done, 1 a defect of {PROGRAM} or a difference that replay found,
+2 bad input or a failed request, 130 interrupted.
+"""
+_SCRIPTS = {
+    "bash": """\
+_verispec() {
+    local IFS=$'\\n'
+    COMPREPLY=($(verispec completion words -- "${COMP_WORDS[@]:1:COMP_CWORD}" 2>/dev/null))
+}
+complete -o default -F _verispec verispec
+""",
+    "zsh": """\
+_verispec() {
+    local -a found
+    found=(${(f)"$(verispec completion words -- "${(@)words[2,CURRENT]}" 2>/dev/null)"})
+    if (( ${#found} )); then compadd -- $found; else _files; fi
+}
+compdef _verispec verispec
+""",
+    "fish": """\
+complete -c verispec -a '(verispec completion words -- (commandline -opc)[2..] (commandline -ct) 2>/dev/null)'
+""",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shell:
+    """Which shell."""
+
+    title: ClassVar = "Arguments"
+    shell: str = argument(metavar="SHELL", choices=tuple(_SCRIPTS), help="bash, zsh or fish")
+
+
+def completion(shell: Shell) -> None:
+    """Print what makes a shell complete commands, options and values.
+
+    In ~/.bashrc or ~/.zshrc (after compinit): eval "$(verispec completion bash)", or zsh. In
+    ~/.config/fish/config.fish: verispec completion fish | source
+    """
+    out(_SCRIPTS[shell.shell])
+
+
+_NOT_IN_VERIFY = frozenset(
+    (
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "stop",
+        "ignore_eos",
+        "n",
+        "deterministic",
+        "max_len",
+    )
 )
-app.command()(generate.generate)
-app.command()(chat.chat)
-app.command()(inspect.score)
-app.command()(inspect.audit)
-app.command()(tune.tune)
-app.command()(verify.verify)
-app.command()(replay.replay)
-app.add_typer(models.app, name="models")
+COMMANDS = {
+    command.name: command
+    for command in (
+        Command(generate.generate),
+        Command(chat.chat, defaults=chat.DEFAULTS, without=frozenset(("ignore_eos", "n"))),
+        Command(inspect.score, without=frozenset(("max_len",))),
+        Command(inspect.audit, without=frozenset(("kv_slots", "max_len"))),
+        Command(tune.tune, without=frozenset(("kv_slots", "max_len"))),
+        Command(verify.verify, defaults={"max_tokens": 48, "temperature": 1.0, "seed": 0}, without=_NOT_IN_VERIFY),
+        Command(replay.replay, defaults={"model": None}, without=frozenset(("max_len",))),
+        Command(models.models),
+        Command(completion),
+    )
+}
+_RUN = "run"
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def run_command(words: Sequence[str]) -> int:
+    """Carry out a command line; returns the exit code."""
+    if not words or words[0] in ("-h", "--help", "help"):
+        if len(words) > 1 and words[1] in COMMANDS:
+            return COMMANDS[words[1]](["--help"])
+        out(_overview())
+        return 0 if words else EXIT_NOTHING_ASKED
+    name, *rest = words
+    if name == "--version":
         from verispec.cli.version import describe
 
         out(describe() + "\n")
-        raise typer.Exit
+        return 0
+    if name == completion.__name__ and rest[:2] == ["words", "--"]:
+        out("".join(f"{each}\n" for each in candidates(rest[2:])))
+        return 0
+    if name == _RUN:
+        name = _what_run_is(rest)
+    if name not in COMMANDS:
+        kind = "option" if name.startswith("-") else "command"
+        raise InputError(f"unknown {kind} {name}{nearest(name, [*COMMANDS, '--version', '--help'])}")
+    return COMMANDS[name](rest)
 
 
-@app.callback()
-def common(
-    version: Annotated[
-        bool,
-        typer.Option("--version", callback=_show_version, is_eager=True, help="Show version, backend and profile."),
-    ] = False,
-) -> None:
-    """LLM inference that is fast and bit-for-bit reproducible."""
+def _overview() -> str:
+    width = min(shutil.get_terminal_size().columns, 100) - 1
+    rows = [(command.name, command.summary) for command in COMMANDS.values()]
+    rows.insert(2, (_RUN, "`generate` if there is a prompt, otherwise `chat`."))
+    lines = [
+        textwrap.fill(text, width, initial_indent=f"  {name:12}", subsequent_indent=" " * 14) for name, text in rows
+    ]
+    return "\n".join([_HEAD, *lines, _FOOT])
+
+
+def _what_run_is(words: Sequence[str]) -> str:
+    """`run` is `chat` for somebody at a terminal who gives no prompt, and otherwise `generate`."""
+    has_prompt = {"prompt", "p", "prompts"} & set(COMMANDS["generate"].parser().parse_known_args(words)[0].__dict__)
+    return "generate" if has_prompt or not stdin_is_terminal() else "chat"
+
+
+def candidates(words: Sequence[str]) -> list[str]:
+    """What the last of these words, perhaps empty, can become."""
+    *before, begun = words or [""]
+    if not before:
+        known: Sequence[str] = [*COMMANDS, _RUN, "--help", "--version"]
+    elif before[0] not in COMMANDS and before[0] != _RUN:
+        return []
+    else:
+        known = COMMANDS.get(before[0], COMMANDS["generate"]).parser().completions(before[1:], begun)
+    return [each for each in known if each.startswith(begun)]

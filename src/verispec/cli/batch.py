@@ -1,19 +1,21 @@
 """`generate --prompts FILE`: many prompts as one batch, one JSON line each in input order.
 
 A line that cannot be served becomes an error object in its place; the others run. Interrupted, what is finished is
-printed all the same. Errors of a line name its fields, not the command line's flags.
+printed all the same. Errors of a line name its fields, not the command line's flags. Keys that mean nothing here go
+through to the output; those that look like a misspelt parameter are refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
 from typing import Any
 
 from verispec.cli import terminal
 from verispec.cli.progress import CountDisplay
 from verispec.cli.receipt_file import NoReceipts, ReceiptFile
-from verispec.cli.show import as_object
+from verispec.cli.show import OBJECT_KEYS, as_object
 from verispec.engine import Request
 from verispec.errors import InputError, VerispecError
 from verispec.llm import LLM, Completion
@@ -22,15 +24,66 @@ from verispec.strict_json import load_object, numbered
 from verispec.types import SamplingParams
 
 _PROMPT_KEYS = ("prompt", "token_ids", "messages")
-_PARAMETERS = {f.name for f in fields(SamplingParams)}
+_PARAMETERS = tuple(f.name for f in fields(SamplingParams))
+_LIKENESS = 0.8  # of a key to one that is known, from which on it is taken for a slip
 
 
 @dataclass(frozen=True, slots=True)
 class BatchLine:
-    """One line of the file: a request, or why there is none."""
+    """One line of the file: a request, or why there is none; and what goes through to the output."""
 
     request: Request | None = None
     error: str = ""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class LineReader:
+    """Turns lines into requests. `defaults` hold where a line says nothing; without a seed, line i has seed i."""
+
+    llm: LLM
+    defaults: SamplingParams
+    drafter: str
+    raw: bool = False
+    system: str | None = None
+    recorded: bool = False
+
+    def parse(self, index: int, line: bytes) -> BatchLine:
+        """Line number `index`, from 0."""
+        extra: dict[str, Any] = {}
+        try:
+            data = load_object(line, name="the line", example='{"prompt": "..."}')
+            extra = {key: data.pop(key) for key in list(data) if key not in (*_PROMPT_KEYS, *_PARAMETERS)}
+            _check_extra(extra)
+            given = [key for key in _PROMPT_KEYS if key in data]
+            if len(given) != 1:
+                raise InputError(
+                    f"the line needs exactly one of {', '.join(_PROMPT_KEYS)}; it has {', '.join(given) or 'none'}"
+                )
+            content = _content(given[0], data.pop(given[0]))
+            if "logit_bias" in data:
+                data["logit_bias"] = numbered(data["logit_bias"], name="logit_bias")
+            if data.get("seed") is None:
+                data["seed"] = index if self.defaults.seed is None else self.defaults.seed
+            params = replace(self.defaults, **data)
+            if self.recorded:
+                check_recordable(params)
+            prompt = content if given[0] == "token_ids" else self._ids(content)
+            return BatchLine(self.llm.request(prompt, params, drafter=self.drafter), extra=extra)
+        except VerispecError as error:
+            return BatchLine(error=str(error), extra={key: extra[key] for key in extra if key not in OBJECT_KEYS})
+
+    def _ids(self, content: str | list[Any]) -> str | list[int]:
+        """Text or messages as the model gets them; a line's own system message replaces the command's."""
+        if self.raw and isinstance(content, str):
+            return content
+        if self.raw:
+            raise InputError("messages need the chat template, which --raw turns off")
+        messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
+        has_system = bool(messages) and isinstance(messages[0], dict) and messages[0].get("role") == "system"
+        if self.system is not None and messages and not has_system:
+            messages = [{"role": "system", "content": self.system}, *messages]
+        return self.llm.chat_ids(messages)
 
 
 def read_lines(path: str) -> list[bytes]:
@@ -46,92 +99,51 @@ def read_lines(path: str) -> list[bytes]:
 
 
 def run_file(
-    llm: LLM,
     lines: Sequence[bytes],
-    params: SamplingParams,
+    reader: LineReader,
     *,
-    raw: bool,
-    system: str | None,
-    drafter: str,
+    stats: bool,
     quiet: bool,
     receipts: NoReceipts | ReceiptFile,
     name: str,
 ) -> None:
     """Run all lines as one batch and print their objects; afterwards raise if some failed."""
-    prepend = () if system is None else ({"role": "system", "content": system},)
-    to_ids = _raw_ids if raw else lambda llm, messages: _chat_ids(llm, prepend, messages)
-    check = check_recordable if receipts.wanted else _take_any
-    parsed = [parse_line(line, llm=llm, defaults=params, to_ids=to_ids, drafter=drafter, check=check) for line in lines]
+    parsed = [reader.parse(i, line) for i, line in enumerate(lines)]
+    running = [i for i, line in enumerate(parsed) if line.request is not None]
+    bad = {i: line.error for i, line in enumerate(parsed) if line.request is None}
     with CountDisplay("generating", len(parsed), quiet=quiet) as display:
 
         def put(result: dict[str, Any]) -> None:
             with display.aside():
                 terminal.out_json(result)
-            display.advance()
 
+        def finish(index: int, result: dict[str, Any]) -> None:
+            display.advance()
+            printer.put(index, {**parsed[index].extra, **result})
+
+        def finished(position: int, completion: Completion) -> None:
+            index = running[position]
+            receipts.put(index, completion.receipts)
+            if completion.error is not None:
+                bad[index] = completion.error
+            finish(index, as_object(completion, drafter=reader.drafter, stats=stats))
+
+        printer = OrderedPrinter(put)
+        for index, error in list(bad.items()):
+            finish(index, {"error": error})
         try:
-            bad = run_batch(llm, parsed, drafter=drafter, put=put, receipts=receipts)
-        except KeyboardInterrupt:
-            terminal.note(f"{name}: interrupted; {display.num_done} of {len(parsed)} lines are finished")
+            requests = [line.request for line in parsed if line.request is not None]
+            reader.llm.run(requests, on_finish=finished, receipts=receipts.wanted)
+        except terminal.OutputError:
+            raise
+        except BaseException as error:  # Ctrl-C above all: what is finished is not lost
+            printer.flush()
+            if isinstance(error, KeyboardInterrupt):
+                terminal.note(f"{name}: interrupted; {display.num_done} of {len(parsed)} lines are finished")
             raise
     if bad:
         count = f"{len(bad)} of {len(parsed)} lines" if len(parsed) > 1 else "the only line"
         raise VerispecError(f"{name}: {count} failed; line {min(bad) + 1}: {bad[min(bad)]}")
-
-
-ToIds = Callable[[LLM, "str | list[Any]"], "str | list[int]"]
-
-
-def _raw_ids(llm: LLM, content: str | list[Any]) -> str | list[int]:
-    if isinstance(content, str):
-        return content
-    raise InputError("messages need the chat template, which --raw turns off")
-
-
-def _chat_ids(llm: LLM, prepend: Sequence[Mapping[str, str]], content: str | list[Any]) -> list[int]:
-    """Text or messages through the chat template; a line's own system message replaces the command's."""
-    messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
-    first = messages[0] if messages else None
-    has_system = isinstance(first, dict) and first.get("role") == "system"
-    return llm.chat_ids(messages if has_system or not messages else [*prepend, *messages])
-
-
-def _take_any(params: SamplingParams) -> None:
-    pass
-
-
-def parse_line(
-    line: bytes,
-    *,
-    llm: LLM,
-    defaults: SamplingParams,
-    to_ids: ToIds,
-    drafter: str,
-    check: Callable[[SamplingParams], None],
-) -> BatchLine:
-    """A line as a request; `to_ids` turns the text of "prompt", or "messages", into what the model gets.
-
-    `check` raises for parameters that the command cannot serve.
-    """
-    try:
-        data = load_line(line)
-        given = [key for key in _PROMPT_KEYS if key in data]
-        if len(given) != 1:
-            raise InputError(
-                f"the line needs exactly one of {', '.join(_PROMPT_KEYS)}; it has {', '.join(given) or 'none'}"
-            )
-        content = _content(given[0], data.pop(given[0]))
-        params = replace(defaults, **_typed(data))
-        check(params)
-        prompt = content if given[0] == "token_ids" else to_ids(llm, content)
-        return BatchLine(llm.request(prompt, params, drafter=drafter))
-    except VerispecError as error:
-        return BatchLine(error=str(error))
-
-
-def load_line(line: bytes) -> dict[str, Any]:
-    """The object on a line."""
-    return load_object(line, name="the line", example='{"prompt": "..."}')
 
 
 def _content(key: str, value: Any) -> Any:
@@ -143,17 +155,14 @@ def _content(key: str, value: Any) -> Any:
     return value
 
 
-def _typed(options: Mapping[str, Any]) -> dict[str, Any]:
-    """A line's sampling parameters by name; SamplingParams checks their values."""
-    unknown = sorted(set(options) - _PARAMETERS)
-    if unknown:
-        raise InputError(
-            f"unknown key {unknown[0]!r}; a line takes a prompt and any of {', '.join(sorted(_PARAMETERS))}"
-        )
-    typed = dict(options)
-    if "logit_bias" in typed:
-        typed["logit_bias"] = numbered(typed["logit_bias"], name="logit_bias")
-    return typed
+def _check_extra(extra: Mapping[str, Any]) -> None:
+    for key in extra:
+        plain = key.lower().replace("-", "_")
+        meant = get_close_matches(plain, (*_PROMPT_KEYS, *_PARAMETERS), n=1, cutoff=_LIKENESS)
+        if meant:
+            raise InputError(f"unknown key {key!r}; did you mean {meant[0]}?")
+        if key in OBJECT_KEYS:
+            raise InputError(f"the key {key!r} is one of the output's own; it cannot go through under that name")
 
 
 class OrderedPrinter:
@@ -179,39 +188,3 @@ class OrderedPrinter:
     def _pop(self, index: int) -> None:
         result = self._ready.pop(index)  # before it is written: an object cut off by a full disk is not tried again
         self._put({"index": index, **result})
-
-
-def run_batch(
-    llm: LLM,
-    lines: Sequence[BatchLine],
-    *,
-    drafter: str,
-    put: Callable[[dict[str, Any]], None],
-    receipts: NoReceipts | ReceiptFile,
-) -> dict[int, str]:
-    """Run all requests as one batch; returns what went wrong, by line."""
-    printer = OrderedPrinter(put)
-    indices = [i for i, line in enumerate(lines) if line.request is not None]
-    bad: dict[int, str] = {}
-
-    def finish(index: int, result: dict[str, Any], error: str | None) -> None:
-        if error is not None:
-            bad[index] = error
-        printer.put(index, result)
-
-    def finished(position: int, completion: Completion) -> None:
-        receipts.put(indices[position], completion.receipts)
-        finish(indices[position], as_object(completion, drafter=drafter), completion.error)
-
-    for i, line in enumerate(lines):
-        if line.request is None:
-            finish(i, {"error": line.error}, line.error)
-    try:
-        requests = [line.request for line in lines if line.request is not None]
-        llm.run(requests, on_finish=finished, receipts=receipts.wanted)
-    except terminal.OutputError:
-        raise
-    except BaseException:  # Ctrl-C above all: what is finished is not lost
-        printer.flush()
-        raise
-    return bad

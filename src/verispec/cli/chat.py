@@ -8,20 +8,22 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
-
-import typer
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from verispec.cli import options, terminal
-from verispec.config import DEFAULTS
+from verispec.cli.parser import option
 from verispec.errors import InputError, VerispecError
-from verispec.types import Accept
 
 if TYPE_CHECKING:
     from verispec.llm import LLM
     from verispec.types import SampleOutput, SamplingParams
 
+# What the model's own generation config decides unless an option does.
+DEFAULTS: Mapping[str, Any] = {
+    "max_tokens": 512, "temperature": None, "top_k": None, "top_p": None, "min_p": None, "repetition_penalty": None,
+}  # fmt: skip
 HELP = """\
 /reset          forget the conversation
 /system TEXT    set the system message and forget the conversation; without TEXT, remove it
@@ -95,44 +97,34 @@ class Conversation:
     def _show_stats(self) -> None:
         from verispec.cli.show import figures
 
-        terminal.note("no answer yet" if self.last is None else figures(self.last, self.llm.profile))
+        terminal.note(
+            "no answer yet" if self.last is None else figures(self.last, self.params, width=terminal.columns())
+        )
 
 
-def chat(
-    ctx: typer.Context,
-    model: options.Model = "smollm2-135m",
-    system: options.System = None,
-    max_tokens: options.MaxTokens = 512,
-    temperature: options.Temperature = 0.0,
-    top_k: options.TopK = 0,
-    top_p: options.TopP = 1.0,
-    min_p: options.MinP = 0.0,
-    repetition_penalty: options.RepetitionPenalty = 1.0,
-    presence_penalty: options.PresencePenalty = 0.0,
-    frequency_penalty: options.FrequencyPenalty = 0.0,
-    seed: options.Seed = None,
-    stop: options.Stop = None,
-    drafter: options.Drafter = "ngram",
-    draft_len: options.DraftLen = None,
-    draft_model: options.DraftModel = None,
-    tree: options.Tree = None,
-    accept: options.Accept = Accept.MATCH,
-    force: options.Force = False,
-    deterministic: options.Deterministic = True,
-    backend: options.Backend = None,
-    threads: options.Threads = None,
-    weights: options.Weights = "as-stored",
-    kv_slots: options.KVSlots = DEFAULTS.num_slots,
-    max_len: options.MaxLen = None,
-) -> None:
-    """Talk to the model, turn by turn. /help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves.
+@dataclass(frozen=True, kw_only=True)
+class Talk:
+    """How the conversation begins."""
 
-    The commands: /reset, /system TEXT, /seed N, /stats, /help, /exit. Lines may be piped in, too.
+    title: ClassVar = "Options"
+    system: str | None = option(None, help="system message for the chat template")
+
+
+def chat(talk: Talk, sampling: options.Sampling, drafting: options.Drafting, loading: options.Loading) -> None:
+    """Talk to the model, turn by turn. Ctrl-C stops an answer, Ctrl-D leaves.
+
+    The commands: /reset, /system TEXT, /seed N, /stats, /help, /exit. Lines may be piped in, too. What no option says
+    of temperature, top-k, top-p, min-p and repetition penalty, the model's own generation config says; without one the
+    temperature is 0.7 and top-p 0.95.
     """
-    params = options.sampling_params(ctx.params)
-    if system is not None:
-        terminal.checked(system, name="--system")
-    conversation = Conversation(options.load_llm(ctx.params), params, drafter, system)
+    from verispec.model.generation_defaults import chat_sampling
+
+    sampling.params()
+    if talk.system is not None:
+        terminal.checked(talk.system, name="--system")
+    llm = options.load_llm(loading, drafting, deterministic=sampling.deterministic)
+    params = sampling.params(**chat_sampling(llm.generation_defaults))
+    conversation = Conversation(llm, params, drafting.method, talk.system)
     if terminal.stdin_is_terminal():
         _converse(conversation)
     else:

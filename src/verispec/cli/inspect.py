@@ -3,43 +3,41 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from verispec.cli import options, terminal
-from verispec.config import DEFAULTS
+from verispec.cli.parser import argument, option
 from verispec.errors import InputError
 
 if TYPE_CHECKING:
     from verispec.llm import LLM
     from verispec.types import TokenLogprob
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+@dataclass(frozen=True, kw_only=True)
+class Scoring:
+    """What is scored."""
+
+    title: ClassVar = "Options"
+    file: str = argument(metavar="FILE", help="a text file, or - for stdin")
+    json: bool = option(False, help="print one JSON object")
+    window: int | None = option(
+        None, bounds=(2, options.MAX_COUNT), help="tokens scored together; longer texts are cut. Default: what fits"
+    )
 
 
-def score(
-    ctx: typer.Context,
-    file: Annotated[str, typer.Argument(help="A text file, or - for stdin.")],
-    model: options.Model = "smollm2-135m",
-    as_json: AsJson = False,
-    window: Annotated[
-        int | None, typer.Option(min=2, help="Tokens scored together; longer texts are cut. Default: what fits.")
-    ] = None,
-    backend: options.Backend = None,
-    threads: options.Threads = None,
-    weights: options.Weights = "as-stored",
-    kv_slots: options.KVSlots = DEFAULTS.num_slots,
-) -> None:
+def score(what: Scoring, loading: options.Loading) -> None:
     """Print the log-probability of every token of a text, and its perplexity.
 
     The text is taken as it is, without chat template. A text longer than the window is scored in windows that share
     one token, so every token but the first has a value; at the start of a window it has little context.
     """
+    file, window = what.file, what.window
     text = terminal.read_text(file, name=_name(file))
     if not text:
         raise InputError(f"{_name(file)} is empty")
-    llm = options.load_llm(ctx.params, drafter="none")
+    llm = options.load_llm(loading, drafter="none")
     longest = llm.engine.max_len
     if window is not None and window > longest:
         raise InputError(f"--window is {window}, but at most {longest} tokens fit")
@@ -48,7 +46,7 @@ def score(
         raise InputError(f"{_name(file)} has {len(ids)} token; scoring needs at least two")
     entries = _score_windows(llm, ids, window or longest)
     perplexity = math.exp(-sum(entry.logprob for entry in entries) / len(entries))
-    if as_json:
+    if what.json:
         result = {"token_ids": ids, "logprobs": [e.logprob for e in entries], "perplexity": perplexity}
         terminal.out_json({**result, "profile": llm.profile})
         return
@@ -73,24 +71,25 @@ def _score_windows(llm: LLM, ids: list[int], window: int) -> list[TokenLogprob]:
     return entries
 
 
-def audit(
-    ctx: typer.Context,
-    model: options.Model = "smollm2-135m",
-    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again, whatever is cached.")] = False,
-    as_json: AsJson = False,
-    backend: options.Backend = None,
-    threads: options.Threads = None,
-    weights: options.Weights = "as-stored",
-) -> None:
-    """Show which pass shapes are row-pure here, the family that was chosen, what passes cost, and the profile.
+@dataclass(frozen=True, kw_only=True)
+class Auditing:
+    """How the audit is shown."""
+
+    title: ClassVar = "Options"
+    fresh: bool = option(False, help="measure again, whatever is cached")
+    json: bool = option(False, help="print one JSON object")
+
+
+def audit(what: Auditing, loading: options.Loading) -> None:
+    """Show which pass shapes are row-pure here, what passes cost, and the profile.
 
     Loading checks the native backend's kernels by known answers; this measures every kernel at every shape, which takes
     minutes for a large model, and is kept.
     A shape is a number of rows that a pass computes at once. It is row-pure if the bits of a row do not depend on the
     other rows; shapes in one pair of braces give the same bits. Outputs can be equal only where the profile's hash is.
     """
-    llm = options.load_llm(ctx.params, full_audit=True, fresh_audit=fresh)
-    if as_json:
+    llm = options.load_llm(loading, full_audit=True, fresh_audit=what.fresh)
+    if what.json:
         terminal.out_json(_audit_object(llm))
     else:
         terminal.out(_audit_text(llm))

@@ -50,12 +50,10 @@ def run(arguments: list[str]) -> int:
     arguments, wants_traceback = _split_traceback(arguments)
     try:
         from verispec.cli import terminal
-        from verispec.cli.app import app
+        from verispec.cli.app import run_command
 
         terminal.prepare()
-        code = app(arguments, prog_name="verispec", standalone_mode=False)
-        terminal.styled_out("")  # flushes what a library wrote: a full disk is noticed here, not at exit
-        return code if isinstance(code, int) else 0
+        return run_command(arguments)
     except (SystemExit, KeyboardInterrupt):
         raise
     except Exception as error:
@@ -71,20 +69,15 @@ def _split_traceback(arguments: list[str]) -> tuple[list[str], bool]:
 
 
 def _report(error: Exception) -> int:
-    """Say what ended a command, in one sentence where there is something to say; returns the exit code."""
+    """Say in one sentence what ended a command; returns the exit code."""
     from verispec.cli import terminal
-    from verispec.cli.app import Abort, UsageMistake
     from verispec.errors import VerispecError
 
-    if isinstance(error, Abort):  # what older versions of typer make of Ctrl-C
-        raise KeyboardInterrupt from error
     if isinstance(error, OSError | terminal.OutputError):
         terminal.drop_stdout()
     if isinstance(error, terminal.ReaderGoneError):
         return 0
-    if isinstance(error, UsageMistake):
-        sentence = error.format_message().replace("Value error, ", "")  # type: ignore[attr-defined]
-    elif isinstance(error, VerispecError):
+    if isinstance(error, VerispecError):
         sentence = str(error)
     elif isinstance(error, MemoryError):
         sentence = "not enough memory; a smaller --kv-slots or a smaller model needs less"
@@ -94,6 +87,5 @@ def _report(error: Exception) -> int:
     else:
         terminal.note(f"verispec: unexpected {type(error).__name__}: {error} (a defect; --traceback shows where)")
         return EXIT_DEFECT
-    if sentence:  # a missing command has shown the help instead
-        terminal.note(f"verispec: {sentence}")
+    terminal.note(f"verispec: {sentence}")
     return EXIT_BAD_INPUT

@@ -2,25 +2,47 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import dataclass
+from typing import ClassVar
 
-import typer
-
-from verispec.cli import options
+from verispec.cli.options import known_models
+from verispec.cli.parser import argument
 from verispec.cli.terminal import out
 from verispec.errors import InputError
 
-app = typer.Typer(help="Models on this machine: list, pull, remove, path.", no_args_is_help=True)
-
-Name = Annotated[
-    str,
-    typer.Argument(help="A known model's name, as `verispec models list` shows.", autocompletion=options.known_models),
-]
+_DEFAULT = "smollm2-135m"
 
 
-@app.command("list")
-def list_models() -> None:
-    """Show the known models, their sizes, where they are fetched from, and whether they are here."""
+@dataclass(frozen=True, kw_only=True)
+class Models:
+    """What to do with which model."""
+
+    title: ClassVar = "Arguments"
+    action: str = argument(
+        "list", metavar="ACTION", choices=("list", "pull", "remove", "path"),
+        help="list: the known models, their sizes, sources, and whether they are here. pull: fetch one into the cache "
+        "and print its path. remove: delete a fetched one, also a damaged file. path: print where it is",
+    )  # fmt: skip
+    name: str | None = argument(
+        None, metavar="NAME", values=known_models, help=f"a known model; for pull also a hub id. Default: {_DEFAULT}"
+    )
+
+
+def models(what: Models) -> None:
+    """List the known models; fetch, remove or find one."""
+    if what.action == "list":
+        if what.name is not None:
+            raise InputError(f"list takes no name; `verispec models path {what.name}` says where a model is")
+        _list()
+    elif what.action == "remove":
+        if what.name is None:
+            raise InputError("missing argument: the NAME of the model to remove")
+        _remove(what.name)
+    else:
+        (_pull if what.action == "pull" else _show_path)(what.name or _DEFAULT)
+
+
+def _list() -> None:
     from verispec.model.hf_hub import HUB_MODELS
     from verispec.model.hub import cached_path, known_models
 
@@ -31,9 +53,7 @@ def list_models() -> None:
         out(f"{name:35} {model.nbytes / 1e9:5.2f} GB  {model.licence}  {source:12}  {state}\n")
 
 
-@app.command()
-def pull(name: Name = "smollm2-135m") -> None:
-    """Fetch a model into the cache, if it is not there, and print its path."""
+def _pull(name: str) -> None:
     from verispec.cli.progress import LoadingDisplay
     from verispec.model.hf_hub import is_hub_id
     from verispec.model.hub import cached_path, resolve
@@ -46,9 +66,7 @@ def pull(name: Name = "smollm2-135m") -> None:
     out(f"{path}\n")
 
 
-@app.command()
-def remove(name: Name) -> None:
-    """Delete a fetched model from the cache; a damaged file, too."""
+def _remove(name: str) -> None:
     from verispec.model.hf_hub import HUB_MODELS
     from verispec.model.hub import REGISTRY, cache_dir, cached_path
 
@@ -62,9 +80,7 @@ def remove(name: Name) -> None:
     out(f"removed {path} ({nbytes / 1e6:.1f} MB)\n")
 
 
-@app.command("path")
-def show_path(name: Name = "smollm2-135m") -> None:
-    """Print where a fetched model is."""
+def _show_path(name: str) -> None:
     from verispec.model.hub import cached_path
 
     path = cached_path(name)

@@ -1,47 +1,32 @@
-"""Options that several commands share, each described once; and what becomes of them: parameters and a loaded model.
+"""Options that several commands share, each a field with its help; and what becomes of them: parameters and a model.
 
-Commands hand over `ctx.params`, all their options by name, so that no list of options is written twice. Errors about
-options speak of flags as they are typed: `naming_flags` is the one place that knows how fields are spelt there.
+What agrees is accepted, what contradicts is refused, what has no effect is said. Errors about options speak of flags as
+they are typed: `naming_flags` is the one place that knows how fields are spelt there.
 """
 
 from __future__ import annotations
 
 import atexit
 import re
-from collections.abc import Iterator, Mapping
+import secrets
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
-from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from verispec.cli import terminal
+from verispec.cli.parser import flags, option
+from verispec.config import DEFAULTS
 from verispec.errors import InputError
-from verispec.types import Accept as RuleOfAcceptance
+from verispec.tree import TreeShape
+from verispec.types import Accept, SamplingParams
 
 if TYPE_CHECKING:
     from verispec.llm import LLM
-    from verispec.types import SamplingParams
 
-_SAMPLING, _SPEED, _MODEL = "Sampling", "Drafting and speed", "Model"
-_MAX_SLOTS = 2**31 - 1
-
-# Fields whose flag is not their own name with dashes.
-_FLAGS = {"num_slots": "--kv-slots", "max_draft": "--draft-len", "n": "-n"}
-_OTHER_FIELDS = (
-    "num_slots", "max_draft", "max_len", "threads", "drafter", "draft_model", "tree", "accept", "backend", "weights",
-)  # fmt: skip
-_LOADING = (
-    "model", "drafter", "draft_model", "tree", "accept", "backend", "threads", "weights", "kv_slots", "max_len",
-    "draft_len", "force",
-)  # fmt: skip
-
-
-class Colour(StrEnum):
-    """What --color can show."""
-
-    DRAFTS = "drafts"
+MAX_COUNT = 2**31 - 1
+_RANDOM_SEEDS = 10**9  # so many seeds are drawn from: short enough to be typed again
+_PARAMS = SamplingParams()
 
 
 def known_models() -> list[str]:
@@ -58,182 +43,173 @@ def drafters() -> list[str]:
     return list(DRAFTER_NAMES)
 
 
-Model = Annotated[
-    str,
-    typer.Option(
-        "-m", "--model", rich_help_panel=_MODEL,
-        help="A known name (`verispec models list`), a GGUF file, a folder with config.json and safetensors, or a hub "
-        "id (org/name).",
-        autocompletion=known_models,
-    ),
-]  # fmt: skip
-Backend = Annotated[
-    str | None,
-    typer.Option(
-        rich_help_panel=_MODEL,
-        help="What runs the model. native: C++ kernels on the file's own quantised blocks, the same bits on every CPU. "
-        "numpy: float32. Default: native where it was built.",
-        autocompletion=lambda: ["native", "numpy"],
-    ),
-]
-Weights = Annotated[
-    str,
-    typer.Option(
-        rich_help_panel=_MODEL,
-        help="as-stored: as the file has them. q8: the native backend quantises float weights to 8 bits at load, which "
-        "is part of the profile.",
-        autocompletion=lambda: ["as-stored", "q8"],
-    ),
-]
-Threads = Annotated[
-    int | None,
-    typer.Option(rich_help_panel=_MODEL, help="Threads that compute; their number changes no bit. Default: all cores."),
-]
-KVSlots = Annotated[
-    int,
-    typer.Option(rich_help_panel=_MODEL, max=_MAX_SLOTS, help="K/V capacity in tokens, for all requests together."),
-]
-MaxLen = Annotated[
-    int | None,
-    typer.Option(rich_help_panel=_MODEL, help="The most tokens of one request, prompt included. Default: the context."),
-]
+@dataclass(frozen=True, kw_only=True)
+class Loading:
+    """Which model is loaded and how; the names are those of LLM."""
 
-MaxTokens = Annotated[int, typer.Option(rich_help_panel=_SAMPLING, help="The most tokens to generate.")]
-Temperature = Annotated[float, typer.Option(rich_help_panel=_SAMPLING, help="0 is greedy.")]
-TopK = Annotated[int, typer.Option(rich_help_panel=_SAMPLING, help="Sample from the k most likely tokens; 0 is off.")]
-TopP = Annotated[
-    float,
-    typer.Option(rich_help_panel=_SAMPLING, help="Sample from the fewest tokens with this probability; 1 is off."),
-]
-MinP = Annotated[
-    float,
-    typer.Option(rich_help_panel=_SAMPLING, help="Drop tokens less likely than this share of the best; 0 is off."),
-]
-RepetitionPenalty = Annotated[
-    float,
-    typer.Option(rich_help_panel=_SAMPLING, help="Divide the logits of tokens seen in prompt or answer; 1 is off."),
-]
-PresencePenalty = Annotated[
-    float, typer.Option(rich_help_panel=_SAMPLING, help="Subtract this from tokens that the answer holds; 0 is off.")
-]
-FrequencyPenalty = Annotated[
-    float,
-    typer.Option(rich_help_panel=_SAMPLING, help="Subtract this for each time the answer holds a token; 0 is off."),
-]
-Seed = Annotated[
-    int | None,
-    typer.Option(rich_help_panel=_SAMPLING, help="Seed of the noise. Default: a random one, which is shown."),
-]
-Stop = Annotated[
-    list[str] | None, typer.Option(rich_help_panel=_SAMPLING, help="End before this text. May be given several times.")
-]
-IgnoreEos = Annotated[
-    bool, typer.Option("--ignore-eos", rich_help_panel=_SAMPLING, help="Go on after the end-of-text token.")
-]
-Samples = Annotated[int, typer.Option("-n", rich_help_panel=_SAMPLING, help="Samples per prompt.")]
-
-Drafter = Annotated[
-    str,
-    typer.Option(
-        rich_help_panel=_SPEED,
-        help="none: plain decoding. ngram: what followed the last words before. decode: regular decoding in batches of "
-        "any shape, replayed in canonical passes. skip: the model itself with sub-layers skipped (`verispec tune`). "
-        "model: a smaller model, --draft-model. auto: what is predicted to be fastest. Changes the speed, never the "
-        "output.",
-        autocompletion=drafters,
-    ),
-]
-DraftLen = Annotated[
-    int | None,
-    typer.Option(
-        rich_help_panel=_SPEED,
-        help="The most tokens to draft before they are verified. Default: ngram 16, decode 32, skip 12, model 8.",
-    ),
-]
-DraftModel = Annotated[
-    str | None,
-    typer.Option(
-        rich_help_panel=_SPEED,
-        help="A smaller model with the same vocabulary, for --drafter model; named like --model.",
-        autocompletion=known_models,
-    ),
-]
-Tree = Annotated[
-    str | None,
-    typer.Option(
-        metavar="SHAPE",
-        rich_help_panel=_SPEED,
-        help="Shape of the drafts of skip and model. chain:N: N tokens in a row. branch:3,2,1: so many children for "
-        "each node of a level. beam:W,L: the W best sequences at each of L levels.",
-    ),
-]
-Accept = Annotated[
-    RuleOfAcceptance,
-    typer.Option(
-        rich_help_panel=_SPEED,
-        help="Rule that accepts drafts. match: those the model would have drawn; the same tokens whatever the drafter. "
-        "rejection (chains), recursive (trees): by the probabilities of draft and target; equally distributed, but the "
-        "tokens depend on the drafter, so they need --no-deterministic.",
-    ),
-]
-Force = Annotated[
-    bool,
-    typer.Option(
-        "--force", rich_help_panel=_SPEED, help="Let skip and model draft even where that is predicted not to pay."
-    ),
-]
-Deterministic = Annotated[
-    bool,
-    typer.Option(
-        rich_help_panel=_SPEED,
-        help="Commit only what canonical passes confirm. Without it the last bits depend on what else runs.",
-    ),
-]
-System = Annotated[str | None, typer.Option(help="System message for the chat template.")]
+    title: ClassVar = "Model"
+    model: str | None = option(
+        "smollm2-135m", "-m", metavar="NAME", values=known_models,
+        help="a known name (`verispec models`), a GGUF file, a folder with config.json and safetensors, or a hub id "
+        "(org/name)",
+    )  # fmt: skip
+    backend: str | None = option(
+        None, metavar="NAME", values=lambda: ("native", "numpy"),
+        help="native: C++ kernels, the same bits on every CPU. numpy: float32. Default: native where it was built",
+    )  # fmt: skip
+    weights: str = option(
+        "as-stored", metavar="KIND", values=lambda: ("as-stored", "q8"),
+        help="q8: quantise float weights to 8 bits at load (native), which is part of the profile",
+    )  # fmt: skip
+    threads: int | None = option(None, "-t", help="threads that compute; changes no bit. Default: all cores")
+    kv_slots: int = option(
+        DEFAULTS.num_slots, bounds=(2, MAX_COUNT), help="K/V capacity in tokens, for all requests together"
+    )
+    max_len: int | None = option(
+        None, help="the most tokens of one request, prompt included. Default: the model's context"
+    )
 
 
-def sampling_params(given: Mapping[str, Any]) -> SamplingParams:
-    """The sampling parameters among a command's options."""
-    from verispec.types import SamplingParams
+@dataclass(frozen=True, kw_only=True)
+class Drafting:
+    """How requests are drafted and judged."""
 
-    names = {f.name for f in fields(SamplingParams)}
-    chosen = {name: value for name, value in given.items() if name in names}
-    with naming_flags():
-        return SamplingParams(**{**chosen, "stop": tuple(chosen.get("stop") or ())})
+    title: ClassVar = "Drafting (changes the speed, never the output)"
+    drafter: str | None = option(
+        None, metavar="NAME", values=drafters,
+        help="none: plain decoding. ngram: what followed the last words before. decode: batches of any shape, verified "
+        "later. skip: the model with sub-layers skipped. model: --draft-model. auto: what is predicted to be fastest. "
+        "Default: ngram; model with --draft-model",
+    )  # fmt: skip
+    draft_len: int | None = option(
+        None, help="the most tokens of one draft. Default: ngram 16, decode 32, skip 12, model 8"
+    )
+    draft_model: str | None = option(
+        None, metavar="NAME", values=known_models, help="a smaller model with the same vocabulary; named like --model"
+    )
+    tree: str | None = option(
+        None, metavar="SHAPE",
+        help="shape of drafts of skip and model. chain:N: in a row. branch:3,2,1: children per node of a level. "
+        "beam:W,L: the W best sequences at each of L levels",
+    )  # fmt: skip
+    force: bool = option(False, help="let skip and model draft even where that is predicted not to pay")
+    accept: str = option(
+        str(Accept.MATCH), metavar="RULE", choices=tuple(map(str, Accept)),
+        help="match: the token the model draws itself. rejection (chains), recursive (trees): by probabilities; the "
+        "tokens then depend on the drafter, so they need --no-deterministic",
+    )  # fmt: skip
+
+    @property
+    def method(self) -> str:
+        """The drafter that is meant."""
+        return self.drafter or ("ngram" if self.draft_model is None else "model")
+
+    def for_llm(self, deterministic: bool, *, quiet: bool) -> dict[str, Any]:
+        """As arguments of LLM, without what agrees with the rest or has no effect. Raises for what contradicts it."""
+        chosen = {**asdict(self), "drafter": self.method}
+        if self.accept != Accept.MATCH and deterministic:
+            raise InputError(
+                f"--accept {self.accept} lets tokens depend on the drafter, the tree and the load, so it needs "
+                "--no-deterministic"
+            )
+        if self.tree is not None and self.draft_len is not None:
+            with naming_flags():
+                agrees = TreeShape.parse(self.tree).depth == self.draft_len
+            if not agrees:
+                raise InputError(f"--tree {self.tree} and --draft-len {self.draft_len} contradict each other")
+            chosen["draft_len"] = None
+        needs = {"draft_model": ("model", "auto"), "force": ("skip", "model", "auto")}
+        for name, methods in needs.items():
+            if chosen[name] and self.method not in methods:
+                chosen[name] = getattr(Drafting, name)
+                no_effect(f"--{name.replace('_', '-')}", f"with --drafter {self.method}", quiet=quiet)
+        return chosen
 
 
-def load_llm(given: Mapping[str, Any], *, quiet: bool = False, **more: Any) -> LLM:
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How one request samples and when it ends; the names are those of SamplingParams."""
+
+    title: ClassVar = "Sampling"
+    max_tokens: int = option(_PARAMS.max_tokens, help="the most tokens to generate")
+    temperature: float | None = option(_PARAMS.temperature, "--temp", help="0 is greedy")
+    top_k: int | None = option(_PARAMS.top_k, help="sample from the k most likely tokens; 0 is off")
+    top_p: float | None = option(_PARAMS.top_p, help="sample from the fewest tokens with this probability; 1 is off")
+    min_p: float | None = option(_PARAMS.min_p, help="drop tokens less likely than this share of the best; 0 is off")
+    repetition_penalty: float | None = option(
+        _PARAMS.repetition_penalty, help="divide the logits of tokens seen in prompt or answer; 1 is off"
+    )
+    presence_penalty: float = option(
+        _PARAMS.presence_penalty, help="subtract this from tokens that the answer holds; 0 is off"
+    )
+    frequency_penalty: float = option(
+        _PARAMS.frequency_penalty, help="subtract this for each time the answer holds a token; 0 is off"
+    )
+    seed: int | None = option(None, help="seed of the noise. Default: a random one, which is shown")
+    stop: tuple[str, ...] = option((), help="end before this text; may be given several times")
+    ignore_eos: bool = option(False, help="go on after the end-of-text token")
+    n: int = option(1, help="samples per prompt")
+    deterministic: bool = option(
+        True, help="commit what no canonical pass has confirmed: faster, and the last bits depend on what else runs"
+    )
+
+    def params(self, **instead: Any) -> SamplingParams:
+        """As the library takes them; `instead` stands in for what is None, by name."""
+        chosen = {name: value for name, value in asdict(self).items() if value is not None}
+        with naming_flags():
+            return SamplingParams(**{**instead, **chosen})
+
+    def note_no_effect(self, *, quiet: bool) -> None:
+        """Say what is given in vain."""
+        if self.temperature == 0:
+            for name in ("top_k", "top_p", "min_p"):
+                if getattr(self, name) != getattr(Sampling, name):
+                    no_effect(_FLAGS[name], "at temperature 0", quiet=quiet)
+            if self.n > 1:
+                no_effect("-n", "at temperature 0: all samples are the same", quiet=quiet)
+
+    def seeded(self) -> SamplingParams:
+        """`params` with a seed in any case. Greedy answers do not depend on it, so theirs is always the same."""
+        return self.params(seed=secrets.randbelow(_RANDOM_SEEDS) if self.temperature else 0)
+
+
+def load_llm(
+    loading: Loading, drafting: Drafting | None = None, *, deterministic: bool = True, quiet: bool = False, **more: Any
+) -> LLM:
     """The model that a command's options name, loaded; how far it is shows on stderr."""
     from verispec.cli.progress import LoadingDisplay
     from verispec.llm import LLM
 
-    chosen = {name: given[name] for name in _LOADING if name in given}
-    if chosen.get("tree") is not None and chosen.get("draft_len") is not None:
-        raise InputError("--tree and --draft-len exclude each other: --draft-len N is short for --tree chain:N")
-    if given.get("accept", RuleOfAcceptance.MATCH) != RuleOfAcceptance.MATCH and given.get("deterministic", True):
-        raise InputError(
-            f"--accept {given['accept']} lets tokens depend on the drafter, the tree and the load, so it needs "
-            "--no-deterministic"
-        )
-    if chosen.get("draft_model") is not None and chosen.get("drafter") not in ("model", "auto"):
-        raise InputError("--draft-model is for --drafter model or auto")
+    chosen = {**asdict(loading), **(drafting.for_llm(deterministic, quiet=quiet) if drafting is not None else {})}
     if not quiet:
-        _note_backend(chosen)
+        _note_backend(loading)
     with naming_flags(), LoadingDisplay(quiet=quiet) as display:
-        llm = LLM(progress=display.update, **chosen, **more)
+        llm = LLM(progress=display.update, **{**chosen, **more})
     atexit.register(llm.calibration.save)
     return llm
 
 
-def _note_backend(chosen: Mapping[str, Any]) -> None:
+def no_effect(what: str, why: str, *, quiet: bool) -> None:
+    """Say that an option was given in vain."""
+    if not quiet:
+        terminal.note(f"note: {what} has no effect {why}")
+
+
+def _note_backend(loading: Loading) -> None:
     """Say what a user would want to know of the backend: that the fast one is missing, that weights are changed."""
     from verispec.backends.select import QUANTISED, what_is_lost
 
-    lost = what_is_lost() if chosen.get("backend") is None else None
+    lost = what_is_lost() if loading.backend is None else None
     if lost is not None:
         terminal.note(lost)
-    if chosen.get("weights") == QUANTISED:
+    if loading.weights == QUANTISED:
         terminal.note("float weights are quantised to 8 bits at load; the profile says so")
+
+
+# Names of the library whose options are called otherwise.
+_INNER_NAMES = {"num_slots": "kv_slots", "max_draft": "draft_len"}
+_FLAGS = {one.name: flags(one)[0] for group in (Loading, Drafting, Sampling) for one in fields(group)}
+_FLAGS |= {inner: _FLAGS[name] for inner, name in _INNER_NAMES.items()} | {"deterministic": "--deterministic"}
 
 
 @contextmanager
@@ -247,16 +223,8 @@ def naming_flags() -> Iterator[None]:
 
 def in_flags(message: str) -> str:
     """An error's sentence, which begins with a field (or "unknown", and then one), in terms of flags."""
-    from verispec.types import SamplingParams
-
-    names = {*_OTHER_FIELDS, *(f.name for f in fields(SamplingParams))}
-
-    def flag(match: re.Match[str]) -> str:
-        name = match[0]
-        return _FLAGS.get(name, "--" + name.replace("_", "-")) if name in names else name
-
     if " nor a known model" in message and not message.startswith("draft_model"):
         return f"--model: {message}"
-    message = re.sub(r"(?<=^unknown )\w+|^\w+", flag, message)
+    message = re.sub(r"(?<=^unknown )\w+|^\w+", lambda match: _FLAGS.get(match[0], match[0]), message)
     message = message.replace("to num_slots (", "to --kv-slots (")  # max_len is bounded by the capacity
     return message.replace("deterministic=False", "--no-deterministic").replace("a draft_model", "--draft-model")

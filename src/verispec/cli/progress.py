@@ -1,4 +1,4 @@
-"""How waiting looks, on stderr: a bar on a terminal, plain lines for slow stages elsewhere.
+"""How waiting looks, on stderr: a bar on a terminal, one line for each slow stage elsewhere.
 
 While a bar is shown, rich would send what is written to stdout to the bar's console, which is stderr: hence
 `redirect_stdout=False`.
@@ -13,7 +13,17 @@ from contextlib import contextmanager
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
 
 _QUIET_SECONDS = 2.0  # off a terminal, what takes less than this is not mentioned
 
@@ -30,7 +40,8 @@ class LoadingDisplay:
             disable=quiet or not self._is_terminal,
         )  # fmt: skip
         self._task: TaskID | None = None
-        self._shown = time.monotonic()
+        self._stage, self._since = "", time.monotonic()
+        self._mentioned: set[str] = set()
 
     def update(self, stage: str, share: float) -> None:
         """Show where loading stands."""
@@ -38,9 +49,13 @@ class LoadingDisplay:
             if self._task is None:
                 self._task = self._bar.add_task(stage, total=1.0)
             self._bar.update(self._task, description=stage, completed=share)
-        elif time.monotonic() - self._shown > _QUIET_SECONDS:
-            self._shown = time.monotonic()
-            self._console.print(f"{stage}, {share:.0%}", highlight=False)
+            return
+        kind = stage.partition(" ")[0]  # "auditing" of "auditing attention"
+        if kind != self._stage:
+            self._stage, self._since = kind, time.monotonic()
+        elif kind not in self._mentioned and time.monotonic() - self._since > _QUIET_SECONDS:
+            self._mentioned.add(kind)
+            self._console.print(f"{kind} ...", highlight=False)
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -50,13 +65,22 @@ class LoadingDisplay:
         self._bar.stop()
 
 
+class _RateColumn(ProgressColumn):
+    """How many are done per second."""
+
+    def render(self, task: Task) -> Text:
+        """Nothing as long as nothing is known."""
+        rate = task.finished_speed or task.speed
+        return Text("" if rate is None else f"{rate:.1f}/s" if rate >= 1 else f"{1 / rate:.1f} s each")
+
+
 class CountDisplay:
-    """How many of something are done, on stderr; a bar on a terminal, nothing elsewhere."""
+    """How many of something are done, how fast, and the time left: a bar on a terminal, nothing elsewhere."""
 
     def __init__(self, what: str, total: int, *, quiet: bool = False) -> None:
         console = Console(stderr=True, quiet=quiet)
         self._bar = Progress(
-            TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+            TextColumn(what), BarColumn(), MofNCompleteColumn(), _RateColumn(), TimeRemainingColumn(),
             console=console, transient=True, redirect_stdout=False, redirect_stderr=False,
             disable=quiet or not _shows_bars(console),
         )  # fmt: skip

@@ -7,13 +7,12 @@ Receipts come from anywhere. They are read strictly, and nothing in one is used 
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from verispec.cli import options, terminal
 from verispec.cli.main import EXIT_DIFFERENT
-from verispec.config import DEFAULTS
+from verispec.cli.parser import argument, option
 from verispec.errors import InputError, VerispecError
 
 if TYPE_CHECKING:
@@ -23,57 +22,45 @@ if TYPE_CHECKING:
     from verispec.receipt import Receipt, ReplayResult
 
 
-def replay(
-    ctx: typer.Context,
-    file: Annotated[str, typer.Argument(help="A receipt, or several as JSON lines; - for stdin.")],
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "-m",
-            "--model",
-            rich_help_panel="Model",
-            autocompletion=options.known_models,
-            help="The model, as for generate. Default: what the receipt calls its model, if that is a known name.",
-        ),
-    ] = None,
-    prompt: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE",
-            help="The prompt of a private receipt, or - for stdin: text, which is tried through the chat template and "
-            'raw, or JSON: a list of token ids, {"prompt": "..."}, {"messages": [...]}; or JSON lines of these.',
-        ),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per receipt.")] = False,
-    backend: options.Backend = None,
-    threads: options.Threads = None,
-    weights: options.Weights = "as-stored",
-    kv_slots: options.KVSlots = DEFAULTS.num_slots,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Replay:
+    """What is checked."""
+
+    title: ClassVar = "Options"
+    file: str = argument(metavar="FILE", help="a receipt, or several as JSON lines; - for stdin")
+    prompt: str | None = option(
+        None, metavar="FILE",
+        help="the prompt of a private receipt, or - for stdin: text, which is tried through the chat template and raw, "
+        'or JSON: a list of token ids, {"prompt": "..."}, {"messages": [...]}; or JSON lines of these',
+    )  # fmt: skip
+    json: bool = option(False, help="print one JSON object per receipt")
+
+
+def replay(what: Replay, loading: options.Loading) -> int:
     """Check receipts: run each answer again, in parallel passes over the recorded tokens, and compare every bit.
 
     Prints "reproduced", or what differs and the first position where: exactly for a token, within a block of 32
     positions for a log-probability. It also tells when the receipt was edited since it was written, which fields cannot
     be true, when the model's file is another one, and when this machine has another numeric profile, where equal tokens
-    are all one can expect.
+    are all one can expect. Without --model the receipt says which, if that is a known name.
 
     Exit code 0: reproduced, or on another profile all tokens equal. 1: something differs. 2: bad input.
     """
+    file, prompt = what.file, what.prompt
     if file == prompt == "-":
         raise InputError("the receipt and --prompt cannot both come from stdin")
     receipts = read_receipts(file)
-    chosen = model if model is not None else _known_model(receipts)
+    model = loading.model if loading.model is not None else _known_model(receipts)
     content = None if prompt is None else terminal.read_bytes(prompt, name=f"--prompt {prompt}")
     for name, receipt in receipts:
         if receipt.is_private and content is None:
             raise InputError(f"{name} is private: it holds only a hash of its prompt; --prompt FILE gives the prompt")
-    llm = options.load_llm({**ctx.params, "model": chosen}, drafter="none")
+    llm = options.load_llm(replace(loading, model=model), drafter="none")
     candidates = None if content is None else prompt_candidates(llm, content, name=f"--prompt {prompt}")
-    results = [result for _, result in _replay_all(llm, receipts, candidates, as_json=as_json)]
+    results = [result for _, result in _replay_all(llm, receipts, candidates, as_json=what.json)]
     if len(results) > 1:
         terminal.note(f"{len(results)} receipts: {sum(result.reproduced for result in results)} reproduced")
-    if not all(result.agrees for result in results):
-        raise typer.Exit(EXIT_DIFFERENT)
+    return 0 if all(result.agrees for result in results) else EXIT_DIFFERENT
 
 
 def read_receipts(file: str) -> list[tuple[str, Receipt]]:

@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any, TextIO
@@ -17,6 +18,7 @@ from verispec.errors import InputError, VerispecError
 from verispec.strict_json import decode
 
 MAX_INPUT_NBYTES = 1 << 30
+_COLUMNS = 80  # of lines that go elsewhere than to a terminal
 # A model's text may hold terminal commands; on a terminal they are shown as what they are.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _C1 = re.compile(r"[\x7f-\x9f]")
@@ -27,7 +29,7 @@ class OutputError(VerispecError):
 
 
 class ReaderGoneError(OutputError):
-    """Nobody reads any more (`| head`), which is no mistake. Not an OSError: typer would end the program itself."""
+    """Nobody reads any more (`| head`), which is no mistake."""
 
 
 def prepare() -> None:
@@ -91,6 +93,11 @@ def drop_stdout() -> None:
 def shows_colour(stream: TextIO | None = None) -> bool:
     """Whether stdout, or the stream given, is a terminal that knows colours."""
     return (stream or sys.stdout).isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+
+def columns() -> int:
+    """How long a line of stderr may be."""
+    return shutil.get_terminal_size().columns if sys.stderr is not None and sys.stderr.isatty() else _COLUMNS
 
 
 def stdin_is_terminal() -> bool:

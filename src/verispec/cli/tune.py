@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from enum import StrEnum
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING, ClassVar
 
 from verispec.cli import options, terminal
+from verispec.cli.parser import option
 from verispec.errors import InputError
 
 if TYPE_CHECKING:
@@ -23,42 +22,29 @@ if TYPE_CHECKING:
     from verispec.tuning import TuneOptions
 
 _DEFAULT_TRIALS = 200
+_GREEDY = "greedy"
 
 
-class SearchChoice(StrEnum):
-    """What --search can be."""
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """How skip sets are searched and shown."""
 
-    GREEDY = "greedy"
-    BAYES = "bayes"
-    BOTH = "both"
+    title: ClassVar = "Options"
+    search: str = option(
+        _GREEDY, metavar="KIND", choices=(_GREEDY, "bayes", "both"),
+        help="greedy: remove one sub-layer after the other. bayes: a quick greedy search, then Bayesian optimisation. "
+        "both: a full one, then Bayesian optimisation",
+    )  # fmt: skip
+    trials: int | None = option(
+        None, bounds=(1, 100_000), help=f"sets that Bayesian optimisation tries. Default: {_DEFAULT_TRIALS}"
+    )
+    plot: str | None = option(None, metavar="FILE", help="also write a plot of agreement against draft cost, as PNG")
+    fresh: bool = option(False, help="time the model's parts again, whatever is kept from before")
+    json: bool = option(False, help="print one JSON object instead of the table")
 
 
-def tune(
-    ctx: typer.Context,
-    model: options.Model = "smollm2-135m",
-    search: Annotated[
-        SearchChoice,
-        typer.Option(
-            help="greedy: remove one sub-layer after the other. bayes: a quick greedy search, then Bayesian "
-            "optimisation. both: a full one, then Bayesian optimisation."
-        ),
-    ] = SearchChoice.GREEDY,
-    trials: Annotated[
-        int | None,
-        typer.Option(min=1, max=100_000, help=f"Sets that Bayesian optimisation tries. Default: {_DEFAULT_TRIALS}."),
-    ] = None,
-    plot: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Also write a plot of agreement against draft cost, as PNG.")
-    ] = None,
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="Time the model's parts again, whatever is kept from before.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
-    backend: options.Backend = None,
-    threads: options.Threads = None,
-    weights: options.Weights = "as-stored",
-) -> None:
-    """Find sub-layers to skip for `--drafter skip`, and predict what drafting with the rest of the model gains.
+def tune(tuning: Tuning, loading: options.Loading) -> None:
+    """Find sub-layers to skip for `--drafter skip`, and predict what that gains.
 
     Times the parts of a pass, searches for sets of sub-layers whose next token is usually the whole model's, and keeps
     the result for this model on this machine. It takes minutes. The output of the model does not depend on it, only how
@@ -69,15 +55,15 @@ def tune(
     """
     from verispec.tuning import Search, TuneOptions
 
-    if trials is not None and search is SearchChoice.GREEDY:
+    if tuning.trials is not None and tuning.search == _GREEDY:
         raise InputError("--trials needs --search bayes or both: a greedy search decides itself what to try")
-    chosen = TuneOptions(search=Search(search.value), trials=_DEFAULT_TRIALS if trials is None else trials)
-    _check(chosen, plot)
-    llm = options.load_llm(ctx.params, drafter="none")
-    menu = _tune(llm, chosen, fresh=fresh)
-    _show(llm, menu, as_json=as_json)
-    if plot is not None:
-        _plot(llm, menu, plot)
+    chosen = TuneOptions(search=Search(tuning.search), trials=tuning.trials or _DEFAULT_TRIALS)
+    _check(chosen, tuning.plot)
+    llm = options.load_llm(loading, drafter="none")
+    menu = _tune(llm, chosen, fresh=tuning.fresh)
+    _show(llm, menu, as_json=tuning.json)
+    if tuning.plot is not None:
+        _plot(llm, menu, tuning.plot)
 
 
 def _check(chosen: TuneOptions, plot: str | None) -> None:

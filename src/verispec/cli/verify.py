@@ -6,13 +6,12 @@ as they come.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from verispec.cli import options, terminal
 from verispec.cli.main import EXIT_DEFECT
-from verispec.config import DEFAULTS
+from verispec.cli.parser import argument, option
 from verispec.errors import InputError
 
 if TYPE_CHECKING:
@@ -25,25 +24,19 @@ _MAX_CROWD = 64
 _DIGEST_CHARS = 16
 
 
-def verify(
-    ctx: typer.Context,
-    prompt: Annotated[str, typer.Argument(help="The prompt.")],
-    model: options.Model = "smollm2-135m",
-    system: options.System = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without chat template.")] = False,
-    crowd: Annotated[int, typer.Option(min=1, max=_MAX_CROWD, help="Other requests to run beside it.")] = 7,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the tables.")] = False,
-    max_tokens: options.MaxTokens = 48,
-    temperature: options.Temperature = 1.0,
-    top_k: options.TopK = 0,
-    top_p: options.TopP = 1.0,
-    min_p: options.MinP = 0.0,
-    seed: Annotated[int, typer.Option(rich_help_panel="Sampling", help="Seed of the noise.")] = 0,
-    backend: options.Backend = None,
-    threads: options.Threads = None,
-    weights: options.Weights = "as-stored",
-    kv_slots: options.KVSlots = DEFAULTS.num_slots,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """The request that is tried, and beside what."""
+
+    title: ClassVar = "Options"
+    prompt: str = argument(metavar="PROMPT", help="the prompt")
+    system: str | None = option(None, help="system message for the chat template")
+    raw: bool = option(False, help="continue the prompt as it is, without chat template")
+    crowd: int = option(7, bounds=(1, _MAX_CROWD), help="other requests to run beside it")
+    json: bool = option(False, help="print one JSON object instead of the tables")
+
+
+def verify(trial: Trial, sampling: options.Sampling, loading: options.Loading) -> int:
     """Try the promise out: run one request in many situations and compare the bits of its outputs.
 
     The request runs alone (the reference), with a warm cache, amid a crowd of other requests, as the first and the last
@@ -57,23 +50,24 @@ def verify(
 
     Exit code 0: all digests are equal. 1: one differs, which is a defect. 2: bad input.
     """
-    if raw and system is not None:
+    prompt, system = trial.prompt, trial.system
+    if trial.raw and system is not None:
         raise InputError("--system needs the chat template, which --raw turns off")
     terminal.checked(prompt, name="the prompt argument")
     terminal.checked(system or "", name="--system")
     if not prompt.strip():
         raise InputError("the prompt is empty")
-    params = options.sampling_params(ctx.params)
-    llm = options.load_llm(ctx.params, drafter="none", force=True)
-    prompt_ids = llm.tokenizer.encode(prompt) if raw else _chat_ids(llm, system, prompt)
-    different = _demonstrate(llm, prompt_ids, params, crowd=crowd, as_json=as_json)
+    params = sampling.params()
+    llm = options.load_llm(loading, drafter="none", force=True)
+    prompt_ids = llm.tokenizer.encode(prompt) if trial.raw else _chat_ids(llm, system, prompt)
+    different = _demonstrate(llm, prompt_ids, params, crowd=trial.crowd, as_json=trial.json)
     if different:
         names = ", ".join(f'"{case.name}" (drafter {case.drafter})' for case in different)
         terminal.note(
             f"verispec: the promise is broken: {names} did not give the bits of the reference. This is a defect; "
             '"If something differs" in docs/determinism.md says what to do.'
         )
-        raise typer.Exit(EXIT_DEFECT)
+    return EXIT_DEFECT if different else 0
 
 
 def _chat_ids(llm: LLM, system: str | None, text: str) -> list[int]:
