@@ -40,7 +40,7 @@ HOMES = {
     "rich": {"cli"},
     "safetensors": {"model"},
     "optuna": {"tuning"},
-    "matplotlib": {"tuning"},
+    "matplotlib": {"tuning", "cli"},
 }
 FORBIDDEN = {"torch", "transformers", "pickle", "marshal", "shelve"}
 

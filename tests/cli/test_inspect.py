@@ -116,7 +116,9 @@ def test_help_fits_on_a_terminal_and_says_something_of_every_option(
     assert "<" not in done.out
     assert done.out == bare_cli("help", command).out == bare_cli(command, "-m", "x", "-h", "--json").out
     for name in COMMANDS[command].parser().known_options():
-        assert re.search(rf"^  (\S+, )?{name}(, --\S+)?( [A-Z]+)?(  +|\n {{24}})\w", done.out, re.MULTILINE), name
+        assert re.search(rf"^  (\S+, )?{name}(, --\S+)?( [A-Z][A-Z,.]*)?(  +|\n {{24}})\w", done.out, re.MULTILINE), (
+            name
+        )
 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS))

@@ -13,6 +13,7 @@ from tests.cli.conftest import Cli
 from tests.support.tiny_llm import TOKENS, write_model
 from verispec.cli.terminal import safe
 from verispec.cli.tree_text import BOLD, GREEN, PLAIN, RED, tree_lines
+from verispec.model.hub import known_models
 from verispec.types import NO_PARENT, Draft, DraftTrace, Verdict
 
 # Tree text
@@ -191,7 +192,7 @@ MISTAKES: list[tuple[list[str], str]] = [
                                                 "whole numbers from 1 to 999, not 'chain:0'"),
     (["--drafter", "model", "--draft-model", "no-such-model"],
      "verispec: --draft-model: 'no-such-model' is neither an existing path nor a known model; known models: "
-     "smollm2-135m, and Hugging Face ids such as org/name"),
+     f"{', '.join(known_models())}, and other Hugging Face ids such as org/name"),
     (["--accept", "recursive", "--receipt", "r.json", "--no-deterministic"],
      "verispec: --receipt needs an answer that can be had again, which --no-deterministic gives up"),
 ]  # fmt: skip

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from verispec.cli import chat, generate, inspect, models, replay, tune, verify
+from verispec.cli import bench, chat, generate, inspect, models, replay, tune, verify
 from verispec.cli.parser import PROGRAM, Command, argument, nearest
 from verispec.cli.terminal import out, stdin_is_terminal
 from verispec.errors import InputError
@@ -90,6 +90,7 @@ COMMANDS = {
         Command(tune.tune, without=frozenset(("kv_slots", "max_len"))),
         Command(verify.verify, defaults={"max_tokens": 48, "temperature": 1.0, "seed": 0}, without=_NOT_IN_VERIFY),
         Command(replay.replay, defaults={"model": None}, without=frozenset(("max_len",))),
+        Command(bench.bench, defaults=bench.DEFAULTS, without=bench.WITHOUT),
         Command(models.models),
         Command(completion),
     )

@@ -7,13 +7,12 @@ command at its end is looked for at its beginning: a search takes minutes.
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from verispec.cli import options, terminal
 from verispec.cli.parser import option
+from verispec.cli.plot_file import check_plot, write_plot
 from verispec.errors import InputError
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ def tune(tuning: Tuning, loading: options.Loading) -> None:
     In the table, c is what a draft step costs and v what a verification costs, both in steps of the whole model. The
     best draft length of each set is marked with *, the best set with >.
     """
-    from verispec.tuning import Search, TuneOptions
+    from verispec.tuning import Search, TuneOptions, report
 
     if tuning.trials is not None and tuning.search == _GREEDY:
         raise InputError("--trials needs --search bayes or both: a greedy search decides itself what to try")
@@ -62,14 +61,12 @@ def tune(tuning: Tuning, loading: options.Loading) -> None:
     llm = options.load_llm(loading, drafter="none")
     menu = _tune(llm, chosen, fresh=tuning.fresh)
     _show(llm, menu, as_json=tuning.json)
-    if tuning.plot is not None:
-        _plot(llm, menu, tuning.plot)
+    write_plot(tuning.plot, lambda path: report.plot({llm.identity.name: menu}, path))
 
 
 def _check(chosen: TuneOptions, plot: str | None) -> None:
     """Raise InputError for what would only fail in the end."""
     from verispec.model import cache_dir
-    from verispec.tuning.report import check_matplotlib
     from verispec.tuning.search import check_optuna
 
     cache_dir().mkdir(parents=True, exist_ok=True)  # an OSError becomes a sentence that names the folder
@@ -77,15 +74,7 @@ def _check(chosen: TuneOptions, plot: str | None) -> None:
         raise InputError(f"{cache_dir()}: cannot be written")
     if chosen.search.optimises:
         check_optuna()
-    if plot is None:
-        return
-    check_matplotlib()
-    target = Path(plot)
-    if target.suffix.lower() != ".png":
-        raise InputError(f"--plot {plot}: the name of a plot ends in .png")
-    folder = target.parent
-    if target.is_dir() or not folder.is_dir() or not os.access(target if target.exists() else folder, os.W_OK):
-        raise InputError(f"--plot {plot}: is not a file that can be written")
+    check_plot(plot, extra="tune")
 
 
 def _tune(llm: LLM, chosen: TuneOptions, *, fresh: bool) -> SkipMenu:
@@ -108,15 +97,3 @@ def _show(llm: LLM, menu: SkipMenu, *, as_json: bool) -> None:
         return
     terminal.out(report.table(menu, llm.architecture))
     terminal.out(f"\n{report.verdict(menu, llm.architecture.num_layers)}\n")
-
-
-def _plot(llm: LLM, menu: SkipMenu, path: str) -> None:
-    from verispec.tuning import report
-
-    try:
-        report.plot({llm.identity.name: menu}, Path(path))
-    except OSError as error:
-        with suppress(OSError):
-            Path(path).unlink(missing_ok=True)
-        raise terminal.OutputError(f"--plot {path}: {error.strerror or error}") from error
-    terminal.note(f"plot in {path}")
