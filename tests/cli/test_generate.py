@@ -50,6 +50,8 @@ def test_names_that_people_type(cli: Cli) -> None:
     assert cli("generate", "-p", QUESTION, "--temp", "0", "-t", "2", *short).out == plain
     assert cli("run", QUESTION, *short).out == plain
     assert cli("run", *short, stdin=QUESTION.encode()).out == plain
+    assert cli("run", "-p", "--help me", *short).code == 0
+    assert cli("run", "--help").out == cli("generate", "--help").out
     assert cli("generate", "-p", "- one -", *short).code == cli("generate", "-p", "--raw", *short).code == 0
     assert cli("generate", QUESTION, "--stop", "---", "--presence-penalty", "-1e-9", *short).out == plain
     assert cli("generate", f"--prompt={QUESTION}", "--deterministic", "--max-tokens=3", "-q").out == plain

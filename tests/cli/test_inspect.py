@@ -127,6 +127,7 @@ def test_a_wrong_option_suggests_the_nearest_one(bare_cli: Cli, command: str) ->
         done = bare_cli(command, *["x"] * (command != "tune"), f"{name}x")
         assert (done.code, done.out) == (2, "")
         assert done.err == f"verispec: unknown option {name}x; did you mean {name}?\n"
+    assert bare_cli(command, *["x"] * (command != "tune"), "--jxyz").err == "verispec: unknown option --jxyz\n"
     assert bare_cli(command, "--zzzzzzz").err == "verispec: unknown option --zzzzzzz\n"
     assert bare_cli(command[:-1]).err == f"verispec: unknown command {command[:-1]}; did you mean {command}?\n"
 

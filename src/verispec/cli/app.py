@@ -134,7 +134,7 @@ def _overview() -> str:
 
 def _what_run_is(words: Sequence[str]) -> str:
     """`run` is `chat` for somebody at a terminal who gives no prompt, and otherwise `generate`."""
-    has_prompt = {"prompt", "p", "prompts"} & set(COMMANDS["generate"].parser().parse_known_args(words)[0].__dict__)
+    has_prompt = {"prompt", "p", "prompts"} & set(COMMANDS["generate"].parser().parse(words))
     return "generate" if has_prompt or not stdin_is_terminal() else "chat"
 
 

@@ -57,8 +57,9 @@ def flags(one: Field[Any]) -> list[str]:
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """The end of a sentence about an unknown word: the known one that was probably meant, if any."""
-    found = get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {found[0]}?" if found else ""
+    bare = {each.lstrip("-"): each for each in known}  # dashes would make all options alike
+    found = get_close_matches(word.lstrip("-"), bare, n=1, cutoff=0.6)
+    return f"; did you mean {bare[found[0]]}?" if found else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +104,7 @@ class Command:
             for one in fields(group):
                 if one.name not in self.without:
                     parser.add_field(section, one, hints[one.name], self._default(one))
+        section.add_argument("-h", "--help", action="store_true", help="show this text")
         return parser
 
     def _groups(self) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def figures(output: SampleOutput, params: SamplingParams, *, width: int) -> str:
     stats = numbers(output)
     computed = output.prompt_len - output.stats.cached_tokens
     parts = [
-        f"{computed} prompt tokens{_speed(stats['prompt_tokens_per_second'])}",
+        f"{computed} prompt token{'s' * (computed != 1)}{_speed(stats['prompt_tokens_per_second'])}",
         f"{len(output.token_ids)} new{_speed(stats['tokens_per_second'])}",
         f"digest {output.digest[:_DIGEST_CHARS]}",
     ]
