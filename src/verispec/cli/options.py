@@ -145,7 +145,9 @@ class Sampling:
     frequency_penalty: float = option(
         _PARAMS.frequency_penalty, help="subtract this for each time the answer holds a token; 0 is off"
     )
-    seed: int | None = option(None, help="seed of the noise. Default: a random one, which is shown")
+    seed: int | None = option(
+        None, help="seed of the noise. Default: a random one, which is shown; of --prompts, the line's number"
+    )
     stop: tuple[str, ...] = option((), help="end before this text; may be given several times")
     ignore_eos: bool = option(False, help="go on after the end-of-text token")
     n: int = option(1, help="samples per prompt")
