@@ -183,7 +183,7 @@ static const Table* find(const char* name) {
 
 using namespace vs;
 
-VS_API int vs_abi() { return 2; }
+VS_API int vs_abi() { return 3; }
 
 // "" is the best instruction set here; null if it is unknown, or unknown to this CPU.
 VS_API Engine* vs_create(const char* isa, int num_threads) {
@@ -211,23 +211,23 @@ VS_API void vs_forward(Engine* engine, const Model* model, const Rows* rows, con
   });
 }
 
-// Logits of hidden states, [num_rows][vocab], and log sum exp of each row.
-VS_API void vs_logits(Engine* engine, const Model* model, const float* x, int num_rows, float* y, float* normalisers) {
+// Logits of hidden states, [num_rows][vocab], and the totals of each row.
+VS_API void vs_logits(Engine* engine, const Model* model, const float* x, int num_rows, float* y, Totals* totals) {
   void* scratch = engine->reserve(*model, num_rows, 1);
   engine->pool.run(3, [&](Crew crew) {
-    engine->table->logits(crew, *model, x, num_rows, y, normalisers, scratch);
+    engine->table->logits(crew, *model, x, num_rows, y, totals, scratch);
   });
 }
 
-VS_API void vs_normalisers(Engine* engine, const float* logits, int num_rows, int vocab, float* out) {
-  engine->pool.run(1, [&](Crew crew) { engine->table->normalisers(crew, logits, num_rows, vocab, out); });
+VS_API void vs_totals(Engine* engine, const float* logits, int num_rows, int vocab, Totals* out) {
+  engine->pool.run(1, [&](Crew crew) { engine->table->totals(crew, logits, num_rows, vocab, out); });
 }
 
-VS_API void vs_draw(Engine* engine, const float* logits, const int32_t* logit_rows, const float* normalisers, int vocab,
+VS_API void vs_draw(Engine* engine, const float* logits, const int32_t* logit_rows, const Totals* totals, int vocab,
                     const Sampling* sampling, int64_t* token_ids, float* logprobs) {
   float* scratch = engine->reserve_rows(vocab);
   engine->pool.run(1, [&](Crew crew) {
-    engine->table->draw(crew, logits, logit_rows, normalisers, vocab, *sampling, token_ids, logprobs, scratch);
+    engine->table->draw(crew, logits, logit_rows, totals, vocab, *sampling, token_ids, logprobs, scratch);
   });
 }
 

@@ -66,6 +66,12 @@ struct Store {
   int64_t slots_per_layer;
 };
 
+// What turns a row's logits into log-probabilities: the largest, and log of the sum of exp(l - top). NaN for a row with NaN
+// in it or without a finite maximum.
+struct Totals {
+  float top, log_total;
+};
+
 // Sampling inputs of one pass: arrays per row, sparse edits with their rows ascending.
 struct Sampling {
   int32_t num_rows, num_penalties, num_bias;
@@ -96,13 +102,13 @@ struct Table {
   size_t (*scratch_nbytes)(const Model&, int num_rows, int num_threads, int max_context);
   void (*forward)(Crew, const Model&, const Rows&, const Store&, const uint8_t* skip_attention, const uint8_t* skip_mlp,
                   float* x, void* scratch);
-  void (*logits)(Crew, const Model&, const float* x, int num_rows, float* y, float* normalisers, void* scratch);
+  void (*logits)(Crew, const Model&, const float* x, int num_rows, float* y, Totals* totals, void* scratch);
   void (*linear)(Crew, const Matrix&, const float* x, int num_rows, float* y, void* scratch);
   void (*norm)(Crew, const float* x, const float* weight, int num_rows, int width, float eps, float* y);
   void (*silu)(Crew, const float* gate_up, int num_rows, int mlp, float* y);
   void (*attend)(Crew, const Model&, const Rows&, const Store&, int layer, const float* q, float* out, void* scratch);
-  void (*normalisers)(Crew, const float* logits, int num_rows, int vocab, float* out);
-  void (*draw)(Crew, const float* logits, const int32_t* logit_rows, const float* normalisers, int vocab, const Sampling&,
+  void (*totals)(Crew, const float* logits, int num_rows, int vocab, Totals* out);
+  void (*draw)(Crew, const float* logits, const int32_t* logit_rows, const Totals* totals, int vocab, const Sampling&,
                int64_t* token_ids, float* logprobs, float* scratch);
   void (*top_k)(Crew, const float* logits, const int32_t* logit_rows, int num_rows, int vocab, int k, int64_t* token_ids,
                 float* values);

@@ -627,14 +627,14 @@ static void linear(Crew crew, const Matrix& m, const float* x, int num_rows, flo
   multiply_all(crew, parts, b.input(), b.max_in, num_rows, m.num_out, false);
 }
 
-static void logits(Crew crew, const Model& model, const float* x, int num_rows, float* y, float* row_normalisers,
+static void logits(Crew crew, const Model& model, const float* x, int num_rows, float* y, Totals* row_totals,
                    void* scratch) {
   size_t total;
   const Buffers b = carve(model, num_rows, crew.num_threads, 1, static_cast<char*>(scratch), &total);
   prepare(crew, model.hidden, is_quantised(model.head), x, model.final_norm, model.norm_eps, num_rows, b);
   const Part parts[] = {{&model.head, y}};
   multiply_all(crew, parts, b.input(), b.max_in, num_rows, model.vocab, false);
-  normalisers(crew, y, num_rows, model.vocab, row_normalisers);
+  totals(crew, y, num_rows, model.vocab, row_totals);
 }
 
 static void norm(Crew crew, const float* x, const float* weight, int num_rows, int width, float eps, float* y) {
@@ -680,7 +680,7 @@ static void elementary(Crew crew, int which, const float* x, int64_t count, floa
 extern const Table VS_TABLE(VS_ISA);
 const Table VS_TABLE(VS_ISA) = {
     VS_TEXT(VS_ISA), num_phases, scratch_nbytes, forward,     logits, linear, norm,
-    silu,            attend_rows, normalisers,   draw,        top_k,  noisy_top_k, elementary,
+    silu,            attend_rows, totals,        draw,        top_k,  noisy_top_k, elementary,
 };
 
 }  // namespace vs

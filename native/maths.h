@@ -8,6 +8,8 @@
 namespace vs {
 namespace {
 
+constexpr int kWeightBits = 40;
+
 static inline float exp_f32(float x) {  // relative error below 2e-7; 0 below -87, and no overflow above 88
   float c = x < -87.0f ? -87.0f : x;
   c = c > 88.0f ? 88.0f : c;
@@ -25,6 +27,39 @@ static inline float exp_f32(float x) {  // relative error below 2e-7; 0 below -8
   std::memcpy(&scale, &bits, 4);
   return x < -87.0f ? 0.0f : y * scale;
 }
+
+// exp_f32(z) * 2^40, for z from -infinity to 0: the same operations and bits, but that it may be anything that rounds to 0
+// where exp_f32(z) * 2^40 does (z below -28.5).
+static inline float scaled_exp(float z) {
+  const float c = z < -30.0f ? -30.0f : z;
+  const float n = (c * 1.44269504f + 12582912.0f) - 12582912.0f;
+  const float r = (c - n * 0.693359375f) - n * -2.12194440e-4f;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  const float y = (p * r * r + r) + 1.0f;
+  const int32_t bits = int32_t(n) * (1 << 23) + ((127 + kWeightBits) << 23);
+  float scale;
+  std::memcpy(&scale, &bits, 4);
+  return y * scale;
+}
+
+// To the nearest whole number, ties to even, plus kWholeBits: the lowest bits of a double near 1.5 * 2^52 count ones. No
+// instruction set here but AVX-512 converts to 64-bit integers; all of them add doubles.
+constexpr uint64_t kWholeBits = 0x4338000000000000u;
+
+static inline uint64_t whole_bits(float x) {
+  const double sum = double(x) + 6755399441055744.0;
+  uint64_t bits;
+  std::memcpy(&bits, &sum, 8);
+  return bits;
+}
+
+// The weight of a token: w = rint(exp(z) * 2^40). Not for NaN.
+static inline int64_t weight(float z) { return int64_t(whole_bits(scaled_exp(z)) - kWholeBits); }
 
 static inline float log_f32(float x) {  // of positive normal values; as verispec/sampling/noise.py has it
   int32_t bits;

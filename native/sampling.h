@@ -12,50 +12,79 @@ void select_descending(float* values, int64_t count, int64_t num_best);  // the 
 
 namespace {
 
-constexpr float kInfinity = __builtin_inff();
+constexpr float kInfinity = __builtin_inff(), kNaN = __builtin_nanf("");
 
 static inline bool is_finite(float x) { return x - x == 0.0f; }
 
+// The largest value, +0 for a zero of either sign; NaN if there is one. By integers that are ordered as the floats are,
+// because their maximum may be taken in any order.
 static float largest_of(const float* x, int64_t count) {
-  float best = x[0];
-  for (int64_t i = 1; i < count; ++i) best = x[i] > best ? x[i] : best;
-  return best;
+  int32_t best = INT32_MIN, magnitude = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    int32_t bits;
+    std::memcpy(&bits, x + i, 4);
+    const int32_t absolute = bits & INT32_MAX, ordered = bits ^ ((bits >> 31) & INT32_MAX);
+    best = ordered > best ? ordered : best;
+    magnitude = absolute > magnitude ? absolute : magnitude;
+  }
+  if (magnitude > 0x7f800000) return kNaN;
+  best ^= (best >> 31) & INT32_MAX;
+  float largest;
+  std::memcpy(&largest, &best, 4);
+  return largest + 0.0f;
 }
 
-static bool has_nan(const float* x, int64_t count) {
-  bool found = false;
-  for (int64_t i = 0; i < count; ++i) found |= x[i] != x[i];
-  return found;
+// The sum of the weights of x - top. x holds no NaN and nothing above top.
+static int64_t sum_weights(const float* x, int64_t count, float top) {
+  uint64_t total = 0;
+  for (int64_t i = 0; i < count; ++i) total += whole_bits(scaled_exp(x[i] - top));
+  return int64_t(total - uint64_t(count) * kWholeBits);
 }
 
-static float normaliser(const float* logits, int vocab) {
+static float log_total(int64_t sum) { return log_f32(float(sum) * 0x1p-40f); }
+
+static Totals totals_of(const float* logits, int vocab) {
   const float top = largest_of(logits, vocab);
-  float lanes[kLanes] = {0};
-  int i = 0;
-  for (; i + kLanes <= vocab; i += kLanes)
-    for (int l = 0; l < kLanes; ++l) lanes[l] += exp_f32(logits[i + l] - top);
-  for (int l = 0; i + l < vocab; ++l) lanes[l] += exp_f32(logits[i + l] - top);
-  const float total = reduce_lanes(lanes);
-  return is_finite(total) ? top + log_f32(total) : __builtin_nanf("");
+  if (!is_finite(top)) return {kNaN, kNaN};
+  return {top, log_total(sum_weights(logits, vocab, top))};
 }
 
-static void normalisers(Crew crew, const float* logits, int num_rows, int vocab, float* out) {
+static inline float logprob(float logit, const Totals& totals) { return (logit - totals.top) - totals.log_total; }
+
+static void totals(Crew crew, const float* logits, int num_rows, int vocab, Totals* out) {
   run(crew, num_rows, [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r) out[r] = normaliser(logits + size_t(r) * vocab, vocab);
+    for (int64_t r = begin; r < end; ++r) out[r] = totals_of(logits + size_t(r) * vocab, vocab);
   });
 }
 
-// Penalties, bias and bans of sampling row `row`.
-static void edit(const Sampling& s, int64_t row, const float* logits, int vocab, float* edited) {
+// The first index whose row is not below `row`; rows ascend.
+static int32_t first_of(const int64_t* rows, int32_t count, int64_t row) {
+  int32_t low = 0;
+  for (int32_t high = count; low < high;) {
+    const int32_t middle = low + (high - low) / 2;
+    if (rows[middle] < row)
+      low = middle + 1;
+    else
+      high = middle;
+  }
+  return low;
+}
+
+// The logits with penalties, bias and bans of sampling row `row`: in `edited`, or as they are where there are none.
+static const float* edit(const Sampling& s, int64_t row, const float* logits, int vocab, float* edited) {
+  const int32_t penalties = first_of(s.penalty_rows, s.num_penalties, row);
+  const int32_t bias = first_of(s.bias_rows, s.num_bias, row);
+  const bool penalised = penalties < s.num_penalties && s.penalty_rows[penalties] == row;
+  const bool biased = bias < s.num_bias && s.bias_rows[bias] == row;
+  if (!penalised && !biased) return logits;
   std::memcpy(edited, logits, size_t(vocab) * 4);
-  for (int32_t i = 0; i < s.num_penalties; ++i) {
-    if (s.penalty_rows[i] != row) continue;
+  for (int32_t i = penalties; i < s.num_penalties && s.penalty_rows[i] == row; ++i) {
     float& value = edited[s.penalty_ids[i]];
     const float scaled = value > 0 ? value / s.repetition[i] : value * s.repetition[i];
     value = scaled - s.penalty[i];
   }
-  for (int32_t i = 0; i < s.num_bias; ++i)
-    if (s.bias_rows[i] == row) edited[s.bias_ids[i]] += s.bias[i];
+  for (int32_t i = bias; i < s.num_bias && s.bias_rows[i] == row; ++i) edited[s.bias_ids[i]] += s.bias[i];
+  return edited;
 }
 
 // All but the first `keep` of the order by (-z, id) become -infinity.
@@ -74,39 +103,28 @@ static void keep_best(float* z, int vocab, int64_t keep, float* spare) {
   }
 }
 
+// How many of the order by (-z, id) it takes until their weights reach top_p times those of all that are left.
 static int64_t nucleus(const float* z, int vocab, int64_t keep, float top_p, float* spare) {
-  double lanes[kLanes] = {0};
-  for (int i = 0; i < vocab; ++i) lanes[i % kLanes] += double(exp_f32(z[i]));
-  double total = 0;
-  for (int l = 0; l < kLanes; ++l) total += lanes[l];
-  const double limit = double(top_p) * total;
+  const int64_t needed = int64_t(std::ceil(double(top_p) * double(sum_weights(z, vocab, 0.0f))));
   for (int64_t tried = keep < 64 ? keep : 64;; tried = tried * 8 < keep ? tried * 8 : keep) {
     std::memcpy(spare, z, size_t(vocab) * 4);
     select_descending(spare, vocab, tried);
-    double before = 0;
-    for (int64_t i = 0; i < tried; ++i) {
-      if (before >= limit) return i > 1 ? i : 1;
-      before += double(exp_f32(spare[i]));
-    }
+    int64_t reached = 0;
+    for (int64_t i = 0; i < tried; ++i)
+      if ((reached += weight(spare[i])) >= needed) return i + 1;
     if (tried == keep) return keep;
   }
 }
 
-// z = (l - max) / T with filtered ids at -infinity; at T = 0 only the first maximum stays.
-static void scale_and_filter(const Sampling& s, int64_t row, float* z, int vocab, float* spare) {
-  const float top = largest_of(z, vocab), temperature = s.temperature[row];
-  if (temperature == 0.0f) {
-    int first = 0;
-    while (first < vocab - 1 && z[first] != top) ++first;
-    for (int i = 0; i < vocab; ++i) z[i] = i == first ? 0.0f : -kInfinity;
-    return;
-  }
-  for (int i = 0; i < vocab; ++i) z[i] = (z[i] - top) / temperature;
+// z = (l - top) / T with filtered ids at -infinity, for T above 0.
+static void scale_and_filter(const Sampling& s, int64_t row, const float* logits, float top, int vocab, float* z,
+                             float* spare) {
+  const float temperature = s.temperature[row];
+  for (int i = 0; i < vocab; ++i) z[i] = (logits[i] - top) / temperature;
   int64_t keep = vocab;
   if (s.log_min_p[row] > -kInfinity) {
     keep = 0;
     for (int i = 0; i < vocab; ++i) keep += z[i] >= s.log_min_p[row];
-    keep = keep > 1 ? keep : 1;
   }
   if (s.top_k[row] && s.top_k[row] < keep) keep = s.top_k[row];
   if (keep < vocab) keep_best(z, vocab, keep, spare);
@@ -148,28 +166,30 @@ static int64_t noisy_argmax(const Sampling& s, int64_t row, const float* z, int 
   return best_id;
 }
 
-static int64_t draw_row(const Sampling& s, int64_t row, const float* raw, int vocab, float* z, float* spare) {
-  edit(s, row, raw, vocab, z);
-  const float top = largest_of(z, vocab);
-  if (has_nan(z, vocab) || !is_finite(top)) return -1;
+// The token of sampling row `row`, or -1. `raw_top` is the largest of the raw logits, NaN if they are not usable.
+static int64_t draw_row(const Sampling& s, int64_t row, const float* raw, float raw_top, int vocab, float* z,
+                        float* spare) {
+  const float* logits = edit(s, row, raw, vocab, z);
+  const float top = logits == raw ? raw_top : largest_of(logits, vocab);
+  if (!is_finite(top)) return -1;
   if (s.temperature[row] == 0.0f) {
     int64_t first = 0;
-    while (z[first] != top) ++first;
+    while (logits[first] != top) ++first;
     return first;
   }
-  scale_and_filter(s, row, z, vocab, spare);
+  scale_and_filter(s, row, logits, top, vocab, z, spare);
   return noisy_argmax(s, row, z, vocab);
 }
 
-static void draw(Crew crew, const float* logits, const int32_t* logit_rows, const float* row_normalisers, int vocab,
+static void draw(Crew crew, const float* logits, const int32_t* logit_rows, const Totals* totals, int vocab,
                  const Sampling& s, int64_t* token_ids, float* logprobs, float* scratch) {
   float *z = scratch + size_t(crew.tid) * 2 * vocab, *spare = z + vocab;
   run(crew, s.num_rows, [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
       const float* raw = logits + size_t(logit_rows[r]) * vocab;
-      const int64_t chosen = draw_row(s, r, raw, vocab, z, spare);
-      token_ids[r] = chosen;
-      logprobs[r] = raw[chosen < 0 ? 0 : chosen] - row_normalisers[logit_rows[r]];
+      const Totals& total = totals[logit_rows[r]];
+      token_ids[r] = draw_row(s, r, raw, total.top, vocab, z, spare);
+      logprobs[r] = token_ids[r] < 0 ? kNaN : logprob(raw[token_ids[r]], total);
     }
   });
 }
@@ -213,22 +233,29 @@ static void noisy_top_k(Crew crew, const float* logits, const int32_t* logit_row
   float *z = scratch + size_t(crew.tid) * 2 * vocab, *spare = z + vocab;
   run(crew, s.num_rows, [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
-      edit(s, r, logits + size_t(logit_rows[r]) * vocab, vocab, z);
-      if (has_nan(z, vocab) || !is_finite(largest_of(z, vocab))) {
-        for (int64_t i = r * k; i < (r + 1) * k; ++i) token_ids[i] = -1, values[i] = logprobs[i] = -kInfinity;
+      int64_t* ids = token_ids + r * k;
+      float *noisy = values + r * k, *scaled = logprobs + r * k;
+      const float* edited = edit(s, r, logits + size_t(logit_rows[r]) * vocab, vocab, z);
+      const float top = largest_of(edited, vocab);
+      if (!is_finite(top)) {
+        for (int i = 0; i < k; ++i) ids[i] = -1, noisy[i] = scaled[i] = -kInfinity;
         continue;
       }
+      float log_sum;
       if (s.temperature[r] == 0.0f) {
-        best_of(z, vocab, k, token_ids + r * k, values + r * k);
+        best_of(edited, vocab, k, ids, noisy);
+        log_sum = log_total(sum_weights(edited, vocab, top));
+        for (int i = 0; i < k; ++i) noisy[i] = scaled[i] = noisy[i] - top;
       } else {
-        scale_and_filter(s, r, z, vocab, spare);
-        noisy_best_of(s, r, z, vocab, k, token_ids + r * k, values + r * k);
+        scale_and_filter(s, r, edited, top, vocab, z, spare);
+        noisy_best_of(s, r, z, vocab, k, ids, noisy);
+        log_sum = log_total(sum_weights(z, vocab, 0.0f));
+        for (int i = 0; i < k; ++i) scaled[i] = z[ids[i]];
       }
-      const float total = normaliser(z, vocab);
-      for (int64_t i = r * k; i < (r + 1) * k; ++i) {
-        logprobs[i] = z[token_ids[i]] - total;
-        if (!is_finite(values[i])) token_ids[i] = -1;
-        values[i] -= total;
+      for (int i = 0; i < k; ++i) {
+        if (!is_finite(noisy[i])) ids[i] = -1;
+        noisy[i] -= log_sum;
+        scaled[i] -= log_sum;
       }
     }
   });

@@ -17,8 +17,8 @@ void vs_linear(Engine*, const Matrix*, const float*, int, float*);
 void vs_norm(Engine*, const float*, const float*, int, int, float, float*);
 void vs_silu(Engine*, const float*, int, int, float*);
 void vs_attend(Engine*, const Model*, const Rows*, const Store*, int, const float*, float*);
-void vs_normalisers(Engine*, const float*, int, int, float*);
-void vs_draw(Engine*, const float*, const int32_t*, const float*, int, const Sampling*, int64_t*, float*);
+void vs_totals(Engine*, const float*, int, int, Totals*);
+void vs_draw(Engine*, const float*, const int32_t*, const Totals*, int, const Sampling*, int64_t*, float*);
 void vs_elementary(Engine*, int, const float*, int64_t, float*);
 }
 
@@ -105,8 +105,9 @@ static void check_attention(Engine* engine, bool is_half) {
 
 static void check_sampling(Engine* engine) {
   const int vocab = 1000, num_rows = 4;
-  std::vector<float> logits = floats(size_t(num_rows) * vocab), normalisers(num_rows), logprobs(num_rows);
-  vs_normalisers(engine, logits.data(), num_rows, vocab, normalisers.data());
+  std::vector<float> logits = floats(size_t(num_rows) * vocab), logprobs(num_rows);
+  std::vector<Totals> totals(num_rows);
+  vs_totals(engine, logits.data(), num_rows, vocab, totals.data());
   const float off = -__builtin_inff();
   const uint64_t seeds[] = {1, 2, 3, 18446744073709551615ull};
   const int64_t t[] = {5, 6, 7, 8}, sample_index[] = {0, 0, 1, 2}, stream[] = {0, 0, 258, 0}, top_k[] = {0, 40, 0, 0};
@@ -118,7 +119,7 @@ static void check_sampling(Engine* engine) {
   sampling.temperature = temperature, sampling.top_p = top_p, sampling.log_min_p = log_min_p;
   const int32_t rows[] = {0, 1, 2, 3};
   int64_t token_ids[num_rows];
-  vs_draw(engine, logits.data(), rows, normalisers.data(), vocab, &sampling, token_ids, logprobs.data());
+  vs_draw(engine, logits.data(), rows, totals.data(), vocab, &sampling, token_ids, logprobs.data());
   print("draw", token_ids, sizeof token_ids);
   print("logprob", logprobs.data(), sizeof(float) * num_rows);
 }

@@ -558,6 +558,18 @@ def test_on_another_profile_equal_tokens_are_enough_and_it_is_said(
     assert replay(llm, receipt).reproduced
 
 
+@pytest.mark.parametrize("version", [None, "1", "99"])
+def test_a_receipt_of_other_sampling_rules_is_refused(llm: LLM, receipt: Receipt, version: str | None) -> None:
+    """Receipts from before the rules had a version do not name one."""
+
+    def changed(values: dict[str, str]) -> dict[str, str]:
+        others = {name: value for name, value in values.items() if name != "sampling"}
+        return others if version is None else {**others, "sampling": version}
+
+    with pytest.raises(InputError, match=f"version {version or 1} of the sampling rules"):
+        replay(llm, redigested(edited(receipt, "profile.fingerprint", changed)))
+
+
 def test_another_max_len_is_served_as_far_as_it_goes(llm: LLM, folder: Path, receipt: Receipt) -> None:
     with loaded(folder / "tiny.gguf", folder, kv_slots=128) as small:
         result = replay(small, receipt)

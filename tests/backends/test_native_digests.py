@@ -21,6 +21,7 @@ from verispec.config import EngineConfig
 from verispec.engine import Engine, Request
 from verispec.model import hub, open_checkpoint
 from verispec.model.load import load_tokenizer
+from verispec.sampling.weights import SAMPLING
 from verispec.spec.registry import make_drafters
 from verispec.types import SampleOutput, SamplingParams
 
@@ -62,7 +63,8 @@ def digests(path: Path, *, isa: str, threads: int, kv_dtype: str) -> dict[str, s
 @pytest.mark.parametrize(("isa", "threads"), [(isa, 1 + i % 2) for i, isa in enumerate(ISAS)])
 def test_the_committed_digests_come_out(smollm2_path: Path, isa: str, threads: int, kv_dtype: str) -> None:
     golden = json.loads(GOLDEN.read_text())
-    assert golden["kernels"] == KERNELS, "the kernels' version was raised: make the digests again"
+    versions = {"kernels": golden["kernels"], "sampling": golden["sampling"]}
+    assert versions == {"kernels": KERNELS, "sampling": SAMPLING}, "a version was raised: make the digests again"
     expected = {name: digest for name, digest in golden["digests"].items() if name.endswith(kv_dtype)}
     assert len(expected) == len(PROMPTS) * len(PARAMETERS)
     assert digests(smollm2_path, isa=isa, threads=threads, kv_dtype=kv_dtype) == expected
@@ -79,13 +81,15 @@ def main() -> None:
     found: dict[str, str] = {}
     for kv_dtype in ("float16", "float32"):
         found |= digests(path, isa="portable", threads=1, kv_dtype=kv_dtype)
-    GOLDEN.write_text(json.dumps({"model": path.name, "kernels": KERNELS, "digests": found}, indent=1) + "\n")
+    table = {"model": path.name, "kernels": KERNELS, "sampling": SAMPLING, "digests": found}
+    GOLDEN.write_text(json.dumps(table, indent=1) + "\n")
     answers = {
         case.name: native_answers.answer(case, on("portable", 1))
         for kv_dtype in KV_DTYPES
         for case in native_answers.cases(kv_dtype)
     }
-    native_answers.PATH.write_text(json.dumps({"kernels": KERNELS, "answers": answers}, indent=1) + "\n")
+    versions = {"kernels": KERNELS, "sampling": SAMPLING}
+    native_answers.PATH.write_text(json.dumps({**versions, "answers": answers}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

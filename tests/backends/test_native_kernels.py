@@ -25,6 +25,7 @@ from verispec.errors import InputError, ModelFileError, UnsupportedModelError
 from verispec.model.blocks import FORMATS, StoredTensor, to_float32
 from verispec.model.elementary import power, sin_cos
 from verispec.sampling import draw as shared
+from verispec.sampling import weights
 from verispec.sampling.noise import gumbel_f32
 from verispec.sampling.rows import History, SampleKey, SamplingRows, SamplingRowsBuilder
 from verispec.types import SamplingParams
@@ -184,17 +185,25 @@ def rows_of(params: list[SamplingParams], vocab_size: int) -> SamplingRows:
     return builder.build()
 
 
-def draw_native(logits: np.ndarray, params: list[SamplingParams], isa: str) -> tuple[np.ndarray, np.ndarray]:
-    kernels = native.Kernels(2, isa)
-    rows = np.arange(len(logits), dtype=np.int32)
-    normalisers = np.empty(len(logits), np.float32)
-    vocab_size = logits.shape[1]
-    kernels.call("vs_normalisers", logits, len(logits), vocab_size, normalisers)
-    struct, alive = _sampling(rows_of(params, vocab_size))
-    token_ids, logprobs = np.empty(len(rows), np.int64), np.empty(len(rows), np.float32)
-    kernels.call("vs_draw", logits, rows, normalisers, vocab_size, ctypes.byref(struct), token_ids, logprobs)
+def draw_native(logits: np.ndarray, rows: SamplingRows, isa: str, threads: int = 2) -> list[np.ndarray]:
+    """Token ids and log-probabilities; the ids, values and log-probabilities of four noisy children; totals."""
+    kernels = native.Kernels(threads, isa)
+    (num_rows, vocab_size), k = logits.shape, min(4, logits.shape[1])
+    at, totals = np.arange(num_rows, dtype=np.int32), np.empty((num_rows, 2), np.float32)
+    kernels.call("vs_totals", logits, num_rows, vocab_size, totals)
+    struct, alive = _sampling(rows)
+    token_ids, logprobs = np.empty(num_rows, np.int64), np.empty(num_rows, np.float32)
+    kernels.call("vs_draw", logits, at, totals, vocab_size, ctypes.byref(struct), token_ids, logprobs)
+    ids, values, log_p = np.empty((num_rows, k), np.int64), *np.empty((2, num_rows, k), np.float32)
+    kernels.call("vs_noisy_top_k", logits, at, vocab_size, ctypes.byref(struct), k, ids, values, log_p)
     del alive
-    return token_ids, logprobs
+    return [token_ids, logprobs, ids, values, log_p, totals]
+
+
+def draw_shared(logits: np.ndarray, rows: SamplingRows) -> list[np.ndarray]:
+    with np.errstate(over="ignore"):  # a tiny temperature
+        noisy = shared.noisy_top_k(np, logits, rows, min(4, logits.shape[1]))
+        return [*shared.draw(np, logits, rows), *noisy, np.stack(weights.totals(np, logits), axis=-1)]
 
 
 def many_params(count: int) -> list[SamplingParams]:
@@ -209,43 +218,82 @@ def many_params(count: int) -> list[SamplingParams]:
         {"temperature": 2.0, "logit_bias": ((3, 5.0), (9, -3.0))},
         {"temperature": 1.0, "top_p": 0.999},
         {"temperature": 1.0, "repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": -0.3},
+        {"temperature": 1e-38, "top_p": 0.9},
+        {"temperature": 1.0, "top_p": 1e-9, "min_p": 1.0},
+        {"repetition_penalty": 1.4, "logit_bias": ((3, 5.0), (4, -1.0))},
     ]
     return [SamplingParams(seed=int(rng.integers(2**63)), **choices[i % len(choices)]) for i in range(count)]  # type: ignore[arg-type]
 
 
+def adversarial_rows(vocab_size: int) -> np.ndarray:
+    """Rows that a kernel may get wrong: ties, tails of weight 0, one token alone, nothing to draw, either NaN."""
+    rng = np.random.default_rng(vocab_size)
+    logits = (rng.standard_normal((16, vocab_size)) * 4).astype(np.float32)
+    logits[0] = 1.0
+    logits[1, : vocab_size // 2] = logits[1, 0]
+    logits[2] = np.round(logits[2])
+    logits[3] *= 1e-4
+    logits[4, vocab_size // 3] += 40.0  # all others weigh nothing
+    logits[5] = rng.uniform(-28.6, -28.2, vocab_size)  # around the border of weight 0
+    logits[5, 0] = 0.0
+    logits[6] = -np.inf
+    logits[6, -1] = -3.0
+    logits[7, ::3] = -np.inf
+    logits[8] = np.where(rng.random(vocab_size) < 0.5, 0.0, -0.0)
+    logits[9] *= 1e30
+    logits[10, vocab_size // 2] = np.nan
+    logits[11, -1] = np.array(0xFFC00000, np.uint32).view(np.float32)
+    logits[12, 0] = np.inf
+    logits[13] = -np.inf
+    logits[14] = -300.0 + logits[14]
+    return logits
+
+
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("vocab_size", [5, 64, 1000, 49152])
-def test_draws_are_those_of_the_shared_code(isa: str, vocab_size: int) -> None:
-    count = 48 if vocab_size < 49152 else 16
-    logits = (np.random.default_rng(vocab_size).standard_normal((count, vocab_size)) * 4).astype(np.float32)
-    logits[3] = 1.0  # all equal
-    logits[4, : vocab_size // 2] = logits[4, 0]  # many ties
-    params = many_params(count)
+@pytest.mark.parametrize("vocab_size", [1, 5, 64, 1000, 49152])
+def test_sampling_is_that_of_the_shared_code_bit_for_bit(isa: str, vocab_size: int) -> None:
+    """Random and adversarial rows under every filter."""
+    params = many_params(12 if vocab_size < 49152 else 11)
     if vocab_size < 10:
-        params = [p for p in params if not p.logit_bias]
-        logits = logits[: len(params)]
-    expected = shared.draw(np, logits, rows_of(params, vocab_size))
-    token_ids, logprobs = draw_native(np.ascontiguousarray(logits), params, isa)
-    assert token_ids.tolist() == expected.token_ids.tolist()
-    assert np.allclose(logprobs, expected.logprobs, atol=2e-6)
+        params = [p for p in params if not p.logit_bias and not p.has_penalties]
+    kinds = adversarial_rows(vocab_size)
+    if vocab_size == 49152:
+        kinds = kinds[[2, 5, 10, 15]]
+    logits, params = np.repeat(kinds, len(params), axis=0), params * len(kinds)
+    rows = rows_of(params, vocab_size)
+    for found, expected in zip(draw_native(logits, rows, isa), draw_shared(logits, rows), strict=True):
+        np.testing.assert_array_equal(found, expected, strict=True)  # NaN equals NaN
+        assert found[found == found].tobytes() == expected[expected == expected].tobytes()  # and the sign of 0 counts
+
+
+def test_what_cannot_be_drawn_gives_no_token() -> None:
+    logits = adversarial_rows(40)
+    for temperature in (0.0, 1.0):
+        rows = rows_of([SamplingParams(temperature=temperature, seed=1)] * len(logits), 40)
+        token_ids, logprobs, *_ = draw_native(logits, rows, "portable")
+        assert np.flatnonzero(token_ids < 0).tolist() == [10, 11, 12, 13]
+        assert np.flatnonzero(np.isnan(logprobs)).tolist() == [10, 11, 12, 13]
+
+
+def test_sampling_bits_are_the_same_on_every_instruction_set_and_thread_count() -> None:
+    logits = (np.random.default_rng(8).standard_normal((24, 3001)) * 3).astype(np.float32)
+    rows = rows_of(many_params(24), 3001)
+    results = {
+        b"".join(part.tobytes() for part in draw_native(logits, rows, isa, threads))
+        for isa, threads in itertools.product(ISAS, (1, 2, 3))
+    }
+    assert len(results) == 1
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_rows_without_a_draw_give_none(isa: str) -> None:
-    logits = np.zeros((6, 40), np.float32)
-    logits[0, 3], logits[1, 0], logits[2] = np.nan, np.inf, -np.inf
-    logits[3, 5] = -np.inf
-    params = [SamplingParams(temperature=t, seed=1) for t in (0.0, 1.0, 1.0, 1.0, 0.0, 1.0)]
-    token_ids, logprobs = draw_native(logits, params, isa)
-    assert (token_ids < 0).tolist() == [True, True, True, False, False, False]
-    assert np.isnan(logprobs[0])
-
-
-def test_sampling_bits_are_the_same_on_every_instruction_set() -> None:
-    logits = (np.random.default_rng(8).standard_normal((24, 3001)) * 3).astype(np.float32)
-    params = many_params(24)
-    results = {b"".join(part.tobytes() for part in draw_native(logits, params, isa)) for isa in ISAS}
-    assert len(results) == 1
+def test_weights_are_those_of_the_shared_code_at_every_exponent(isa: str) -> None:
+    """Single tokens below a best one: the total is 2^40 and one weight, to the last unit."""
+    z = -np.exp(np.random.default_rng(10).uniform(-18, 5, 4096)).astype(np.float32)
+    z[:3] = -28.41, -28.42, -28.43
+    logits = np.stack([np.zeros_like(z), z], axis=-1)
+    totals = np.empty((len(z), 2), np.float32)
+    native.Kernels(1, isa).call("vs_totals", logits, len(z), 2, totals)
+    assert totals.tobytes() == np.stack(weights.totals(np, logits), axis=-1).tobytes()
 
 
 def test_control_reversed_blocks_are_noticed(sabotaged: Path) -> None:

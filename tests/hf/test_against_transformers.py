@@ -196,7 +196,8 @@ def test_noise_on_torch(torch: Any) -> None:
     import array_api_compat.torch as xp
 
     for seed, t, sample_index in ((0, 0, 0), (12345678901234567890, 77, 3), (2**64 - 1, 2**20, 1023)):
-        key = {"seed": seed, "t": t, "sample_index": sample_index}
+        low, high = noise.split_seed(seed)
+        key = {"seed_low": low, "seed_high": high, "t": t, "sample_index": sample_index}
         wanted = noise.vocabulary_words(np, 49157, **key)
         found = noise.vocabulary_words(xp, 49157, **key)
         assert (found.numpy() == wanted).all()

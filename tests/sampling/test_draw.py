@@ -21,7 +21,7 @@ from verispec.sampling.draw import (
     scaled_logits,
     top_logprobs,
 )
-from verispec.sampling.noise import gumbel_f32, vocabulary_words
+from verispec.sampling.noise import gumbel_f32, split_seed, vocabulary_words
 from verispec.sampling.rows import History, SampleKey, SamplingRows, SamplingRowsBuilder
 from verispec.types import SamplingParams
 
@@ -45,6 +45,11 @@ def build(params: SamplingParams, *, num_rows: int = 1, t: int = 3, seed: int = 
             vocab_size=VOCAB,
         )
     return builder.build()
+
+
+def words_of(vocab_size: int, *, seed: int, t: int) -> np.ndarray:
+    low, high = split_seed(seed)
+    return vocabulary_words(np, vocab_size, seed_low=low, seed_high=high, t=t, sample_index=0)  # type: ignore[no-any-return]
 
 
 def reference_kept(logits: list[float], params: SamplingParams) -> list[int]:
@@ -91,7 +96,7 @@ def test_the_draw_is_argmax_of_scaled_logits_plus_noise() -> None:
     logits = np.random.default_rng(0).standard_normal((5, VOCAB)).astype(np.float32)
     rows = build(SamplingParams(temperature=0.7), num_rows=5, t=11, seed=2**50)
     for row, token_id in enumerate(draw(np, logits, rows).token_ids):
-        g = gumbel_f32(np, vocabulary_words(np, VOCAB, seed=2**50, t=11 + row, sample_index=0))
+        g = gumbel_f32(np, words_of(VOCAB, seed=2**50, t=11 + row))
         z = (logits[row] - logits[row].max()) / np.float32(0.7)
         assert token_id == int(np.argmax(z + g))
 
@@ -108,10 +113,7 @@ def test_sparse_and_dense_noise_agree() -> None:
         )  # fmt: skip
     rows = builder.build()
     z = scaled_logits(np, logits, rows)
-    dense = [
-        int(np.argmax(z[t] + gumbel_f32(np, vocabulary_words(np, 4096, seed=5, t=t, sample_index=0))))
-        for t in range(64)
-    ]
+    dense = [int(np.argmax(z[t] + gumbel_f32(np, words_of(4096, seed=5, t=t)))) for t in range(64)]
     assert draw(np, logits, rows).token_ids.tolist() == dense
 
 

@@ -39,6 +39,8 @@ from verispec.errors import InputError
 from verispec.kv import NUM_RESERVED, TARGET_STORE
 from verispec.model.architecture import Architecture
 from verispec.sampling.rows import History, SampleKey, SamplingRows, SamplingRowsBuilder
+from verispec.sampling.weights import SAMPLING, Totals
+from verispec.sampling.weights import logprobs as logprobs_from
 from verispec.types import SamplingParams
 
 KERNELS = "1"  # raised when a kernel changes bits
@@ -109,8 +111,8 @@ class NativeBackend:
         head_rows = pass_.wanted.head_rows()
         if not len(head_rows):
             return ReadyTicket(PassResult())
-        logits, normalisers = self._logits(pass_.store, hidden[head_rows])
-        return ReadyTicket(self._outputs(pass_.wanted, head_rows, logits, normalisers))
+        logits, totals = self._logits(pass_.store, hidden[head_rows])
+        return ReadyTicket(self._outputs(pass_.wanted, head_rows, logits, totals))
 
     def _forward(self, pass_: Pass) -> Float32:
         model, view = self._models[pass_.store], pass_.view
@@ -143,47 +145,45 @@ class NativeBackend:
         return struct, [*arrays]
 
     def _logits(self, store: int, hidden: Float32) -> tuple[Float32, Float32]:
-        """[R, V], and log sum exp of each row."""
+        """[R, V], and the totals of each row, [R, 2]."""
         logits = np.empty((len(hidden), self.limits.vocab_size), np.float32)
-        normalisers = np.empty(len(hidden), np.float32)
+        totals = np.empty((len(hidden), 2), np.float32)
         struct = ctypes.byref(self._models[store].struct)
-        self._kernels.call("vs_logits", struct, hidden, len(hidden), logits, normalisers)
-        return logits, normalisers
+        self._kernels.call("vs_logits", struct, hidden, len(hidden), logits, totals)
+        return logits, totals
 
-    def _outputs(
-        self, wanted: Wanted, head_rows: NDArray[np.int32], logits: Float32, normalisers: Float32
-    ) -> PassResult:
+    def _outputs(self, wanted: Wanted, head_rows: NDArray[np.int32], logits: Float32, totals: Float32) -> PassResult:
         def at(rows: NDArray[np.int32]) -> NDArray[np.int32]:
             return np.searchsorted(head_rows, rows).astype(np.int32)
 
         logprobs = top_k = noisy = handle = None
         if wanted.logprobs is not None:
             rows = at(wanted.logprobs.rows)
-            logprobs = logits[rows, wanted.logprobs.token_ids] - normalisers[rows]
+            logprobs = logprobs_from(logits[rows, wanted.logprobs.token_ids], Totals(*totals[rows].T))
         if wanted.top_k is not None:
             rows = at(wanted.top_k.rows)
             ids, values = self._best(logits, rows, wanted.top_k.k)
-            top_k = TopKResult(ids, values - normalisers[rows][:, None])
+            top_k = TopKResult(ids, logprobs_from(values, Totals(*totals[rows].T)))
         if wanted.noisy_top_k is not None:
             part = wanted.noisy_top_k
             noisy = self._noisy_best(logits, at(part.rows), part.sampling, part.k)
         if wanted.distribution is not None:
             # Not for what is committed under `match`, so the shared code will do.
             rows = at(wanted.distribution.rows)
-            handle = Handle(np, logits[rows], wanted.distribution.sampling, normalisers[rows])
+            handle = Handle(np, logits[rows], wanted.distribution.sampling, Totals(*totals[rows].T))
         return PassResult(
-            draw=None if wanted.draw is None else self._draw(wanted.draw, at(wanted.draw.rows), logits, normalisers),
+            draw=None if wanted.draw is None else self._draw(wanted.draw, at(wanted.draw.rows), logits, totals),
             logprobs=logprobs,
             top_k=top_k,
             noisy_top_k=noisy,
             distribution=handle,
         )
 
-    def _draw(self, wanted: DrawWanted, rows: NDArray[np.int32], logits: Float32, normalisers: Float32) -> DrawResult:
+    def _draw(self, wanted: DrawWanted, rows: NDArray[np.int32], logits: Float32, totals: Float32) -> DrawResult:
         token_ids, logprobs = np.empty(len(rows), np.int64), np.empty(len(rows), np.float32)
         struct, alive = _sampling(wanted.sampling)
         self._kernels.call(
-            "vs_draw", logits, rows, normalisers, self.limits.vocab_size, ctypes.byref(struct), token_ids, logprobs
+            "vs_draw", logits, rows, totals, self.limits.vocab_size, ctypes.byref(struct), token_ids, logprobs
         )
         del alive
         return DrawResult(token_ids, logprobs)
@@ -245,7 +245,7 @@ class NativeBackend:
             KernelProbe("attention", arch.num_heads * arch.head_dim, partial(self._probe_attention, model)),
         ]
         vocab_size = self.limits.vocab_size
-        probes.append(KernelProbe("logprob", vocab_size, self._probe_normalisers))
+        probes.append(KernelProbe("logprob", vocab_size, self._probe_totals))
         probes.append(KernelProbe("draw", vocab_size, self._probe_draw))
         return probes
 
@@ -266,10 +266,10 @@ class NativeBackend:
         self._kernels.call("vs_silu", np.ascontiguousarray(x), len(x), arch.mlp_size, y)
         return y
 
-    def _probe_normalisers(self, x: Float32) -> Float32:
-        y = np.empty(len(x), np.float32)
-        self._kernels.call("vs_normalisers", np.ascontiguousarray(x), len(x), x.shape[1], y)
-        return y[:, None]
+    def _probe_totals(self, x: Float32) -> Float32:
+        y = np.empty((len(x), 2), np.float32)
+        self._kernels.call("vs_totals", np.ascontiguousarray(x), len(x), x.shape[1], y)
+        return y
 
     def _probe_draw(self, logits: Float32) -> NDArray[np.generic]:
         builder = SamplingRowsBuilder()
@@ -282,7 +282,7 @@ class NativeBackend:
         rows = np.arange(len(logits), dtype=np.int32)
         wanted = DrawWanted(rows, builder.build())
         logits = np.ascontiguousarray(logits)
-        drawn = self._draw(wanted, rows, logits, np.ascontiguousarray(self._probe_normalisers(logits)[:, 0]))
+        drawn = self._draw(wanted, rows, logits, self._probe_totals(logits))
         return np.stack([drawn.token_ids.astype(np.float64), drawn.logprobs.astype(np.float64)], axis=1)
 
     def _probe_attention(self, model: NativeModel, x: Float32) -> Float32:
@@ -339,6 +339,7 @@ def fingerprint(
     return {
         "backend": "native",
         "kernels": KERNELS,
+        "sampling": SAMPLING,
         "weights": "q8" if any(quantises) else "as stored",
         "activations": "15-bit in blocks of 32 for quantised weights, else float32",
         "kv_dtype": kv_dtype,

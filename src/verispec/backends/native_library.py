@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from verispec.errors import InputError
 
 PATH = Path(__file__).with_name("_native.so")
-ABI = 2
+ABI = 3
 
 
 class Matrix(Structure):
@@ -105,7 +105,7 @@ _SIGNATURES = {
     "vs_pack": (c_int, [c_void_p, POINTER(StoredMatrix), c_void_p]),
     "vs_forward": (None, [c_void_p, POINTER(Model), POINTER(RowArrays), POINTER(Store), c_void_p, c_void_p, c_void_p]),
     "vs_logits": (None, [c_void_p, POINTER(Model), c_void_p, c_int, c_void_p, c_void_p]),
-    "vs_normalisers": (None, [c_void_p, c_void_p, c_int, c_int, c_void_p]),
+    "vs_totals": (None, [c_void_p, c_void_p, c_int, c_int, c_void_p]),
     "vs_draw": (None, [c_void_p, c_void_p, c_void_p, c_void_p, c_int, POINTER(Sampling), c_void_p, c_void_p]),
     "vs_top_k": (None, [c_void_p, c_void_p, c_void_p, c_int, c_int, c_int, c_void_p, c_void_p]),
     "vs_noisy_top_k": (None, [c_void_p, c_void_p, c_void_p, c_int, POINTER(Sampling), c_int, *[c_void_p] * 3]),

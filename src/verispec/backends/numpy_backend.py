@@ -29,6 +29,7 @@ from verispec.kv import NUM_RESERVED, TARGET_STORE
 from verispec.model.architecture import Architecture
 from verispec.sampling import draw
 from verispec.sampling.rows import History, SampleKey, SamplingRowsBuilder
+from verispec.sampling.weights import SAMPLING, totals
 from verispec.types import SamplingParams
 
 KERNELS = "2"  # raised when a kernel here changes bits
@@ -116,7 +117,7 @@ class NumpyBackend:
         vocab_size = arch.vocab_size
         probes += [
             KernelProbe("attention", arch.num_heads * arch.head_dim, self._probe_attention),
-            KernelProbe("logprob", vocab_size, lambda x: draw.normalisers(np, x)[:, None]),
+            KernelProbe("logprob", vocab_size, lambda x: np.stack(totals(np, x), axis=-1)),
             KernelProbe("draw", vocab_size, _probe_draw),
         ]
         return [_as_in_a_pass(probe) for probe in probes]
@@ -179,6 +180,7 @@ def fingerprint(architectures: Sequence[Architecture]) -> dict[str, str]:
         "kv_dtype": "float32",
         "arithmetic": _arithmetic(),
         "kernels": f"{KERNELS}, blocks of {ROW_BLOCK} x {COLUMN_BLOCK}, attention tile {TILE}",
+        "sampling": SAMPLING,
         "shapes": hashlib.sha256(shapes.encode()).hexdigest()[:16],
     }
 

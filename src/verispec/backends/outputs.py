@@ -18,21 +18,22 @@ from verispec.backends.protocol import (
     Wanted,
 )
 from verispec.sampling import draw
-from verispec.sampling.noise import Array
+from verispec.sampling.maths import Array
 from verispec.sampling.rows import SamplingRows
+from verispec.sampling.weights import Totals, logprobs, totals
 
 
 class Handle:
     """Distributions of some rows of one pass, made from their logits when they are asked for.
 
-    `normalisers` are log sum exp of each row, where the backend has computed them its own way.
+    `total` is given where a backend's own kernels have computed it.
     """
 
-    def __init__(self, xp: Any, logits: Array, sampling: SamplingRows, normalisers: Array | None = None) -> None:
+    def __init__(self, xp: Any, logits: Array, sampling: SamplingRows, total: Totals | None = None) -> None:
         self._xp = xp
         self._logits: Array | None = logits
         self._sampling = sampling
-        self._normalisers = normalisers
+        self._total = total
 
     def probabilities(self) -> Array:
         """[R, V]"""
@@ -41,9 +42,9 @@ class Handle:
     def logprobs(self, rows: Array, token_ids: Array) -> Array:
         """Of one id at each of these rows, raw."""
         logits = self._alive()
-        if self._normalisers is None:
-            return draw.logprobs_of(self._xp, logits[rows], token_ids)
-        return logits[rows, token_ids] - self._normalisers[rows]
+        if self._total is None:
+            self._total = totals(self._xp, logits)
+        return logprobs(logits[rows, token_ids], Totals(*(part[rows] for part in self._total)))
 
     def release(self) -> None:
         """Drop the logits."""

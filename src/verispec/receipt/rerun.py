@@ -19,6 +19,7 @@ from verispec.errors import InputError
 from verispec.model.fields import quoted
 from verispec.model.file_digest import ByteRange, FileDigest, differing_ranges
 from verispec.receipt.values import BLOCK_LEN, FieldDifference, ProfileRecord, Receipt, in_order, logprob_digests
+from verispec.sampling.weights import SAMPLING
 from verispec.spec.recorded import RecordedDrafter
 from verispec.text.detokenizer import TextStream
 from verispec.types import FinishReason, TokenLogprob
@@ -113,6 +114,7 @@ def replay(llm: LLM, receipt: Receipt, prompt_ids: Sequence[int] | None = None) 
     No stream of the LLM may be open; its prefix cache is empty afterwards. Raises InputError for a prompt that is not
     the receipt's, and for a receipt that this engine cannot run although nothing is wrong with it.
     """
+    _check_sampling(receipt.profile)
     ids = _prompt_ids(receipt, prompt_ids)
     result = ReplayResult(
         model=llm.identity.name,
@@ -129,6 +131,15 @@ def replay(llm: LLM, receipt: Receipt, prompt_ids: Sequence[int] | None = None) 
         if result.is_sound:
             raise
         return replace(result, refusal=str(error))
+
+
+def _check_sampling(profile: ProfileRecord) -> None:
+    recorded = dict(profile.fingerprint).get("sampling", "1")
+    if recorded != SAMPLING:
+        raise InputError(
+            f"the receipt was made by version {recorded} of the sampling rules and this verispec has {SAMPLING}, "
+            "which gives other log-probabilities; replay it with the verispec that wrote it"
+        )
 
 
 def _prompt_ids(receipt: Receipt, given: Sequence[int] | None) -> tuple[int, ...]:

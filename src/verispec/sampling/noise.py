@@ -1,9 +1,8 @@
 """Counter-based noise: a pure function of (seed, t, sample index, domain, node, vocabulary id).
 
 Philox4x32-10 in 64-bit signed lanes (products wrap, which leaves the low 64 bits right), so one source serves every
-array library. The logarithm uses IEEE + - * / in float32 only, one rounding per written operation: every CPU gives
-the same bits, which libm does not promise. The tail is bounded: u is never 0 and never 1, so the noise is always
-finite.
+array library. The logarithm is the project's own (`maths.py`): every CPU gives the same bits, which libm does not
+promise. The tail is bounded: u is never 0 and never 1, so the noise is always finite.
 """
 
 from __future__ import annotations
@@ -11,7 +10,10 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Any
 
-Array = Any  # an array of the namespace `xp`, which follows the Python array API (numpy itself, or torch behind a shim)
+import numpy as np
+from numpy.typing import NDArray
+
+from verispec.sampling.maths import Array, log_f32
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIER_0, _MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
@@ -21,6 +23,8 @@ NODE_STRIDE = 256
 
 # The largest Gumbel value: u is at least 2^-33, and -log(-log1p(-2^-33)) = 22.87...
 MAX_GUMBEL = 22.88
+# The smallest: u is at most 1 - 2^-24, and -log(24 log 2) = -2.81...
+MIN_GUMBEL = -2.82
 
 
 class Domain(IntEnum):
@@ -42,6 +46,11 @@ def split_seed(seed: int) -> tuple[int, int]:
     return seed & _MASK, seed >> 32
 
 
+def split_seeds(seeds: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The same for an array of seeds."""
+    return (seeds & np.uint64(_MASK)).astype(np.int64), (seeds >> np.uint64(32)).astype(np.int64)
+
+
 def philox4x32(counter: tuple[Array, Array, Array, Array], key: tuple[Array, Array]) -> tuple[Array, ...]:
     """Ten rounds of Philox over int64 arrays that hold 32-bit words; returns four arrays of 32-bit words."""
     c0, c1, c2, c3 = counter
@@ -53,24 +62,6 @@ def philox4x32(counter: tuple[Array, Array, Array, Array], key: tuple[Array, Arr
         k0 = (k0 + _WEYL_0) & _MASK
         k1 = (k1 + _WEYL_1) & _MASK
     return c0, c1, c2, c3
-
-
-def log_f32(xp: Any, x: Array) -> Array:
-    """Natural logarithm of positive normal float32 values, from IEEE operations alone; error below 2 ulp.
-
-    x = m * 2^e with m in [sqrt(1/2), sqrt(2)); log m = 2 atanh(s), s = (m - 1) / (m + 1), as an odd series to s^9.
-    """
-    bits = x.view(xp.int32)
-    e = (bits - 0x3F3504F3) >> 23  # 0x3F3504F3 is sqrt(1/2)
-    m = (bits - (e << 23)).view(xp.float32)
-    f = m - 1.0
-    s = f / (m + 1.0)
-    z = s * s
-    series = z * (1 / 3 + z * (1 / 5 + z * (1 / 7 + z * (1 / 9))))
-    exponent = xp.astype(e, xp.float32)
-    # ln 2 in two parts: e * high is exact for |e| < 2^8, so the large term adds no rounding of its own.
-    twice = s + s
-    return exponent * 0.693145751953125 + (twice + (twice * series + exponent * 1.428606765330187e-06))
 
 
 def uniform_f32(xp: Any, word: Array) -> Array:
@@ -100,10 +91,23 @@ def noise_words(
     return low + words[2] * (lane == 2) + words[3] * (lane == 3)
 
 
-def vocabulary_words(xp: Any, vocab_size: int, *, seed: int, t: int, sample_index: int, stream: int = 0) -> Array:
-    """The words of the whole vocabulary for one position: `noise_words` without computing each counter four times."""
-    blocks = xp.arange((vocab_size + 3) >> 2, dtype=xp.int64)
+def vocabulary_words(
+    xp: Any,
+    vocab_size: int,
+    *,
+    seed_low: Array,
+    seed_high: Array,
+    t: Array,
+    sample_index: Array,
+    stream: Array = 0,
+    device: Any = None,
+) -> Array:
+    """The words of the whole vocabulary: `noise_words` without computing each counter four times.
+
+    Keys are numbers, or [R, 1] for R rows at once. [..., vocab_size]
+    """
+    blocks = xp.arange((vocab_size + 3) >> 2, dtype=xp.int64, device=device)
     zero = blocks * 0
-    low, high = split_seed(seed)
     counter = (blocks, zero + t, zero + sample_index, zero + stream)
-    return xp.reshape(xp.stack(philox4x32(counter, (zero + low, zero + high)), axis=-1), (-1,))[:vocab_size]
+    words = xp.stack(philox4x32(counter, (zero + seed_low, zero + seed_high)), axis=-1)
+    return xp.reshape(words, (*words.shape[:-2], -1))[..., :vocab_size]

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verispec.sampling.draw import NO_TOKEN
-from verispec.sampling.noise import NODE_STRIDE, Domain, noise_words, stream
+from verispec.sampling.noise import NODE_STRIDE, Domain, noise_words, split_seeds, stream
 from verispec.types import NO_PARENT, Draft, Verdict
 
 _Floats = NDArray[np.float64]
@@ -133,11 +133,11 @@ def _uniforms(keys: RoundKeys, sequences: _Ints, streams: _Ints) -> _Floats:
 
     One bit less than a float64 holds, because r + 0.5 of 53 bits would round up to 1.
     """
-    seeds = keys.seeds[sequences]
+    seed_low, seed_high = split_seeds(keys.seeds[sequences])
     words = noise_words(
         np.arange(2)[:, None],
-        seed_low=(seeds & np.uint64(0xFFFFFFFF)).astype(np.int64),
-        seed_high=(seeds >> np.uint64(32)).astype(np.int64),
+        seed_low=seed_low,
+        seed_high=seed_high,
         t=keys.committed_len[sequences],
         sample_index=keys.sample_index[sequences],
         stream=streams,

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from verispec.sampling.maths import log_f32
 from verispec.types import SamplingParams
 
 
@@ -54,6 +55,11 @@ class SamplingRows:
 
     def __len__(self) -> int:
         return len(self.t)
+
+    @property
+    def filters(self) -> NDArray[np.bool_]:
+        """Which rows have min-p, top-k or top-p on. [R]"""
+        return (self.top_k > 0) | (self.top_p < 1) | (self.log_min_p > -np.inf)
 
 
 class _RowPenalties(NamedTuple):
@@ -136,7 +142,7 @@ class SamplingRowsBuilder:
             temperature=np.array([p.temperature for p in params], np.float32),
             top_k=np.array([p.top_k for p in params], np.int64),
             top_p=np.array([p.top_p for p in params], np.float32),
-            log_min_p=np.array([math.log(p.min_p) if p.min_p > 0 else -math.inf for p in params], np.float32),
+            log_min_p=_log_or_off(np.array([p.min_p for p in params], np.float32)),
             penalty_rows=np.repeat(np.array([p.row for p in penalties], np.int64), lengths),
             penalty_ids=np.concatenate([p.ids for p in penalties]),
             repetition=np.repeat(np.array([p.repetition for p in penalties], np.float32), lengths),
@@ -145,6 +151,12 @@ class SamplingRowsBuilder:
             bias_ids=np.array(bias[1], np.int64),
             bias=np.array(bias[2], np.float32),
         )
+
+
+def _log_or_off(min_p: NDArray[np.float32]) -> NDArray[np.float32]:
+    """-inf for 0; what is subnormal counts as the smallest normal number: nothing so unlikely is ever drawn."""
+    found = log_f32(np, np.maximum(min_p, np.finfo(np.float32).tiny))
+    return np.where(min_p > 0, found, np.float32(-np.inf))
 
 
 class _Occurred(NamedTuple):
