@@ -11,7 +11,7 @@ import verispec
 
 ROOT = Path(verispec.__file__).parent
 LAYERS = [
-    {"errors", "types", "config", "strict_json", "tree"},
+    {"arguments", "errors", "types", "config", "strict_json", "tree"},
     {"kv", "sampling", "model"},
     {"backends"},
     {"spec"},
@@ -23,6 +23,7 @@ LAYERS = [
         "interrupts",
         "receipt",
         "shared_engine",
+        "prompts",
         "text",
         "tuning",
         "cli",

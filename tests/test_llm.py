@@ -195,7 +195,7 @@ def test_unknown_names_are_refused(smollm2: LLM) -> None:
         ({"drafter": "magic"}, "unknown drafter"),
         ({"backend": "abacus"}, "unknown backend"),
         ({"model": "no-such-model"}, "known models: smollm2-135m"),
-        ({"kv_slots": 0}, "num_slots"),
+        ({"kv_slots": 0}, "kv_slots"),
     ):
         with pytest.raises(InputError, match=message):
             LLM(**options)  # type: ignore[arg-type]

@@ -6,10 +6,12 @@ import hashlib
 import math
 import struct
 
+import numpy as np
 import pytest
 
 from verispec.config import EngineConfig
 from verispec.errors import InputError
+from verispec.llm import Completion
 from verispec.types import (
     Draft,
     FinishReason,
@@ -42,6 +44,10 @@ from verispec.types import (
         ("min_p", -0.1),
         ("min_p", 1.1),
         ("repetition_penalty", 0.0),
+        ("repetition_penalty", 1e-39),
+        ("temperature", 1e-39),
+        ("temperature", None),
+        ("n", None),
         ("repetition_penalty", math.inf),
         ("presence_penalty", math.nan),
         ("frequency_penalty", math.inf),
@@ -137,3 +143,37 @@ def test_the_digest_is_over_ids_then_logprobs_little_endian() -> None:
         0, 3, (entries[0], TokenLogprob(70000, -1.25000012)), "", FinishReason.LENGTH, 0, SequenceStats()
     )
     assert other.digest != expected
+
+
+def test_numbers_of_other_libraries_become_pythons_own() -> None:
+    params = SamplingParams(
+        max_tokens=np.int64(3), temperature=np.float32(0.5), seed=np.uint64(7), stop_ids=[np.int32(1)]
+    )  # type: ignore[arg-type]
+    assert params == SamplingParams(max_tokens=3, temperature=0.5, seed=7, stop_ids=(1,))
+    assert [type(v) for v in (params.max_tokens, params.temperature, params.seed, *params.stop_ids)] == [
+        int, float, int, int,
+    ]  # fmt: skip
+    config = EngineConfig(num_slots=np.int64(64), max_len=np.int16(8))  # type: ignore[arg-type]
+    assert (type(config.num_slots), type(config.max_len)) == (int, int)
+    assert isinstance(SamplingParams(temperature=1).temperature, int), "what receipts recorded stays as it was"
+
+
+def output_of(text: str = "abc", **changes: object) -> SampleOutput:
+    fields = {"sample_index": 0, "prompt_len": 1, "logprobs": (TokenLogprob(1, -0.5),), "text": text}
+    return SampleOutput(**{
+        **fields, "finish_reason": FinishReason.STOP, "seed": 1, "stats": SequenceStats(arrival_time=1.0), **changes,
+    })  # type: ignore[arg-type]  # fmt: skip
+
+
+def test_outputs_compare_by_what_they_say_and_print_in_short() -> None:
+    same = output_of(seed=2, stats=SequenceStats(arrival_time=9.0))
+    assert (output_of(), hash(output_of())) == (same, hash(same))
+    for other in (output_of("abd"), output_of(logprobs=(TokenLogprob(1, -0.6),)), output_of(finish_reason="length")):
+        assert other != output_of()
+    completion, again = (Completion((1,), (o,), "profile") for o in (output_of(), same))
+    assert completion == again
+    assert completion != Completion((1,), (output_of(),), "another")
+    assert repr(completion) == f"Completion(text='abc', finish_reason='stop', digest='{output_of().digest[:16]}')"
+    assert len(repr(output_of("x" * 10_000))) < 200
+    assert repr(Completion((1,), (output_of(),) * 3, "profile")).endswith(", samples=3)")
+    assert "error='no'" in repr(output_of(error="no"))

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from verispec.arguments import check_bool, check_int
 from verispec.errors import InputError
+
+MAX_SIZE = 2**30  # slots and rows are 32-bit numbers on every backend
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,19 +29,13 @@ class EngineConfig:
     prefix_cache: bool = True
 
     def __post_init__(self) -> None:
-        for name, low in (
-            ("num_slots", 2),
-            ("row_budget", 1),
-            ("max_running", 1),
-            ("max_waiting", 1),
-            ("max_draft", 0),
-        ):
+        lowest = {"num_slots": 2, "row_budget": 1, "max_running": 1, "max_waiting": 1, "max_draft": 0, "max_len": 2}
+        for name, low in lowest.items():
             value = getattr(self, name)
-            if value is None and name == "max_draft":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < low:
-                raise InputError(f"{name} must be a whole number of at least {low}, not {value!r}")
-        if self.max_len is not None and not 2 <= self.max_len <= self.num_slots:
+            if value is not None or name not in ("max_draft", "max_len"):
+                object.__setattr__(self, name, check_int(name, value, low, MAX_SIZE))
+        check_bool("prefix_cache", self.prefix_cache)
+        if self.max_len is not None and self.max_len > self.num_slots:
             raise InputError(f"max_len must be from 2 to num_slots ({self.num_slots}), not {self.max_len}")
 
 

@@ -18,7 +18,8 @@ from verispec.backends.blas import LibraryRow, rows_beside_others
 from verispec.engine import Engine, Request
 from verispec.errors import InputError, VerispecError
 from verispec.interrupts import deferred_interrupt
-from verispec.llm import LLM, Prompt
+from verispec.llm import LLM
+from verispec.prompts import Prompt
 from verispec.types import SampleOutput, SamplingParams, TokenEvent
 
 REFERENCE_DRAFTER = "none"

@@ -9,19 +9,20 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from numbers import Integral
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self, overload
 
+from verispec.arguments import check_bool, check_int
 from verispec.backends.calibration import Calibration, calibrate
 from verispec.backends.protocol import Backend
 from verispec.backends.select import AS_STORED, BackendOptions, check_name, default_backend, make_backend
-from verispec.config import DEFAULTS, EngineConfig
+from verispec.config import DEFAULTS, MAX_SIZE, EngineConfig
 from verispec.engine import Engine, Request
 from verispec.errors import InputError, NumericError, QueueFullError
 from verispec.model import DEFAULT_MODEL, Checkpoint, cache_dir, open_checkpoint, resolve
@@ -32,6 +33,7 @@ from verispec.model.identity import ModelIdentity
 from verispec.model.load import load_tokenizer
 from verispec.model.tokenizer import Tokenizer
 from verispec.model.vocabulary import check_same_vocabulary
+from verispec.prompts import Params, Prompt, PromptSpec, pair, spec
 from verispec.receipt.values import Receipt, check_recordable, make_receipt
 from verispec.shared_engine import Inbox, SharedEngine
 from verispec.spec.drafter import Drafter
@@ -40,26 +42,39 @@ from verispec.spec.skip_menu import MenuKey, SkipMenu, read_menu
 from verispec.speculation import Speculation
 from verispec.text.chat_prompt import ChatPrompts
 from verispec.text.detokenizer import TextStream
-from verispec.types import Accept, FinishReason, SampleOutput, SamplingParams, SequenceStats, TokenEvent, TokenLogprob
+from verispec.types import (
+    MAX_ALTERNATIVES,
+    Accept,
+    FinishReason,
+    SampleOutput,
+    SamplingParams,
+    SequenceStats,
+    TokenEvent,
+    TokenLogprob,
+)
 
-Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 LoadProgress = Callable[[str, float], None]
 logger = logging.getLogger(__name__)
 Speculative = Mapping[str, Any] | bool | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Completion:
     """All samples of one prompt, with what is needed to get them again. The short names speak of sample 0.
 
-    `receipts` are those that were asked for, one per sample; a sample that failed has none.
+    `receipts` are those that were asked for, one per sample; a sample that failed has none. Two are equal if prompt,
+    profile and what was generated are: seeds, times, counters and receipts are not compared.
     """
 
     prompt_ids: tuple[int, ...]
     samples: tuple[SampleOutput, ...]
     profile: str
-    receipts: tuple[Receipt, ...] = ()
+    receipts: tuple[Receipt, ...] = field(default=(), compare=False)
+
+    def __repr__(self) -> str:
+        more = f", samples={len(self.samples)}" if len(self.samples) > 1 else ""
+        return f"Completion({self.samples[0].summary}{more})"
 
     @property
     def text(self) -> str:
@@ -160,6 +175,16 @@ class LLM:
         progress: LoadProgress | None = None,
     ) -> None:
         report = progress or (lambda stage, share: None)
+        check_int("kv_slots", kv_slots, 2, MAX_SIZE)
+        if draft_len is not None:
+            check_int("draft_len", draft_len, 0, MAX_SIZE)
+        threads = None if threads is None else check_int("threads", threads, 1, 1024)
+        for name, flag in (("force", force), ("full_audit", full_audit), ("fresh_audit", fresh_audit)):
+            check_bool(name, flag)
+        for name, place in (("model", model), ("draft_model", draft_model or "")):
+            if not isinstance(place, str | Path):
+                raise InputError(f"{name} must be a name or a path, not {type(place).__name__}")
+        family = None if family is None else _checked_family(family)
         backend = default_backend() if backend is None else backend
         check_name(backend)
         speculation = Speculation.of(drafter, tree=tree, accept=accept)
@@ -175,8 +200,6 @@ class LLM:
             max_draft=draft_len,
             prefix_cache=prefix_cache,
         )
-        if threads is not None and not (isinstance(threads, int) and 1 <= threads <= 1024):
-            raise InputError(f"threads must be from 1 to 1024, not {threads!r}")
         paths = [_resolved(model, report)]
         if draft_model is not None:
             try:
@@ -198,7 +221,8 @@ class LLM:
                 )
             self.identity = ModelIdentity.of(checkpoints[0], name=label(model, paths[0]))
             self.architecture: Architecture = checkpoints[0].architecture
-            set_up = BackendOptions(config.num_slots, max_running, threads, weights, kv_dtype)
+            _check_memory(kv_slots, checkpoints, kv_dtype or ("float32" if backend == "numpy" else "float16"))
+            set_up = BackendOptions(config.num_slots, config.max_running, threads, weights, kv_dtype)
             self._backend: Backend = make_backend(backend, checkpoints, set_up, progress=report)
         self.calibration: Calibration = calibrate(
             self._backend, cache_dir=cache_dir(), family=family, full=full_audit, fresh=fresh_audit, progress=report
@@ -312,8 +336,8 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Prompt | Iterable[Prompt],
+        params: Params | Sequence[Params] | None = None,
         *,
         drafter: str | None = None,
         speculative: Speculative = None,
@@ -322,19 +346,15 @@ class LLM:
     ) -> list[Completion]:
         """Complete one prompt or many as one batch; results in input order.
 
-        Prompts are text or token ids. One set of parameters serves all prompts, or there is one per prompt.
+        Prompts are text, token ids, or dicts in the form of a line of `generate --prompts`: `{"prompt": ...}`, with
+        `token_ids` or `messages` instead, and parameters of its own. One set of parameters serves all prompts, or
+        there is one per prompt; a dict of its fields will do.
         `drafter` names another drafter; `speculative` says all of it: `{"method", "tree", "accept"}`, or False.
         `on_finish(index, completion)` is called as each ends. Interrupted, it frees everything it started. With
         `receipts`, which only deterministic requests can have, each completion holds one per sample.
         """
-        listed = _as_list(prompts)
-        each = [params or SamplingParams()] * len(listed) if not isinstance(params, Sequence) else list(params)
-        if len(each) != len(listed):
-            raise InputError(f"{len(listed)} prompts but {len(each)} sets of sampling parameters")
-        requests = [
-            self.request(prompt, p, drafter=drafter, speculative=speculative)
-            for prompt, p in zip(listed, each, strict=True)
-        ]
+        speculation = self._chosen(drafter, speculative)
+        requests = [self._request(each, speculation) for each in pair(prompts, params)]
         return self.run(requests, on_finish=on_finish, receipts=receipts)
 
     def run(
@@ -345,8 +365,10 @@ class LLM:
         receipts: bool = False,
     ) -> list[Completion]:
         """`generate` for requests made by `request`: a batch whose prompts may name different drafters."""
-        if receipts:
-            for request in requests:
+        for request in requests:
+            if not isinstance(request, Request):
+                raise InputError(f"requests must be made by `request`, not {type(request).__name__}")
+            if receipts:
                 check_recordable(request.params)
         waiting = deque(enumerate(requests))
         live: dict[int, Inbox] = {}
@@ -386,7 +408,7 @@ class LLM:
     def stream(
         self,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         *,
         drafter: str | None = None,
         speculative: Speculative = None,
@@ -396,14 +418,14 @@ class LLM:
 
         Closing the iterator aborts the request. With `trace`, events tell of the drafts that were judged.
         """
-        request = self.request(prompt, params or SamplingParams(), drafter=drafter, speculative=speculative)
+        request = self.request(prompt, params, drafter=drafter, speculative=speculative)
         return self._stream(replace(request, is_traced=trace))
 
     @overload
     def chat(
         self,
         messages: Sequence[Message],
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         *,
         drafter: str | None = None,
         speculative: Speculative = None,
@@ -413,7 +435,7 @@ class LLM:
     def chat(
         self,
         messages: Sequence[Sequence[Message]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: Params | Sequence[Params] | None = None,
         *,
         drafter: str | None = None,
         speculative: Speculative = None,
@@ -422,7 +444,7 @@ class LLM:
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: Params | Sequence[Params] | None = None,
         *,
         drafter: str | None = None,
         speculative: Speculative = None,
@@ -437,7 +459,7 @@ class LLM:
     def chat_stream(
         self,
         messages: Sequence[Message],
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         *,
         drafter: str | None = None,
         speculative: Speculative = None,
@@ -455,16 +477,21 @@ class LLM:
     def request(
         self,
         prompt: Prompt,
-        params: SamplingParams,
+        params: Params | None = None,
         *,
         drafter: str | None = None,
         speculative: Speculative = None,
     ) -> Request:
         """The engine's request for a prompt. Raises InputError if this model can never serve it."""
+        return self._request(spec(prompt, params), self._chosen(drafter, speculative))
+
+    def _request(self, prompt: PromptSpec, speculation: Speculation) -> Request:
         self._shared.check_open()
-        speculation = self._chosen(drafter, speculative)
+        params, ids = prompt.params, prompt.content
+        if ids is None:
+            ids = self.chat_ids(prompt.messages)
         request = Request(
-            prompt_ids=self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt),
+            prompt_ids=self.tokenizer.encode(ids) if isinstance(ids, str) else ids,
             params=params,
             drafter=speculation.drafter,
             tree=speculation.tree,
@@ -485,12 +512,13 @@ class LLM:
             raise InputError("drafter model needs a draft_model")
         return chosen
 
-    def receipt(self, prompt: Prompt, params: SamplingParams, output: SampleOutput) -> Receipt:
+    def receipt(self, prompt: Prompt, params: Params, output: SampleOutput) -> Receipt:
         """The receipt of an answer that was streamed; `output` came with its last event."""
         return self._receipt(self.request(prompt, params, speculative=False), output)
 
     def score(self, prompt: Prompt, *, alternatives: int = 0) -> ScoreResult:
         """Log-probabilities of the given tokens under the model, in parallel canonical passes."""
+        check_int("alternatives", alternatives, 0, MAX_ALTERNATIVES)
         params = SamplingParams(max_tokens=0, prompt_logprobs=alternatives)
         (completion,) = self.generate([prompt], params, drafter="none")
         if completion.prompt_logprobs is None or completion.error is not None:
@@ -552,17 +580,24 @@ def _resolved(model: str | Path, report: LoadProgress) -> Path:
     return resolve(model, progress=lambda stage, done, total: report(stage, done / max(1, total)))
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many, as many. A flat list of numbers is one prompt of token ids."""
-    if isinstance(prompts, str):
-        return [prompts]
-    listed: list[Any] = list(prompts)
-    if listed and all(isinstance(p, Integral) for p in listed):
-        return [[int(p) for p in listed]]
-    for prompt in listed:
-        if not isinstance(prompt, Iterable):
-            raise InputError(f"a prompt is text or a list of token ids, not {prompt!r}")
-    return listed
+def _checked_family(family: object) -> list[int]:
+    if not isinstance(family, Iterable) or isinstance(family, str | bytes):
+        raise InputError(f"family must be a list of shapes, not {type(family).__name__}")
+    return [check_int("family", shape, 1, MAX_SIZE) for shape in family]
+
+
+def _check_memory(kv_slots: int, checkpoints: Sequence[Checkpoint], kv_dtype: str) -> None:
+    """Refuse more K/V than the machine has memory, before the system ends the process for it."""
+    width = {"float16": 2, "float32": 4}.get(kv_dtype, 0)  # others are refused by the backend
+    needed = 0
+    for arch in (c.architecture for c in checkpoints):
+        needed += kv_slots * arch.num_layers * arch.num_kv_heads * arch.head_dim * 2 * width
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > available:
+        raise InputError(
+            f"kv_slots = {kv_slots:,} takes {needed / 2**30:,.1f} GiB for K and V; this machine has "
+            f"{available / 2**30:,.1f} GiB of memory"
+        )
 
 
 def _are_conversations(messages: object) -> bool:

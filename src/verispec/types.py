@@ -7,7 +7,6 @@ All of them are values. Nothing here knows slots, passes or tensors; a `Draft` i
 from __future__ import annotations
 
 import hashlib
-import math
 import struct
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,15 +14,18 @@ from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol, Self
 
+from verispec.arguments import check_bool, check_int, check_number
 from verispec.errors import InputError
 from verispec.tree import TreeShape
 
 MAX_SEED = 2**64 - 1
+MAX_INT = 2**31 - 1
 MAX_ALTERNATIVES = 64
 # Bounds on what one request may cost every step, for all others that run beside it.
 MAX_BIASED = 1024
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
+MAX_SHOWN = 60  # characters of a text in a `repr`
 NO_PARENT = -1
 
 
@@ -36,24 +38,6 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
-def _check_number(name: str, value: Any, low: float, high: float, *, low_open: bool = False) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InputError(f"{name} must be a number, not {type(value).__name__}")
-    below = value <= low if low_open else value < low
-    if below or value > high or not math.isfinite(value):  # in this order: a huge whole number is no float
-        opening = "(" if low_open else "["
-        raise InputError(f"{name} must be in {opening}{low:g}, {high:g}], not {value!r}")
-    return float(value)
-
-
-def _check_int(name: str, value: Any, low: int, high: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InputError(f"{name} must be a whole number, not {type(value).__name__}")
-    if not low <= value <= high:
-        raise InputError(f"{name} must be from {low} to {high}, not {value}")
-    return value
-
-
 def _check_bias(value: Any) -> tuple[tuple[int, float], ...]:
     pairs = list(value.items()) if isinstance(value, Mapping) else value
     if not isinstance(pairs, list | tuple) or not all(isinstance(p, tuple) and len(p) == 2 for p in pairs):
@@ -62,10 +46,21 @@ def _check_bias(value: Any) -> tuple[tuple[int, float], ...]:
         raise InputError(f"logit_bias may name at most {MAX_BIASED} tokens, not {len(pairs)}")
     checked = {}
     for token_id, bias in pairs:
-        checked[_check_int("logit_bias token id", token_id, 0, 2**31 - 1)] = _check_number(
-            "logit_bias", bias, -1e4, 1e4
-        )
+        checked[check_int("logit_bias token id", token_id, 0, MAX_INT)] = check_number("logit_bias", bias, -1e4, 1e4)
     return tuple(sorted(checked.items()))
+
+
+# Penalties and temperatures divide float32 logits: smaller ones would make them infinite, or 0 / 0.
+MIN_TEMPERATURE = 1e-6
+_REAL = {
+    "temperature": (0.0, 100.0),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.01, 100.0),
+    "presence_penalty": (-100.0, 100.0),
+    "frequency_penalty": (-100.0, 100.0),
+}
+_OPTIONAL = {"max_tokens", "seed", "logprobs", "prompt_logprobs"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,34 +94,34 @@ class SamplingParams:
     deterministic: bool = True
 
     def __post_init__(self) -> None:
-        if self.max_tokens is not None:
-            lowest = 1 if self.prompt_logprobs is None else 0
-            _check_int("max_tokens", self.max_tokens, lowest, 2**31 - 1)
-            _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
-        _check_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
-        _check_number("temperature", self.temperature, 0.0, 100.0)
-        _check_int("top_k", self.top_k, 0, 2**31 - 1)
-        _check_number("top_p", self.top_p, 0.0, 1.0, low_open=True)
-        _check_number("min_p", self.min_p, 0.0, 1.0)
-        _check_number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
-        _check_number("presence_penalty", self.presence_penalty, -100.0, 100.0)
-        _check_number("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
-        _check_int("n", self.n, 1, 1024)
-        if self.seed is not None:
-            _check_int("seed", self.seed, 0, MAX_SEED)
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name), 0, MAX_ALTERNATIVES)
+        lowest = 1 if self.prompt_logprobs is None else 0
+        highest = MAX_INT if self.max_tokens is None else check_int("max_tokens", self.max_tokens, lowest, MAX_INT)
+        whole = {
+            "max_tokens": (lowest, MAX_INT),
+            "min_tokens": (0, highest),
+            "top_k": (0, MAX_INT),
+            "n": (1, 1024),
+            "seed": (0, MAX_SEED),
+            "logprobs": (0, MAX_ALTERNATIVES),
+            "prompt_logprobs": (0, MAX_ALTERNATIVES),
+        }
+        checked: dict[str, Any] = {}
+        for name, (low, high) in whole.items():
+            if getattr(self, name) is not None or name not in _OPTIONAL:
+                checked[name] = check_int(name, getattr(self, name), low, high)
+        for name, (least, most) in _REAL.items():
+            checked[name] = check_number(name, getattr(self, name), least, most, low_open=name == "top_p")
+        if 0 < checked["temperature"] < MIN_TEMPERATURE:
+            raise InputError(
+                f"temperature must be 0 (greedy) or at least {MIN_TEMPERATURE:g}, not {self.temperature!r}"
+            )
         for name in ("ignore_eos", "deterministic"):
-            if not isinstance(getattr(self, name), bool):
-                raise InputError(f"{name} must be true or false")
-        object.__setattr__(self, "logit_bias", _check_bias(self.logit_bias))
-        object.__setattr__(self, "stop", _check_stop(self.stop))
-        if not isinstance(self.stop_ids, list | tuple):
-            raise InputError("stop_ids must be a list of token ids")
-        if len(self.stop_ids) > MAX_STOPS:
-            raise InputError(f"stop_ids may name at most {MAX_STOPS} tokens, not {len(self.stop_ids)}")
-        object.__setattr__(self, "stop_ids", tuple(_check_int("stop_ids", i, 0, 2**31 - 1) for i in self.stop_ids))
+            checked[name] = check_bool(name, getattr(self, name))
+        checked["logit_bias"] = _check_bias(self.logit_bias)
+        checked["stop"] = _check_stop(self.stop)
+        checked["stop_ids"] = _check_stop_ids(self.stop_ids)
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
 
     @property
     def has_penalties(self) -> bool:
@@ -137,9 +132,9 @@ class SamplingParams:
     def from_mapping(cls, options: Mapping[str, Any]) -> Self:
         """Build from plain data (a JSON line, say); an unknown name is an error."""
         known = {f.name for f in fields(cls)}
-        unknown = sorted(set(options) - known)
+        unknown = sorted(map(repr, set(options) - known))
         if unknown:
-            raise InputError(f"unknown sampling parameter {unknown[0]!r}; known: {', '.join(sorted(known))}")
+            raise InputError(f"unknown sampling parameter {unknown[0]}; known: {', '.join(sorted(known))}")
         return cls(**options)
 
 
@@ -150,6 +145,14 @@ def _check_stop(value: Any) -> tuple[str, ...]:
     if len(stops) > MAX_STOPS or any(len(s) > MAX_STOP_CHARS for s in stops):
         raise InputError(f"stop may hold at most {MAX_STOPS} strings of at most {MAX_STOP_CHARS} characters")
     return tuple(stops)
+
+
+def _check_stop_ids(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list | tuple):
+        raise InputError("stop_ids must be a list of token ids")
+    if len(value) > MAX_STOPS:
+        raise InputError(f"stop_ids may name at most {MAX_STOPS} tokens, not {len(value)}")
+    return tuple(check_int("stop_ids", i, 0, MAX_INT) for i in value)
 
 
 class Accept(StrEnum):
@@ -408,19 +411,32 @@ class Totals:
         return self.recomputed / max(1, self.recomputed + self.committed)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class SampleOutput:
-    """One finished sample. Token ids include the stopping token; text excludes EOS and the stop string."""
+    """One finished sample. Token ids include the stopping token; text excludes EOS and the stop string.
+
+    Two are equal if they say the same: seed, times and counters are not compared.
+    """
 
     sample_index: int
     prompt_len: int
     logprobs: tuple[TokenLogprob, ...]
     text: str
     finish_reason: FinishReason
-    seed: int
-    stats: SequenceStats
+    seed: int = field(compare=False)
+    stats: SequenceStats = field(compare=False)
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
     error: str | None = None
+
+    def __repr__(self) -> str:
+        return f"SampleOutput({self.summary})"
+
+    @property
+    def summary(self) -> str:
+        """The beginning of the text, why it ended, and the digest: what stands for it in print."""
+        text = self.text if len(self.text) <= MAX_SHOWN else self.text[:MAX_SHOWN] + "..."
+        error = "" if self.error is None else f", error={self.error!r}"
+        return f"text={text!r}, finish_reason={self.finish_reason.value!r}{error}, digest={self.digest[:16]!r}"
 
     @property
     def token_ids(self) -> tuple[int, ...]:

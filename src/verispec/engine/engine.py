@@ -82,7 +82,7 @@ class Engine:
         cost: CostTable = FLAT_COST,
         no_family_reason: str = "no shape of a pass is row-pure on this backend",
         clock: Callable[[], float] = time.monotonic,
-        random_seed: Callable[[], int] = lambda: secrets.randbits(64),
+        random_seed: Callable[[], int] = lambda: secrets.randbits(53),
     ) -> None:
         config = config or EngineConfig(num_slots=backend.limits.num_slots)
         shapes = tuple(m for m in sorted(family) if m <= config.row_budget) or tuple(sorted(family))[:1]
