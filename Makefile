@@ -2,11 +2,12 @@
 PYTHON ?= python3
 PROMPT ?= Explain in two sentences why the sky is blue.
 MODEL ?= smollm2-135m
+FOLDER ?= build
 VENV := .venv
 BIN := $(VENV)/bin
 HF_BIN := .venv-hf/bin
 
-.PHONY: help run test test-hf test-long test-wheel wheel native native-asan native-aarch64 native-digests lint goldens model setup clean
+.PHONY: help run test test-hf test-cuda gpu-test test-long test-wheel wheel native native-asan native-aarch64 native-digests lint goldens model setup clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -15,13 +16,21 @@ run: setup ## Install, fetch the default model once, and stream an answer (PROMP
 	@$(BIN)/verispec generate --model "$(MODEL)" -- "$(PROMPT)"
 
 test: setup model lint ## The whole test suite
-	$(BIN)/pytest -n auto --dist loadfile -m "not hf and not long"
+	$(BIN)/pytest -n auto --dist loadfile -m "not hf and not cuda and not long"
 
 test-hf: $(HF_BIN)/.installed model ## Compare with torch and transformers (installs them into .venv-hf)
 	$(HF_BIN)/pytest -m hf tests/hf
 
+test-cuda: .venv-cuda/bin/.installed ## Compile the CUDA kernels and look at their PTX (installs NVRTC into .venv-cuda; no GPU)
+	.venv-cuda/bin/pytest -m cuda tests/backends/cuda
+
+gpu-test: ## On a machine with an H200, torch and numpy: the CUDA kernels against the bit model and each other; FOLDER=...
+	mkdir -p "$(FOLDER)"
+	PYTHONPATH=src:. $(PYTHON) -m tests.backends.cuda.device_check "$(FOLDER)"
+	PYTHONPATH=src:. $(PYTHON) -m tests.backends.cuda.draw_check
+
 test-long: setup model ## The suite with many more generated cases; takes a long time
-	$(BIN)/pytest -m "not hf" --times 20
+	$(BIN)/pytest -m "not hf and not cuda" --times 20
 
 wheel: setup ## Build a wheel with the native kernels inside, into dist/
 	rm -rf dist
@@ -75,5 +84,10 @@ $(HF_BIN)/.installed: pyproject.toml hatch_build.py $(wildcard native/*)
 	$(HF_BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,hf]'
 	@touch $@
 
+.venv-cuda/bin/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-cuda
+	.venv-cuda/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev,cuda-compiler]'
+	@touch $@
+
 clean: ## Remove environments and caches of this checkout
-	rm -rf $(VENV) .venv-hf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-hf .venv-cuda build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

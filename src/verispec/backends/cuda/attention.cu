@@ -1,0 +1,404 @@
+// Attention over slot tables: decode, prompt and tree rows by one definition (docs/cuda-arithmetic.md, "Attention").
+// Compiled for one model: HEADS, KV_HEADS, HEAD_DIM, and TWO_BUFFERS: whether K and V of a span have shared memory each (few
+// rows: both are fetched before the wait) or V comes where K was (many rows: more blocks fit). Context index j of a row stands in slot table[seq_row, j], or behind
+// its prefix in its tail. Tiles of 64 and spans of 256 positions begin at absolute multiples, so a row's sums do not
+// depend on the rows beside it.
+#include "arithmetic.cuh"
+
+using namespace vs;
+
+constexpr int kTile = 64, kSpan = 256, kTiles = kSpan / kTile;
+constexpr int kGroup = HEADS / KV_HEADS, kChunks = HEAD_DIM / 8, kMask = (kChunks & -kChunks) - 1;
+constexpr bool kBoth = kGroup > 8;  // attention_rows: whether rows g + 8 of a tile of 16 are heads at all
+constexpr int kRowBytes = HEAD_DIM * 2, kColumns = HEAD_DIM / 8;
+
+struct Args {
+  const bf16* q;          // [rows, HEADS, HEAD_DIM]
+  const bf16* k_store;    // [slots, KV_HEADS, HEAD_DIM]
+  const bf16* v_store;
+  bf16* out;              // [rows, HEADS, HEAD_DIM]
+  const int* table;       // [sequence rows, table_width]
+  const int* positions;   // [rows]
+  const int* seq_rows;
+  const int* prefix_lens;
+  const int* tails;       // [rows, tail_width]
+  const int* ready_lens;  // how much of a row's context was written before this pass
+  const int* groups;      // prompt rows: first row and number of rows of each group
+  float* partial;         // [rows, KV_HEADS, spans, kGroup, HEAD_DIM + 2]
+  int* arrived;           // [rows, KV_HEADS], all 0 between launches
+  int64 table_width;
+  int tail_width;
+  int first_row;
+  int spans;              // the most spans a row of this launch has: grid z
+  int window;             // how many positions a row sees, itself included
+  float scale;            // log2(e) / sqrt(HEAD_DIM)
+};
+
+__device__ __forceinline__ int64 slot_of(const Args& a, int row, int64 seq_row, int prefix_len, int j) {
+  return j < prefix_len ? a.table[seq_row * a.table_width + j]
+                        : a.tails[static_cast<int64>(row) * a.tail_width + j - prefix_len];
+}
+
+// K is read eight bytes at a time from four rows at once, V by ldmatrix from eight rows at once: two ways to swizzle.
+__device__ __forceinline__ int k_offset(int row, int chunk) {
+  return row * kRowBytes + ((chunk ^ ((row & 3) << 1 & kMask)) << 4);
+}
+__device__ __forceinline__ int v_offset(int row, int chunk) { return row * kRowBytes + ((chunk ^ (row & 7 & kMask)) << 4); }
+
+// One store's positions [begin, end) into rows [begin - origin, end - origin) of a tile; zeros from `len` on.
+// slots[j - origin] holds the slot of position j.
+template <bool KEYS, int THREADS>
+__device__ __forceinline__ void fetch(const bf16* store, const int* slots, int kv_head, int origin, int begin, int end,
+                                      int len, unsigned to) {
+#pragma unroll 4
+  for (int i = threadIdx.x; i < (end - begin) * kChunks; i += THREADS) {
+    const int j = begin + i / kChunks, chunk = i % kChunks;
+    const int64 from = (static_cast<int64>(slots[j - origin]) * KV_HEADS + kv_head) * HEAD_DIM + chunk * 8;
+    copy16(to + (KEYS ? k_offset(j - origin, chunk) : v_offset(j - origin, chunk)), store + from, j < len);
+  }
+}
+
+// s = chain(q, k) of 16 query rows and 8 COUNT positions. q holds columns 4 t .. 4 t + 3 of each 16.
+template <int COUNT>
+__device__ __forceinline__ void scores(float (*s)[4], const unsigned (*q)[4], const unsigned char* k, int g, int t) {
+#pragma unroll
+  for (int n = 0; n < COUNT; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) s[n][e] = 0.0f;
+#pragma unroll
+  for (int step = 0; step < HEAD_DIM / 16; ++step)  // all chains at once
+#pragma unroll
+    for (int n = 0; n < COUNT; ++n) {
+      const uint2 b = *reinterpret_cast<const uint2*>(k + k_offset(n * 8 + g, 2 * step + (t >> 1)) + (t & 1) * 8);
+      mma(s[n], q[step], &b.x);
+    }
+}
+
+__device__ __forceinline__ void load_query(unsigned (*q)[4], const bf16* low, const bf16* high, int t) {
+#pragma unroll
+  for (int step = 0; step < HEAD_DIM / 16; ++step) {
+    uint2 a = make_uint2(0, 0), b = make_uint2(0, 0);
+    if (low != nullptr) a = *reinterpret_cast<const uint2*>(low + step * 16 + 4 * t);
+    if (high != nullptr) b = *reinterpret_cast<const uint2*>(high + step * 16 + 4 * t);
+    q[step][0] = a.x, q[step][1] = b.x, q[step][2] = a.y, q[step][3] = b.y;
+  }
+}
+
+// Two k16 steps' worth of V for eight columns: positions first .. first + 31.
+__device__ __forceinline__ void load_values(unsigned* v, unsigned values, int first, int column, int lane) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];\n"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+               : "r"(values + v_offset(first + lane, column))
+               : "memory");
+}
+
+__device__ __forceinline__ float masked(float s, float scale, int j, int len, int window) {
+  return j < len && j >= len - window ? mul(s, scale) : neg_inf();
+}
+__device__ __forceinline__ float weight(float s, float m) { return m == neg_inf() ? 0.0f : exp2_ieee(sub(s, m)); }
+__device__ __forceinline__ float decay(float m, float next) { return next == neg_inf() ? 1.0f : exp2_ieee(sub(m, next)); }
+__device__ __forceinline__ unsigned packed(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const unsigned*>(&pair);
+}
+__device__ __forceinline__ float quad_max(float v) {
+  v = fmaxf(v, __shfl_xor_sync(0xffffffffu, v, 1));
+  return fmaxf(v, __shfl_xor_sync(0xffffffffu, v, 2));
+}
+
+constexpr unsigned kOnes = 0x3F803F80u;  // two bf16 ones
+
+constexpr int kRowWarps = 8, kRowThreads = 32 * kRowWarps, kShare = kSpan / kRowWarps, kShareTiles = kShare / 8;
+constexpr int kPerTile = kTile / kShare;  // warps that share a tile's scores
+
+// grid (rows, KV_HEADS, spans), 8 warps: one span of one row. The scores of the whole span at once, then the maxima in
+// tile order, then each warp continues the chains over the span for its share of the columns. The last block of a row to
+// arrive merges the spans in ascending order.
+extern "C" __global__ void __launch_bounds__(kRowThreads) attention_rows(const Args a) {
+  extern __shared__ __align__(128) unsigned char memory[];
+  __shared__ float share_max[kRowWarps][16];
+  __shared__ int slots[kSpan], last;
+  constexpr int kStride = kSpan + 8, kOwn = (kColumns + kRowWarps - 1) / kRowWarps;
+  const int row = a.first_row + blockIdx.x, kv_head = blockIdx.y, span = blockIdx.z, origin = span * kSpan;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, t = lane & 3;
+  const int len = a.positions[row] + 1, first_span = max(0, len - a.window) / kSpan, spans = (len + kSpan - 1) / kSpan;
+  const int prefix_len = a.prefix_lens[row], ready_len = a.ready_lens[row];
+  const int64 seq_row = a.seq_rows[row];
+  release_next();
+  if (span < first_span || span >= spans) return;
+  const int end = min(kSpan, (len - origin + kTile - 1) / kTile * kTile) + origin;
+  const int ready = max(origin, min(end, ready_len)), tiles = (end - origin) / kTile;
+  bf16* weights = reinterpret_cast<bf16*>(memory);  // [16, kStride]
+  const unsigned char* keys = memory + 16 * kStride * 2;
+  const unsigned k_to = shared_address(keys), v_to = k_to + (TWO_BUFFERS ? kSpan * kRowBytes : 0);
+  if (threadIdx.x < kSpan)
+    slots[threadIdx.x] = origin + threadIdx.x < len ? slot_of(a, row, seq_row, prefix_len, origin + threadIdx.x) : 0;
+  __syncthreads();
+  fetch<true, kRowThreads>(a.k_store, slots, kv_head, origin, origin, ready, len, k_to);
+  if (TWO_BUFFERS) fetch<false, kRowThreads>(a.v_store, slots, kv_head, origin, origin, ready, len, v_to);
+  wait_for_previous();
+  fetch<true, kRowThreads>(a.k_store, slots, kv_head, origin, ready, end, len, k_to);
+  if (TWO_BUFFERS) fetch<false, kRowThreads>(a.v_store, slots, kv_head, origin, ready, end, len, v_to);
+  copy_commit();
+  const bf16* q_row = a.q + (static_cast<int64>(row) * HEADS + kv_head * kGroup) * HEAD_DIM;
+  unsigned q[HEAD_DIM / 16][4];
+  load_query(q, g < kGroup ? q_row + g * HEAD_DIM : nullptr, g + 8 < kGroup ? q_row + (g + 8) * HEAD_DIM : nullptr, t);
+  copy_wait<0>();
+  __syncthreads();
+
+  const int tile = warp / kPerTile;
+  float s[kShareTiles][4], low = neg_inf(), high = neg_inf();
+  if (tile < tiles) {
+    scores<kShareTiles>(s, q, keys + warp * kShare * kRowBytes, g, t);
+#pragma unroll
+    for (int n = 0; n < kShareTiles; ++n)
+#pragma unroll
+      for (int e = 0; e < (kBoth ? 4 : 2); ++e) {
+        s[n][e] = masked(s[n][e], a.scale, origin + warp * kShare + n * 8 + 2 * t + (e & 1), len, a.window);
+        float& m = e < 2 ? low : high;
+        m = fmaxf(m, s[n][e]);
+      }
+    low = quad_max(low), high = quad_max(high);
+  }
+  if (t == 0) share_max[warp][g] = low, share_max[warp][g + 8] = high;
+  __syncthreads();
+  if (!TWO_BUFFERS) {  // K has been read
+    fetch<false, kRowThreads>(a.v_store, slots, kv_head, origin, origin, end, len, v_to);
+    copy_commit();
+  }
+  float m_low[kTiles], m_high[kTiles];  // the running maximum after each tile
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+    m_low[i] = i ? m_low[i - 1] : neg_inf(), m_high[i] = i ? m_high[i - 1] : neg_inf();
+#pragma unroll
+    for (int share = i * kPerTile; share < (i + 1) * kPerTile; ++share) {
+      m_low[i] = fmaxf(m_low[i], share_max[share][g]);
+      if (kBoth) m_high[i] = fmaxf(m_high[i], share_max[share][g + 8]);
+    }
+  }
+  if (tile < tiles) {
+    low = m_low[0], high = m_high[0];
+#pragma unroll
+    for (int i = 1; i < kTiles; ++i)
+      if (i == tile) low = m_low[i], high = m_high[i];
+#pragma unroll
+    for (int n = 0; n < kShareTiles; ++n) {
+      const int at = warp * kShare + n * 8 + 2 * t;
+      *reinterpret_cast<unsigned*>(weights + g * kStride + at) = packed(weight(s[n][0], low), weight(s[n][1], low));
+      *reinterpret_cast<unsigned*>(weights + (g + 8) * kStride + at) =
+          kBoth ? packed(weight(s[n][2], high), weight(s[n][3], high)) : 0;
+    }
+  }
+  copy_wait<0>();
+  __syncthreads();
+
+  float o[kOwn][4] = {}, l[4] = {};
+  if (warp < kColumns)
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+      if (i >= tiles) break;
+      const float low_by = decay(i ? m_low[i - 1] : neg_inf(), m_low[i]);
+      const float high_by = kBoth ? decay(i ? m_high[i - 1] : neg_inf(), m_high[i]) : 1.0f;
+#pragma unroll
+      for (int c = 0; c < kOwn; ++c)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) o[c][e] = mul(o[c][e], e < 2 ? low_by : high_by);
+      l[0] = mul(l[0], low_by), l[2] = mul(l[2], high_by);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int first = i * kTile + half * 32;
+        unsigned v[kOwn][4];
+#pragma unroll
+        for (int c = 0; c < kOwn; ++c)
+          if (warp + kRowWarps * c < kColumns) load_values(v[c], v_to, first, warp + kRowWarps * c, lane);
+#pragma unroll
+        for (int step = 0; step < 2; ++step) {
+          const bf16* p = weights + g * kStride + first + step * 16 + 2 * t;
+          const unsigned w[4] = {*reinterpret_cast<const unsigned*>(p), *reinterpret_cast<const unsigned*>(p + 8 * kStride),
+                                 *reinterpret_cast<const unsigned*>(p + 8),
+                                 *reinterpret_cast<const unsigned*>(p + 8 * kStride + 8)};
+          const unsigned ones[2] = {kOnes, kOnes};
+          mma(l, w, ones);
+#pragma unroll
+          for (int c = 0; c < kOwn; ++c)
+            if (warp + kRowWarps * c < kColumns) mma(o[c], w, v[c] + 2 * step);
+        }
+      }
+    }
+
+  const int64 pair = static_cast<int64>(row) * KV_HEADS + kv_head;
+  bf16* out = a.out + (static_cast<int64>(row) * HEADS + kv_head * kGroup) * HEAD_DIM;
+  const bool alone = spans - first_span == 1;
+  float* mine = a.partial + (pair * a.spans + span) * kGroup * (HEAD_DIM + 2);
+#pragma unroll
+  for (int c = 0; c < kOwn; ++c)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int head = g + (e < 2 ? 0 : 8), column = (warp + kRowWarps * c) * 8 + 2 * t + (e & 1);
+      if (head >= kGroup || warp + kRowWarps * c >= kColumns) continue;
+      if (alone) out[head * HEAD_DIM + column] = to_bf16(div(o[c][e], l[e & 2]));
+      else __stcg(mine + head * (HEAD_DIM + 2) + column, o[c][e]);
+    }
+  if (alone) return;
+  if (warp == 0 && t == 0) {
+    if (g < kGroup) __stcg(mine + g * (HEAD_DIM + 2) + HEAD_DIM, m_low[kTiles - 1]), __stcg(mine + g * (HEAD_DIM + 2) + HEAD_DIM + 1, l[0]);
+    if (g + 8 < kGroup) __stcg(mine + (g + 8) * (HEAD_DIM + 2) + HEAD_DIM, m_high[kTiles - 1]), __stcg(mine + (g + 8) * (HEAD_DIM + 2) + HEAD_DIM + 1, l[2]);
+  }
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) last = atomicAdd(a.arrived + pair, 1) == spans - first_span - 1;
+  __syncthreads();
+  if (!last) return;
+  __threadfence();
+  for (int i = threadIdx.x; i < kGroup * HEAD_DIM; i += blockDim.x) {
+    const int head = i / HEAD_DIM, column = i % HEAD_DIM;
+    const float* from = a.partial + pair * a.spans * kGroup * (HEAD_DIM + 2) + head * (HEAD_DIM + 2);
+    float m = neg_inf(), sum = 0.0f, value = 0.0f;
+    for (int n = first_span; n < spans; ++n) {
+      const float* other = from + static_cast<int64>(n) * kGroup * (HEAD_DIM + 2);
+      const float m_other = __ldcg(other + HEAD_DIM), l_other = __ldcg(other + HEAD_DIM + 1), o_other = __ldcg(other + column);
+      if (m_other == neg_inf()) continue;
+      if (m == neg_inf()) {
+        m = m_other, sum = l_other, value = o_other;
+        continue;
+      }
+      const float top = fmaxf(m, m_other), mine_by = exp2_ieee(sub(m, top)), other_by = exp2_ieee(sub(m_other, top));
+      value = add(mul(value, mine_by), mul(o_other, other_by));
+      sum = add(mul(sum, mine_by), mul(l_other, other_by));
+      m = top;
+    }
+    out[head * HEAD_DIM + column] = to_bf16(div(value, sum));
+  }
+  if (threadIdx.x == 0) a.arrived[pair] = 0;
+}
+
+// grid (groups, KV_HEADS), 4 warps: up to 64 / kGroup consecutive rows of one sequence whose contexts are prefixes of the
+// last row's; a warp holds 16 pairs of row and head. Spans are merged in registers.
+extern "C" __global__ void __launch_bounds__(128) attention_groups(const Args a) {
+  extern __shared__ __align__(128) unsigned char memory[];
+  __shared__ int slots[3][kTile];  // of the tiles in hand, on their way, and behind them
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, t = lane & 3, kv_head = blockIdx.y;
+  const int first = a.groups[2 * blockIdx.x], count = a.groups[2 * blockIdx.x + 1], final_row = first + count - 1;
+  release_next();
+  wait_for_previous();
+  const int longest = a.positions[final_row] + 1, begin = max(0, a.positions[first] + 1 - a.window) / kTile;
+  const int end = (longest + kTile - 1) / kTile;
+  int len[2];
+  const bf16* q_row[2];
+  int64 to[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int pair = warp * 16 + i * 8 + g, row = first + pair / kGroup;
+    const bool valid = pair < count * kGroup;
+    len[i] = valid ? a.positions[row] + 1 : 0;
+    to[i] = (static_cast<int64>(row) * HEADS + kv_head * kGroup + pair % kGroup) * HEAD_DIM;
+    q_row[i] = valid ? a.q + to[i] : nullptr;
+  }
+  unsigned q[HEAD_DIM / 16][4];
+  load_query(q, q_row[0], q_row[1], t);
+  const unsigned base = shared_address(memory);
+  constexpr int kStage = 2 * kTile * kRowBytes;
+  float* total = reinterpret_cast<float*>(memory + 2 * kStage) + threadIdx.x;  // [kColumns * 4, 128]: the merged spans
+  float o[kColumns][4] = {}, l[4] = {}, total_l[2] = {0.0f, 0.0f};
+  float m[2] = {neg_inf(), neg_inf()}, total_m[2] = {neg_inf(), neg_inf()};
+  const int64 seq_row = a.seq_rows[final_row];
+  const int prefix_len = a.prefix_lens[final_row];
+  const auto slot_at = [&](int j) { return j < longest ? static_cast<int>(slot_of(a, final_row, seq_row, prefix_len, j)) : 0; };
+  const auto fetch_tile = [&](int tile) {
+    const unsigned to = base + (tile & 1) * kStage;
+    fetch<true, 128>(a.k_store, slots[tile % 3], kv_head, tile * kTile, tile * kTile, (tile + 1) * kTile, longest, to);
+    fetch<false, 128>(a.v_store, slots[tile % 3], kv_head, tile * kTile, tile * kTile, (tile + 1) * kTile, longest, to + kStage / 2);
+    copy_commit();
+  };
+  const int half = threadIdx.x / kTile, place = threadIdx.x % kTile;
+  slots[(begin + half) % 3][place] = slot_at((begin + half) * kTile + place);
+  __syncthreads();
+  fetch_tile(begin);
+  for (int tile = begin; tile < end; ++tile) {
+    const int stage = tile & 1;
+    int later = 0;
+    if (half == 0) later = slot_at((tile + 2) * kTile + place);
+    if (tile + 1 < end) fetch_tile(tile + 1);
+    else copy_commit();
+    copy_wait<1>();
+    __syncthreads();
+    float s[8][4];
+    scores<8>(s, q, memory + stage * kStage, g, t);
+    float top[2] = {neg_inf(), neg_inf()};
+#pragma unroll
+    for (int n = 0; n < 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        s[n][e] = masked(s[n][e], a.scale, tile * kTile + n * 8 + 2 * t + (e & 1), len[e / 2], a.window);
+        top[e / 2] = fmaxf(top[e / 2], s[n][e]);
+      }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      top[i] = fmaxf(m[i], quad_max(top[i]));
+      const float by = decay(m[i], top[i]);
+      m[i] = top[i];
+      l[2 * i] = mul(l[2 * i], by);
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) o[c][2 * i] = mul(o[c][2 * i], by), o[c][2 * i + 1] = mul(o[c][2 * i + 1], by);
+    }
+    unsigned p[8][2];
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      p[n][0] = packed(weight(s[n][0], m[0]), weight(s[n][1], m[0]));
+      p[n][1] = packed(weight(s[n][2], m[1]), weight(s[n][3], m[1]));
+    }
+    const unsigned values = base + stage * kStage + kStage / 2;
+#pragma unroll
+    for (int part = 0; part < 2; ++part) {
+#pragma unroll
+      for (int step = 0; step < 2; ++step) {
+        const int n = part * 4 + step * 2;
+        const unsigned w[4] = {p[n][0], p[n][1], p[n + 1][0], p[n + 1][1]}, ones[2] = {kOnes, kOnes};
+        mma(l, w, ones);
+      }
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) {
+        unsigned v[4];
+        load_values(v, values, part * 32, c, lane);
+#pragma unroll
+        for (int step = 0; step < 2; ++step) {
+          const int n = part * 4 + step * 2;
+          const unsigned w[4] = {p[n][0], p[n][1], p[n + 1][0], p[n + 1][1]};
+          mma(o[c], w, v + 2 * step);
+        }
+      }
+    }
+    if (half == 0) slots[(tile + 2) % 3][place] = later;
+    __syncthreads();
+    if ((tile + 1) % kTiles != 0 && tile + 1 < end) continue;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {  // the span is over: merge it, and begin the next one
+      if (m[i] != neg_inf()) {
+        const bool empty = total_m[i] == neg_inf();
+        const float both = fmaxf(total_m[i], m[i]);
+        const float mine_by = empty ? 0.0f : exp2_ieee(sub(total_m[i], both)), other_by = exp2_ieee(sub(m[i], both));
+#pragma unroll
+        for (int c = 0; c < kColumns; ++c)
+#pragma unroll
+          for (int e = 2 * i; e < 2 * i + 2; ++e) {
+            float& sum = total[(c * 4 + e) * 128];
+            sum = empty ? o[c][e] : add(mul(sum, mine_by), mul(o[c][e], other_by));
+          }
+        total_l[i] = empty ? l[2 * i] : add(mul(total_l[i], mine_by), mul(l[2 * i], other_by));
+        total_m[i] = both;
+      }
+      m[i] = neg_inf();
+      l[2 * i] = 0.0f;
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) o[c][2 * i] = o[c][2 * i + 1] = 0.0f;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    if (q_row[i] == nullptr) continue;
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c)
+      *reinterpret_cast<unsigned*>(a.out + to[i] + c * 8 + 2 * t) =
+          packed(div(total[(c * 4 + 2 * i) * 128], total_l[i]), div(total[(c * 4 + 2 * i + 1) * 128], total_l[i]));
+  }
+}

@@ -1,0 +1,156 @@
+"""CUDA C++ to kernels through NVRTC, with a disk cache, and their launch on a stream.
+
+Contraction is off, division and square root are IEEE and denormals are kept: the bits are in the source. A machine
+without a GPU can compile (`compile_cubin`) but not load.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_SOURCES = Path(__file__).parent
+ARCHITECTURE = "sm_90a"
+_OPTIONS = ("--fmad=false", "--prec-div=true", "--prec-sqrt=true", "--ftz=false", "--std=c++17")
+
+
+class CudaError(RuntimeError):
+    """A call of the driver or the compiler failed."""
+
+
+def _checked(result: tuple[Any, ...]) -> Any:
+    error, *values = result
+    if int(error) != 0:
+        raise CudaError(str(error))
+    return values[0] if values else None
+
+
+def include_folders() -> list[Path]:
+    """Where CUDA's headers lie: beside the NVRTC that pip installed."""
+    import nvidia
+
+    folders = [Path(base) / kind / "include" for base in nvidia.__path__ for kind in ("cu13", "cuda_runtime")]
+    return [folder for folder in folders if (folder / "cuda_bf16.h").exists()]
+
+
+def _compiled(source: str, defines: Mapping[str, int], architecture: str) -> Any:
+    from cuda.bindings import nvrtc
+
+    text = (_SOURCES / source).read_bytes()
+    header = (_SOURCES / "arithmetic.cuh").read_bytes()
+    options = [f"--gpu-architecture={architecture}", *_OPTIONS]
+    options += [f"-D{name}={value}" for name, value in defines.items()]
+    options += [f"-I{folder}" for folder in include_folders()]
+    program = _checked(nvrtc.nvrtcCreateProgram(text, source.encode(), 1, [header], [b"arithmetic.cuh"]))
+    (error,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+    if int(error) != 0:
+        log = bytearray(_checked(nvrtc.nvrtcGetProgramLogSize(program)))
+        nvrtc.nvrtcGetProgramLog(program, log)
+        raise CudaError(f"{source} does not compile for {dict(defines)}: {log.decode(errors='replace')}")
+    return program
+
+
+def compile_cubin(source: str, defines: Mapping[str, int], architecture: str = ARCHITECTURE) -> bytes:
+    """Machine code of one source file of this folder. Raises CudaError with the compiler's log."""
+    from cuda.bindings import nvrtc
+
+    program = _compiled(source, defines, architecture)
+    code = bytearray(_checked(nvrtc.nvrtcGetCUBINSize(program)))
+    _checked(nvrtc.nvrtcGetCUBIN(program, code))
+    _checked(nvrtc.nvrtcDestroyProgram(program))
+    return bytes(code)
+
+
+def compile_ptx(source: str, defines: Mapping[str, int]) -> str:
+    """The same as PTX, to be looked at: which operations there are, and which there must not be."""
+    from cuda.bindings import nvrtc
+
+    program = _compiled(source, defines, ARCHITECTURE.replace("sm", "compute"))
+    text = bytearray(_checked(nvrtc.nvrtcGetPTXSize(program)))
+    _checked(nvrtc.nvrtcGetPTX(program, text))
+    _checked(nvrtc.nvrtcDestroyProgram(program))
+    return text.decode()
+
+
+def compiler_version() -> str:
+    """NVRTC's version: part of the cache's key."""
+    from cuda.bindings import nvrtc
+
+    error, major, minor = nvrtc.nvrtcVersion()
+    _checked((error,))
+    return f"{major}.{minor}"
+
+
+def cached_cubin(source: str, defines: Mapping[str, int], folder: Path | None) -> bytes:
+    """The same, kept in `folder` under a hash of everything it depends on."""
+    if folder is None:
+        return compile_cubin(source, defines)
+    parts = [(_SOURCES / name).read_bytes() for name in (source, "arithmetic.cuh")]
+    key = hashlib.sha256(b"\0".join([*parts, repr((sorted(defines.items()), ARCHITECTURE, _OPTIONS)).encode()]))
+    key.update(compiler_version().encode())
+    path = folder / f"{Path(source).stem}-{key.hexdigest()[:32]}.cubin"
+    if path.exists():
+        return path.read_bytes()
+    code = compile_cubin(source, defines)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
+        file.write(code)
+    os.replace(file.name, path)  # two processes may compile at once; either's file is whole
+    return code
+
+
+class Kernel:
+    """One loaded kernel. Its single parameter is a structure passed by value."""
+
+    def __init__(self, module: Any, name: str) -> None:
+        from cuda.bindings import driver
+
+        self._driver = driver
+        self._function = _checked(driver.cuModuleGetFunction(module, name.encode()))
+        self._shared_limit = 0
+        ahead = driver.CUlaunchAttribute()
+        ahead.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        ahead.value.programmaticStreamSerializationAllowed = 1
+        self._ahead = ahead
+
+    def launch(
+        self, grid: tuple[int, int, int], threads: int, args: ctypes.Structure, *, stream: int, shared: int = 0,
+        ahead: bool = True,
+    ) -> None:  # fmt: skip
+        """Put it on the stream. `ahead` lets it start before the kernel in front of it has ended."""
+        driver = self._driver
+        if shared > self._shared_limit:
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            _checked(driver.cuFuncSetAttribute(self._function, attribute, shared))
+            self._shared_limit = shared
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.sharedMemBytes = shared
+        config.hStream = stream
+        config.attrs = [self._ahead] if ahead else []
+        config.numAttrs = 1 if ahead else 0
+        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(args))
+        _checked(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(parameters), 0))
+
+
+class Modules:
+    """Kernels by source, sizes and name, compiled when first asked for."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._modules: dict[tuple[str, tuple[tuple[str, int], ...]], Any] = {}
+
+    def kernel(self, source: str, name: str, defines: Mapping[str, int]) -> Kernel:
+        """Needs a current CUDA context (torch makes one)."""
+        from cuda.bindings import driver
+
+        key = (source, tuple(sorted(defines.items())))
+        if key not in self._modules:
+            self._modules[key] = _checked(driver.cuModuleLoadData(cached_cubin(source, defines, self._folder)))
+        return Kernel(self._modules[key], name)

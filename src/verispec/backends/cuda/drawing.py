@@ -1,0 +1,103 @@
+"""The draw as Python calls on torch tensors: tokens and log-probabilities with the bits of `verispec.sampling`.
+
+Sampling parameters are data on the device, so one captured graph serves them all; filters are one kernel more. Logits
+that a request's penalties and bias change come in as a second tensor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from verispec.backends.cuda.arguments import current_stream, filled, pointers, struct
+from verispec.backends.cuda.compiler import Kernel, Modules
+from verispec.backends.cuda.kernels import RowInputs
+
+_MIN_CHUNK, _MAX_CHUNK = 1024, 16384  # ids of one block
+_ENOUGH_BLOCKS = 1024
+_PARAMETERS = ("seeds", "counters", "temperature", "top_k", "top_p", "log_min_p")
+_DrawArgs = struct(
+    "DrawArgs",
+    *pointers("raw", "edited", *_PARAMETERS, "tops", "best", "sums", "kept", "token_ids", "logprobs"),
+    ("vocab", ctypes.c_int),
+    ("chunk", ctypes.c_int),
+    ("chunks", ctypes.c_int),
+)
+_AdvanceArgs = struct(
+    "AdvanceArgs",
+    *pointers("drawn", "token_ids", "positions", "slots", "prefix_lens", "ready_lens", "counters", "seq_rows", "table"),
+    ("table_width", ctypes.c_longlong),
+    ("rows", ctypes.c_int),
+)
+_NoiseArgs = struct("NoiseArgs", *pointers("out"), ("first", ctypes.c_uint), ("count", ctypes.c_uint))
+
+
+@dataclass(frozen=True, slots=True)
+class DrawInputs:
+    """Sampling parameters of each row, on the device."""
+
+    seeds: torch.Tensor  # [R, 2] int32 bits, low word first
+    counters: torch.Tensor  # [R, 3] int32 bits: t, sample index, stream
+    temperature: torch.Tensor  # [R] float32
+    top_k: torch.Tensor  # [R] int32, 0 is off
+    top_p: torch.Tensor  # [R] float32, 1 is off
+    log_min_p: torch.Tensor  # [R] float32, -inf is off
+
+
+class DrawKernels:
+    """The draw of up to `rows` rows. `token_ids` (-1: nothing to draw) and `logprobs` hold the last results."""
+
+    def __init__(self, vocab: int, rows: int, cache_folder: Path | None = None) -> None:
+        self._modules, self._kernels = Modules(cache_folder), dict[str, Kernel]()
+        self._vocab, most = vocab, -(-vocab // _MIN_CHUNK)
+
+        def empty(*size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.zeros(size, dtype=dtype, device="cuda")
+
+        self.token_ids, self.logprobs = empty(rows, dtype=torch.int32), empty(rows, dtype=torch.float32)
+        self._scratch = {
+            "tops": empty(rows, 2, most), "best": empty(rows, most), "sums": empty(rows, most),
+        }  # fmt: skip
+        self._kept, self._all_kept = empty(rows), torch.full((rows,), -1, dtype=torch.int64, device="cuda")
+
+    def draw(
+        self, logits: torch.Tensor, inputs: DrawInputs, rows: int, *, filters: bool, edited: torch.Tensor | None = None
+    ) -> None:
+        """Tokens of the first `rows` rows of logits [R, V]. Without `filters` no row may have one on."""
+        chunk = _MIN_CHUNK
+        while chunk < _MAX_CHUNK and rows * self._vocab > chunk * _ENOUGH_BLOCKS:
+            chunk *= 2
+        chunks = -(-self._vocab // chunk)
+        args = filled(
+            _DrawArgs(), raw=logits, edited=logits if edited is None else edited, token_ids=self.token_ids,
+            logprobs=self.logprobs, kept=self._kept if filters else self._all_kept, vocab=self._vocab,
+            chunk=chunk, chunks=chunks, **self._scratch, **{name: getattr(inputs, name) for name in _PARAMETERS},
+        )  # fmt: skip
+        self._launch("draw_top", (chunks, rows, 1), 256, args)
+        if filters:
+            self._launch("draw_filter", (rows, 1, 1), 1024, args)
+        self._launch("draw_best", (chunks, rows, 1), 256, args)
+        self._launch("draw_token", (rows, 1, 1), 32, args)
+
+    def advance(self, inputs: RowInputs, draws: DrawInputs, rows: int) -> None:
+        """The drawn tokens become the rows of the next pass, without the host."""
+        names = ("token_ids", "positions", "slots", "prefix_lens", "ready_lens", "seq_rows", "table")
+        args = filled(
+            _AdvanceArgs(), drawn=self.token_ids, counters=draws.counters, table_width=inputs.table.shape[1], rows=rows,
+            **{name: getattr(inputs, name) for name in names},
+        )  # fmt: skip
+        self._launch("advance_rows", (-(-rows // 256), 1, 1), 256, args)
+
+    def noise(self, first: int, count: int) -> torch.Tensor:
+        """The noise of `count` words from `first` on. float32"""
+        out = torch.empty(count, dtype=torch.float32, device="cuda")
+        self._launch("noise_of_words", (132 * 8, 1, 1), 256, filled(_NoiseArgs(), out=out, first=first, count=count))
+        return out
+
+    def _launch(self, name: str, grid: tuple[int, int, int], threads: int, args: ctypes.Structure) -> None:
+        if name not in self._kernels:
+            self._kernels[name] = self._modules.kernel("draw.cu", name, {})
+        self._kernels[name].launch(grid, threads, args, stream=current_stream())

@@ -1,0 +1,338 @@
+"""The kernels as Python calls on torch tensors: one method per step of a pass, in two forms with the same bits.
+
+`few` runs a linear layer and what follows it as one kernel of ours (up to 64 rows). `many` takes the product from
+cuBLASLt, batched over the parts of K, and finishes it in a small kernel. Every call only puts work on torch's current
+stream, so all of them can be captured into a CUDA graph. Buffers belong to the caller.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from verispec.backends.cuda.arguments import current_stream, filled, pointers, struct
+from verispec.backends.cuda.bit_model import softmax_scale
+from verispec.backends.cuda.compiler import Kernel, Modules
+from verispec.backends.cuda.shapes import SPAN, TILE, Shapes, num_parts
+
+MAX_FEW_ROWS = 64
+_ROWS_PER_TILE = 8
+_STAGE_NBYTES = 2048  # 16 weight rows of 64 columns
+_STAGE_ROW_NBYTES = 128
+# Shared memory for rings: as much of an SM's 227 KiB as leaves room for the next kernel's first blocks.
+_SM_RING_NBYTES, _BLOCK_RING_NBYTES = 160 * 1024, 96 * 1024
+_MIN_STAGES, _MAX_STAGES = 4, 16
+NO_WINDOW = 1 << 30
+
+
+class Kind(IntEnum):
+    """What follows a product, as linear.cu numbers it."""
+
+    QKV = 0
+    RESIDUAL = 1
+    GATE_UP = 2
+    HEAD = 3
+    PLAIN = 4
+
+
+_KV = ("cosines", "sines", "positions", "slots", "k_store", "v_store", "not_finite")
+LinearArgs = struct(
+    "LinearArgs",
+    *pointers("x", "w", "nodes_in", "out", "bias", *_KV, "gain", "scaled", "nodes_out", "row_ids"),
+    ("eps", ctypes.c_float),
+    ("rows", ctypes.c_int),
+)
+RowArgs = struct(
+    "RowArgs",
+    *pointers("y", "nodes_in", "out", "bias", "q_gain", "k_gain", *_KV),
+    *pointers("gain", "scaled", "nodes_out", "row_ids", "table"),
+    ("eps", ctypes.c_float),
+    ("rows", ctypes.c_int),
+    ("width", ctypes.c_int),
+)
+AttentionArgs = struct(
+    "AttentionArgs",
+    *pointers("q", "k_store", "v_store", "out", "table", "positions", "seq_rows", "prefix_lens", "tails"),
+    *pointers("ready_lens", "groups", "partial", "arrived"),
+    ("table_width", ctypes.c_longlong),
+    ("tail_width", ctypes.c_int),
+    ("first_row", ctypes.c_int),
+    ("spans", ctypes.c_int),
+    ("window", ctypes.c_int),
+    ("scale", ctypes.c_float),
+)
+
+
+class Forms(NamedTuple):
+    """Which form each product of a pass takes: True is `many`. The bits are the same, so the choice is free."""
+
+    qkv: bool
+    o: bool
+    gate_up: bool
+    down: bool
+    head: bool
+
+
+ALL_FEW, ALL_MANY = Forms(*[False] * 5), Forms(*[True] * 5)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Weights of one layer on the device: matrices in bf16, rows in the kernels' order; vectors in float32."""
+
+    attn_gain: torch.Tensor  # [width]
+    qkv: torch.Tensor  # [(H + 2 KV) d, width] in `qkv_order`
+    qkv_bias: torch.Tensor | None  # [(H + 2 KV) d] in natural order
+    q_gain: torch.Tensor | None  # [d]
+    k_gain: torch.Tensor | None
+    o: torch.Tensor  # [width, H d]
+    mlp_gain: torch.Tensor
+    gate_up: torch.Tensor  # [2 mlp, width] in `gate_up_order`
+    down: torch.Tensor  # [width, mlp]
+
+
+@dataclass(frozen=True, slots=True)
+class RowInputs:
+    """What a pass says of its rows, int32 on the device, at least as long as the pass has rows."""
+
+    token_ids: torch.Tensor  # [M]
+    positions: torch.Tensor  # [M]
+    slots: torch.Tensor  # [M]
+    seq_rows: torch.Tensor  # [M]
+    prefix_lens: torch.Tensor  # [M]
+    ready_lens: torch.Tensor  # [M] how much of the row's context was written before this pass
+    tails: torch.Tensor  # [M, D]
+    table: torch.Tensor  # [sequence rows, context]
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """Where the steps of a pass leave their results, for up to `rows` rows."""
+
+    x: torch.Tensor  # [M, width] bf16, the residual stream
+    scaled: torch.Tensor  # [M, width] bf16, x times the next norm's weight
+    nodes: torch.Tensor  # [M, width / 16] float32, sums of 16 squares of x
+    q: torch.Tensor  # [M, H, d] bf16
+    attention: torch.Tensor  # [M, H, d] bf16
+    h: torch.Tensor  # [M, mlp] bf16
+    products: torch.Tensor  # float32, the products of `many`
+    partial: torch.Tensor  # float32, results of spans
+    arrived: torch.Tensor  # [M, KV] int32, zeros between launches
+    not_finite: torch.Tensor  # [M] int32, 1 where a row's K or V was not finite
+
+    @classmethod
+    def of(cls, shapes: Shapes, rows: int, spans: int) -> Buffers:
+        """Allocate them. `spans` is the most spans of one row."""
+
+        def empty(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+            return torch.empty(size, dtype=dtype, device="cuda")
+
+        layers = ((shapes.qkv, shapes.width), (shapes.width, shapes.attention), (2 * shapes.mlp, shapes.width))
+        widest = max(n * num_parts(n, k) for n, k in (*layers, (shapes.width, shapes.mlp)))
+        group = shapes.heads // shapes.kv_heads
+        return cls(
+            x=empty(rows, shapes.width),
+            scaled=empty(rows, shapes.width),
+            nodes=empty(rows, shapes.width // 16, dtype=torch.float32),
+            q=empty(rows, shapes.heads, shapes.head_dim),
+            attention=empty(rows, shapes.heads, shapes.head_dim),
+            h=empty(rows, shapes.mlp),
+            products=empty(rows * widest, dtype=torch.float32),
+            partial=empty(rows * shapes.kv_heads * spans * group * (shapes.head_dim + 2), dtype=torch.float32),
+            arrived=torch.zeros(rows, shapes.kv_heads, dtype=torch.int32, device="cuda"),
+            not_finite=torch.zeros(rows, dtype=torch.int32, device="cuda"),
+        )
+
+
+@contextmanager
+def undivided_products() -> Iterator[None]:
+    """cuBLASLt without split-K: its products then are the canonical chains. Process-wide, so restored at the end."""
+    before_library = torch.backends.cuda.preferred_blas_library()
+    matmul = torch.backends.cuda.matmul
+    before_reduction = matmul.allow_bf16_reduced_precision_reduction
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    matmul.allow_bf16_reduced_precision_reduction = (False, False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.preferred_blas_library(before_library)
+        matmul.allow_bf16_reduced_precision_reduction = before_reduction
+
+
+class Kernels:
+    """All kernels of one model on the current device; compiled when first used, kept in `cache_folder`."""
+
+    def __init__(self, shapes: Shapes, cos: torch.Tensor, sin: torch.Tensor, cache_folder: Path | None = None) -> None:
+        self.shapes = shapes
+        self._modules = Modules(cache_folder)
+        self._tables = {"cosines": cos, "sines": sin}
+        self._kernels: dict[tuple[object, ...], Kernel] = {}
+        self._sizes = {"WIDTH": shapes.width, "HEADS": shapes.heads, "KV_HEADS": shapes.kv_heads}
+        self._sizes["HEAD_DIM"] = shapes.head_dim
+        self._scale = float(softmax_scale(shapes.head_dim))
+        self._num_sms = torch.cuda.get_device_properties("cuda").multi_processor_count
+
+    # Steps of a pass. `b` is written, `rows` is M.
+
+    def embed(self, table: torch.Tensor, gain: torch.Tensor, inputs: RowInputs, b: Buffers, rows: int) -> None:
+        """x, scaled and nodes of the first layer. It fences a pass from the one before it."""
+        args = filled(
+            RowArgs(), out=b.x, gain=gain, scaled=b.scaled, nodes_out=b.nodes, row_ids=inputs.token_ids, table=table,
+            rows=rows, not_finite=b.not_finite,
+        )  # fmt: skip
+        self._rows_kernel("embed_rows", 1).launch((rows, 1, 1), 128, args, stream=current_stream())
+
+    def qkv(
+        self, layer: Layer, k: torch.Tensor, v: torch.Tensor, inputs: RowInputs, b: Buffers, rows: int, *, many: bool
+    ) -> None:
+        """q, and the rows' K and V into the stores [slots, KV, d]."""
+        shapes = self.shapes
+        common = {
+            "nodes_in": b.nodes, "out": b.q, "bias": layer.qkv_bias, "positions": inputs.positions,
+            "slots": inputs.slots, "k_store": k, "v_store": v, "not_finite": b.not_finite, "rows": rows,
+            "eps": shapes.eps, **self._tables,
+        }  # fmt: skip
+        if not many and not shapes.qk_norm:
+            self._linear(Kind.QKV, layer.qkv, rows, filled(LinearArgs(), x=b.scaled, w=layer.qkv, **common))
+            return
+        if many:
+            y, parts = self._product(b.scaled[:rows], layer.qkv, b)
+        else:  # a q/k norm needs whole heads
+            y, parts = b.products.view(torch.bfloat16), 1
+            args = filled(LinearArgs(), x=b.scaled, w=layer.qkv, out=y, rows=rows)
+            self._linear(Kind.PLAIN, layer.qkv, rows, args)
+        args = filled(RowArgs(), y=y, q_gain=layer.q_gain, k_gain=layer.k_gain, **common)
+        heads = shapes.heads + 2 * shapes.kv_heads
+        self._rows_kernel("qkv_rows", parts).launch((rows, -(-heads // 4), 1), 128, args, stream=current_stream())
+
+    def attend_rows(
+        self, k: torch.Tensor, v: torch.Tensor, inputs: RowInputs, b: Buffers, *, first_row: int, rows: int, spans: int,
+        window: int = NO_WINDOW,
+    ) -> None:  # fmt: skip
+        """Attention of rows of any kind, each by itself; `spans` is at least what the longest of them needs."""
+        args = self._attention_args(k, v, inputs, b, window)
+        filled(args, first_row=first_row, spans=spans)
+        grid = (rows, self.shapes.kv_heads, spans)
+        two_buffers = rows * self.shapes.kv_heads * spans <= 2 * self._num_sms
+        store = SPAN * self.shapes.head_dim * 2
+        shared = (2 if two_buffers else 1) * store + 16 * (SPAN + 8) * 2
+        kernel = self._attention_kernel("attention_rows", two_buffers)
+        kernel.launch(grid, 256, args, stream=current_stream(), shared=shared)
+
+    @property
+    def rows_per_group(self) -> int:
+        """The most rows of one group of `attend_groups`."""
+        return 64 // (self.shapes.heads // self.shapes.kv_heads)
+
+    def attend_groups(
+        self, k: torch.Tensor, v: torch.Tensor, inputs: RowInputs, b: Buffers, groups: torch.Tensor, *,
+        window: int = NO_WINDOW,
+    ) -> None:  # fmt: skip
+        """Attention of groups [G, 2] (first row, number of rows): rows of one sequence whose contexts are prefixes of
+        the last one's, in ascending order of position."""
+        args = filled(self._attention_args(k, v, inputs, b, window), groups=groups)
+        shared = 2 * 2 * TILE * self.shapes.head_dim * 2 + 128 * self.shapes.head_dim // 2 * 4
+        grid = (len(groups), self.shapes.kv_heads, 1)
+        self._attention_kernel("attention_groups", False).launch(
+            grid, 128, args, stream=current_stream(), shared=shared
+        )
+
+    def residual(
+        self, x: torch.Tensor, w: torch.Tensor, gain: torch.Tensor, b: Buffers, rows: int, *, many: bool
+    ) -> None:
+        """Output and down products of `x`, added to the residual stream; scaled and nodes for the norm that follows."""
+        common = {"out": b.x, "gain": gain, "scaled": b.scaled, "nodes_out": b.nodes, "rows": rows}
+        if not many:
+            self._linear(Kind.RESIDUAL, w, rows, filled(LinearArgs(), x=x, w=w, **common))
+            return
+        y, parts = self._product(x.view(-1, w.shape[1])[:rows], w, b)
+        args = filled(RowArgs(), y=y, **common)
+        self._rows_kernel("residual_rows", parts).launch((rows, 1, 1), 128, args, stream=current_stream())
+
+    def gate_up(self, layer: Layer, b: Buffers, rows: int, *, many: bool) -> None:
+        """h = silu(gate) up"""
+        common = {"nodes_in": b.nodes, "out": b.h, "rows": rows, "eps": self.shapes.eps}
+        if not many:
+            args = filled(LinearArgs(), x=b.scaled, w=layer.gate_up, **common)
+            self._linear(Kind.GATE_UP, layer.gate_up, rows, args)
+            return
+        y, parts = self._product(b.scaled[:rows], layer.gate_up, b)
+        args = filled(RowArgs(), y=y, **common)
+        grid = (rows, -(-self.shapes.mlp // 512), 1)
+        self._rows_kernel("gate_up_rows", parts).launch(grid, 128, args, stream=current_stream())
+
+    def head(
+        self, w: torch.Tensor, b: Buffers, logits: torch.Tensor, row_ids: torch.Tensor | None, rows: int, *, many: bool
+    ) -> None:
+        """Logits [rows, V] float32 of these rows of the pass (all of them where `row_ids` is None)."""
+        common = {"nodes_in": b.nodes, "out": logits, "row_ids": row_ids, "rows": rows, "eps": self.shapes.eps}
+        if not many:
+            self._linear(Kind.HEAD, w, rows, filled(LinearArgs(), x=b.scaled, w=w, **common))
+            return
+        x = b.scaled[:rows] if row_ids is None else b.scaled[row_ids.long()]
+        torch.mm(x, w.t(), out_dtype=torch.float32, out=logits[:rows])
+        args = filled(RowArgs(), width=w.shape[0], **common)
+        grid = (rows, -(-w.shape[0] // 4096), 1)
+        self._rows_kernel("head_rows", 1).launch(grid, 256, args, stream=current_stream())
+
+    # How they are put together.
+
+    def _linear(self, kind: Kind, w: torch.Tensor, rows: int, args: ctypes.Structure) -> None:
+        outputs, columns = w.shape
+        parts = 1 if kind is Kind.HEAD else num_parts(outputs, columns)
+        row_tiles = next(n for n in (1, 2, 4, 8) if n * _ROWS_PER_TILE >= rows)
+        weight_tiles = outputs // 16
+        tiles = 1 if parts > 1 or weight_tiles <= 256 else 2 if weight_tiles <= 1024 else 4
+        blocks = -(-weight_tiles // tiles)
+        stage = (_STAGE_NBYTES + row_tiles * _ROWS_PER_TILE * _STAGE_ROW_NBYTES) * tiles * parts
+        room = min(_BLOCK_RING_NBYTES, _SM_RING_NBYTES // -(-blocks // self._num_sms))
+        steps = -(-columns // parts // TILE)
+        stages = min(steps + 1, max(_MIN_STAGES, min(_MAX_STAGES, room // stage)))
+        defines = {
+            "KIND": int(kind), "N": outputs, "K": columns, "PARTS": parts, "ROW_TILES": row_tiles, "TILES": tiles,
+            "STAGES": stages, **self._sizes,
+        }  # fmt: skip
+        kernel = self._kernel("linear.cu", "linear", defines)
+        warps = tiles * parts + (row_tiles if kind in (Kind.QKV, Kind.GATE_UP, Kind.HEAD) else 0)
+        kernel.launch((blocks, 1, 1), 32 * warps, args, stream=current_stream(), shared=stages * stage)
+
+    def _product(self, x: torch.Tensor, w: torch.Tensor, b: Buffers) -> tuple[torch.Tensor, int]:
+        rows, (outputs, columns) = len(x), w.shape
+        parts = num_parts(outputs, columns)
+        if parts == 1:
+            y = b.products.view(torch.bfloat16)[: rows * outputs].view(rows, outputs)
+            return torch.mm(x, w.t(), out=y), 1
+        y = b.products[: parts * rows * outputs].view(parts, rows, outputs)
+        left = x.unflatten(1, (parts, -1)).transpose(0, 1)  # [parts, rows, K / parts]
+        right = w.unflatten(1, (parts, -1)).permute(1, 2, 0)  # [parts, K / parts, outputs]
+        return torch.bmm(left, right, out_dtype=torch.float32, out=y), parts
+
+    def _attention_args(
+        self, k: torch.Tensor, v: torch.Tensor, inputs: RowInputs, b: Buffers, window: int
+    ) -> ctypes.Structure:
+        return filled(
+            AttentionArgs(), q=b.q, k_store=k, v_store=v, out=b.attention, table=inputs.table,
+            positions=inputs.positions, seq_rows=inputs.seq_rows, prefix_lens=inputs.prefix_lens, tails=inputs.tails,
+            ready_lens=inputs.ready_lens, partial=b.partial, arrived=b.arrived, table_width=inputs.table.shape[1],
+            tail_width=inputs.tails.shape[1], window=window, scale=self._scale,
+        )  # fmt: skip
+
+    def _attention_kernel(self, name: str, two_buffers: bool) -> Kernel:
+        sizes = {k: v for k, v in self._sizes.items() if k != "WIDTH"}
+        return self._kernel("attention.cu", name, {**sizes, "TWO_BUFFERS": int(two_buffers)})
+
+    def _rows_kernel(self, name: str, parts: int) -> Kernel:
+        return self._kernel("rows.cu", name, {**self._sizes, "MLP": self.shapes.mlp, "PARTS": parts})
+
+    def _kernel(self, source: str, name: str, defines: dict[str, int]) -> Kernel:
+        key = (source, name, *sorted(defines.items()))
+        if key not in self._kernels:
+            self._kernels[key] = self._modules.kernel(source, name, defines)
+        return self._kernels[key]

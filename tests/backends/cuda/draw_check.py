@@ -1,0 +1,199 @@
+"""The draw on a GPU against plain numpy, and the noise of all 2^32 words against the CPU's C++.
+
+python -m tests.backends.cuda.draw_check [WORDS]; WORDS is how many words of noise to compare, 2^32 unless told.
+"""
+
+import ctypes
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from verispec.backends.cuda.drawing import DrawInputs, DrawKernels
+from verispec.sampling.noise import gumbel_f32, log_f32, philox4x32
+
+NATIVE = Path(__file__).parents[3] / "native"
+_SOURCE = """
+#include "maths.h"
+extern "C" void noise(unsigned first, unsigned count, float* out) {
+  for (unsigned i = 0; i < count; ++i) out[i] = vs::gumbel_f32(first + i);
+}
+"""
+BLOCK = 1 << 26
+
+
+def cpu_noise(folder: Path) -> ctypes.CDLL:
+    (folder / "noise.cpp").write_text(_SOURCE)
+    library = folder / "noise.so"
+    command = ["c++", "-O3", "-march=native", "-ffp-contract=off", "-std=c++17", "-shared", "-fPIC", f"-I{NATIVE}"]
+    subprocess.run([*command, str(folder / "noise.cpp"), "-o", str(library)], check=True)
+    return ctypes.CDLL(str(library))
+
+
+def check_noise(words: int) -> int:
+    kernels = DrawKernels(4096, 1)
+    first = np.arange(1 << 20, dtype=np.int64) * 4093 % (1 << 32)  # numpy itself, on some of them
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor() as threads:
+        library, workers = cpu_noise(Path(name)), os.cpu_count() or 1
+        different, share = 0, BLOCK // workers
+        host = torch.empty(BLOCK, dtype=torch.float32, pin_memory=True)
+        sample = np.concatenate([first, np.arange(4096), (1 << 32) - 1 - np.arange(4096)])
+        native = np.empty(1, np.float32)
+        odd = 0
+        for word in sample[:: len(sample) // 2000]:
+            library.noise(ctypes.c_uint(int(word)), ctypes.c_uint(1), ctypes.c_void_p(native.ctypes.data))
+            odd += int(native[0] != gumbel_f32(np, np.array([word]))[0])
+        print(f"noise: numpy and C++ differ on {odd} of 2000 words", flush=True)
+        for start in range(0, words, BLOCK):
+            device = kernels.noise(start, BLOCK)
+            jobs = [
+                threads.submit(
+                    library.noise, ctypes.c_uint(start + i * share), ctypes.c_uint(share),
+                    ctypes.c_void_p(host.data_ptr() + 4 * i * share),
+                )
+                for i in range(workers)
+            ]  # fmt: skip
+            for job in jobs:
+                job.result()
+            unequal = device.view(torch.int32) != host.cuda().view(torch.int32)
+            count = int(unequal.sum())
+            different += count
+            if count:
+                print("words", (unequal.nonzero().flatten()[:5] + start).tolist(), flush=True)
+    print(f"noise: {different} of {words} words differ", flush=True)
+    return different + odd
+
+
+# A plain reference of the draw: one row at a time, sorting.
+
+
+def exp_f32(x: np.ndarray) -> np.ndarray:
+    f = np.float32
+    c = np.where(x < -87, f(-87), x).astype(np.float32)
+    n = (c * f(1.44269504) + f(12582912)) - f(12582912)
+    r = (c - n * f(0.693359375)) - n * f(-2.12194440e-4)
+    p = np.full_like(r, 1.9875691500e-4)
+    for k in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+        p = p * r + f(k)
+    y = (p * r * r + r) + f(1)
+    return np.where(x < -87, f(0), y * np.ldexp(f(1), n.astype(np.int32))).astype(np.float32)
+
+
+def weights(z: np.ndarray) -> np.ndarray:
+    return np.rint(exp_f32(z).astype(np.float64) * 2.0**40).astype(np.int64)
+
+
+def reference(logits: np.ndarray, edited: np.ndarray, row: dict[str, float]) -> tuple[int, float]:
+    if not np.isfinite(edited.max()):
+        return -1, math.nan
+    top = logits.max()
+    total = np.float32(weights(logits - top).sum()) * np.float32(2.0**-40)
+    log_total = log_f32(np, np.array([total], np.float32))[0]
+    z = (edited - edited.max()) / np.float32(row["temperature"] or 1)
+    if row["temperature"] == 0:
+        chosen = int(np.argmax(edited))
+    else:
+        order = np.lexsort((np.arange(len(z)), -z))
+        keep = int((z >= np.float32(row["log_min_p"])).sum())
+        keep = max(1, min(keep, int(row["top_k"]) or keep))
+        if row["top_p"] < 1:
+            reached = np.cumsum(weights(z[order[:keep]]))
+            needed = math.ceil(float(np.float32(row["top_p"])) * float(reached[-1]))
+            keep = min(keep, int((reached < needed).sum()) + 1)
+        ids = np.sort(order[:keep])
+        ids = ids[z[ids] > -np.inf]
+        blocks = ids >> 2
+        seed, zero = int(row["seed"]), blocks * 0
+        counter = (blocks, zero + int(row["t"]), zero + int(row["sample"]), zero + int(row["stream"]))
+        words = np.stack(philox4x32(counter, (zero + (seed & 0xFFFFFFFF), zero + (seed >> 32))))
+        noisy = z[ids] + gumbel_f32(np, words[ids & 3, np.arange(len(ids))])
+        chosen = int(ids[np.argmax(noisy)])
+    return chosen, float((logits[chosen] - top) - log_total)
+
+
+def draw_case(rng: np.random.Generator, kind: str, vocab: int, rows: int) -> np.ndarray:
+    logits = (rng.standard_normal((rows, vocab)) * 4).astype(np.float32)
+    if kind == "ties":
+        logits = np.round(logits * 2) / 2
+    if kind == "banned":
+        logits[:, ::2] = -np.inf
+    if kind == "unusable":
+        logits[0, 5], logits[1, 7], logits[2] = np.nan, np.inf, -np.inf
+    return logits.astype(np.float32)
+
+
+def check_draws() -> int:
+    rng, wrong, total = np.random.default_rng(0), 0, 0
+    for vocab in (320, 5000, 49152, 151936):
+        kernels = DrawKernels(vocab, 64)
+        for kind in ("plain", "ties", "banned", "unusable", "edited"):
+            rows = 12
+            logits = draw_case(rng, kind, vocab, rows)
+            edited = logits + (rng.random(logits.shape) < 0.1).astype(np.float32) if kind == "edited" else logits
+            parameters = [
+                {
+                    "temperature": float(np.float32((0, 1, 0.7, 1.5)[i % 4])), "top_k": (0, 0, 1, 40, 3000)[i % 5],
+                    "top_p": float(np.float32((1, 0.9, 0.5, 0.01)[i // 2 % 4])), "stream": int(rng.integers(0, 4)),
+                    "log_min_p": float(np.float32((-math.inf, -3.0, -0.5)[i % 3])), "t": int(rng.integers(0, 9999)),
+                    "seed": int(rng.integers(0, 1 << 63)), "sample": int(rng.integers(0, 4)),
+                }
+                for i in range(rows)
+            ]  # fmt: skip
+            for filters in (True, False):
+                if not filters:
+                    parameters = [{**p, "top_k": 0, "top_p": 1.0, "log_min_p": -math.inf} for p in parameters]
+                kernels.draw(
+                    torch.from_numpy(logits).cuda(), device_parameters(parameters), rows, filters=filters,
+                    edited=torch.from_numpy(edited).cuda() if kind == "edited" else None,
+                )  # fmt: skip
+                tokens, logprobs = kernels.token_ids.tolist(), kernels.logprobs.cpu().numpy()
+                for i in range(rows):
+                    wanted = reference(logits[i], edited[i], parameters[i])
+                    same = np.float32(wanted[1]).tobytes() == logprobs[i].tobytes() or (
+                        math.isnan(wanted[1]) and math.isnan(logprobs[i])
+                    )
+                    total += 1
+                    if tokens[i] != wanted[0] or not same:
+                        wrong += 1
+                        print(
+                            "BAD", vocab, kind, filters, i, parameters[i], (tokens[i], logprobs[i]), wanted, flush=True
+                        )
+    print(f"draws: {wrong} of {total} differ", flush=True)
+    return wrong
+
+
+def device_parameters(rows: list[dict[str, float]]) -> DrawInputs:
+    def ints(values: list[list[int]]) -> torch.Tensor:
+        return torch.from_numpy(np.array(values, np.uint64).astype(np.uint32).view(np.int32)).cuda()
+
+    def column(name: str, dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor([row[name] for row in rows], dtype=dtype, device="cuda")
+
+    return DrawInputs(
+        seeds=ints([[int(r["seed"]) & 0xFFFFFFFF, int(r["seed"]) >> 32] for r in rows]),
+        counters=ints([[int(r["t"]), int(r["sample"]), int(r["stream"])] for r in rows]),
+        temperature=column("temperature", torch.float32),
+        top_k=column("top_k", torch.int32),
+        top_p=column("top_p", torch.float32),
+        log_min_p=column("log_min_p", torch.float32),
+    )
+
+
+def main() -> None:
+    with np.errstate(all="ignore"):
+        wrong = check_draws()
+    begin = time.perf_counter()
+    wrong += check_noise(int(sys.argv[1]) if len(sys.argv) > 1 else 1 << 32)
+    print(f"{time.perf_counter() - begin:.0f} s", "FAILED" if wrong else "all equal")
+    sys.exit(wrong > 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""A CPU derives the bits of a GPU: golden digests made on an H200 by `device_check.py`, and the pieces of the model."""
+
+import json
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.backends.cuda import tiny
+from verispec.backends.cuda import bits
+from verispec.backends.cuda.shapes import num_parts
+
+GOLDENS = json.loads(Path(__file__).with_name("goldens.json").read_text())
+
+
+@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+def test_bit_model_derives_the_digests_made_on_an_h200(name: str) -> None:
+    steps = tiny.bit_model_steps(tiny.tiny_model(name))
+    derived = {f"{i}/{step}": tiny.digest(values) for i, one in enumerate(steps) for step, values in one.items()}
+    assert derived == GOLDENS[name]
+
+
+def test_another_accumulator_width_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The control: one bit less, as on earlier hardware, and the digests are others.
+    monkeypatch.setattr(bits, "_FRACTION_BITS", 24)
+    steps = tiny.bit_model_steps(tiny.tiny_model("llama"))
+    differing = [k for k, v in steps[0].items() if tiny.digest(v) != GOLDENS["llama"][f"0/{k}"]]
+    assert "logits" in differing
+
+
+def test_fused_rounds_once() -> None:
+    values = tiny.numbers("fused", (3, 2000))
+    values[2] *= np.float32(2) ** ((np.arange(2000) % 60) - 30)
+    for (a, b, c), got in zip(values.T, bits.fused(*values), strict=True):
+        exact = Fraction(float(a)) * Fraction(float(b)) + Fraction(float(c))
+        neighbours = (np.nextafter(got, np.float32(-np.inf)), np.nextafter(got, np.float32(np.inf)))
+        assert abs(Fraction(float(got)) - exact) <= min(abs(Fraction(float(n)) - exact) for n in neighbours)
+
+
+def test_exp2_is_close_and_clipped() -> None:
+    x = np.linspace(-126, 126, 100_001, dtype=np.float32)
+    assert np.max(np.abs(bits.exp2(x) / np.exp2(x.astype(np.float64)) - 1)) < 2e-7
+    edges = bits.exp2(np.array([-np.inf, -127, 0, 126, 200], np.float32))
+    assert edges.tolist() == [0.0, 0.0, 1.0, 2.0**126, 2.0**126]
+
+
+def test_one_step_is_one_sum_cut_off_25_bits_below_the_largest_term() -> None:
+    small = np.float32(2.0**-13)  # its square is 2^-26: below the cut beside 1, though sixteen of them are not
+    together = np.array([[1] + [small] * 15], np.float32)
+    assert bits.chain(together, together)[0, 0] == 1.0
+    before = np.array([[small] * 16 + [1]], np.float32)
+    assert bits.chain(before, before)[0, 0] == 1.0 + 2.0**-22
+
+
+PARTS = [
+    (960, 576, 3), (576, 576, 3), (3072, 576, 1), (576, 1536, 4),  # SmolLM2-135M
+    (6144, 4096, 2), (4096, 4096, 2), (28672, 4096, 1), (4096, 14336, 2),  # Llama 8B
+    (2048, 1536, 2), (1536, 1536, 2), (17920, 1536, 1), (1536, 8960, 4),  # Qwen2.5 1.5B
+    (100, 144, 1),  # no multiple of 64
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("outputs", "columns", "parts"), PARTS)
+def test_parts_of_k_follow_from_the_sizes_alone(outputs: int, columns: int, parts: int) -> None:
+    assert num_parts(outputs, columns) == parts

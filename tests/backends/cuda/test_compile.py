@@ -1,0 +1,40 @@
+"""The CUDA kernels compile without a GPU, and their PTX holds the operations that were written and no others."""
+
+import re
+
+import pytest
+
+from verispec.backends.cuda.compiler import CudaError, compile_cubin, compile_ptx
+
+pytestmark = pytest.mark.cuda
+
+MODEL = {"WIDTH": 576, "HEADS": 9, "KV_HEADS": 3, "HEAD_DIM": 64}
+LINEAR = {"N": 960, "K": 576, "PARTS": 3, "TILES": 1, "STAGES": 4, **MODEL}
+KINDS = [{"KIND": 0, "ROW_TILES": 1}, {"KIND": 1, "ROW_TILES": 2}, {"KIND": 2, "ROW_TILES": 4}]
+KINDS += [{"KIND": 3, "ROW_TILES": 8}, {"KIND": 4, "ROW_TILES": 1}]
+SOURCES = [
+    *(("linear.cu", LINEAR | kind) for kind in KINDS),
+    *(("rows.cu", {**MODEL, "MLP": 1536, "PARTS": parts}) for parts in (1, 2, 3, 4)),
+    *(("attention.cu", {**MODEL, "HEAD_DIM": size, "TWO_BUFFERS": 1}) for size in (64, 128)),
+    ("attention.cu", {**MODEL, "TWO_BUFFERS": 0}),
+    ("draw.cu", {}),
+]
+
+
+@pytest.mark.parametrize(("source", "defines"), SOURCES)
+def test_ptx_has_no_approximations_and_only_k16_products(source: str, defines: dict[str, int]) -> None:
+    ptx = compile_ptx(source, defines)
+    assert not re.findall(r"\b\w+\.(?:approx|full|ftz)[.\w]*", ptx)
+    assert {m for m in re.findall(r"mma\.sync\.[.\w]*", ptx) if "m16n8k16" not in m} == set()
+    assert "wgmma" not in ptx
+    # Every float sum and product says how it rounds, so that nothing may be contracted.
+    assert not re.findall(r"\b(?:add|sub|mul|fma)\.f32", ptx)
+
+
+def test_code_for_the_device_is_made_without_one() -> None:
+    assert compile_cubin(*SOURCES[0])[:4] == b"\x7fELF"
+
+
+def test_what_does_not_compile_says_why() -> None:
+    with pytest.raises(CudaError, match="KIND"):
+        compile_cubin("linear.cu", {})
