@@ -120,7 +120,6 @@ def _floats(name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
     return np.asarray(integers / np.float32(128), np.float32).reshape(shape)
 
 
-@cache
 def _stored(type_name: str, name: str, shape: tuple[int, int]) -> StoredTensor:
     if type_name in FLOAT_TYPES:
         values = _floats(name, shape) / 8
