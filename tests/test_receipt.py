@@ -162,7 +162,9 @@ def test_a_replay_takes_nothing_on_trust(llm: LLM, receipt: Receipt, monkeypatch
     without = replay(llm, receipt)
     assert (without.reproduced, without.num_passes) == (True, 90)
     monkeypatch.setattr(RecordedDrafter, "offer", lambda drafter, sequence, limit: Offer(min(limit, 3), 1.0))
-    monkeypatch.setattr(RecordedDrafter, "draft", lambda drafter, sequence, quota: Draft.chain([1] * quota))
+    monkeypatch.setattr(
+        RecordedDrafter, "draft", lambda drafter, plans: [Draft.chain([1] * p.draft_quota) for p in plans]
+    )
     assert replay(llm, receipt).reproduced
 
 
@@ -444,10 +446,13 @@ def test_any_value_in_any_fields_place_is_refused_or_named_at_little_cost(
                 result = replay(llm, redigested(changed))
             except InputError:
                 continue
+            if redigested(changed) == receipt:
+                continue
             assert steps <= 6, (path, other)  # a step per token, and one to see it go on
-            assert changed == receipt or changed.is_edited or result.fields, (path, other)
+            assert changed.is_edited or result.fields, (path, other)
             named += not result.agrees
             if result.agrees and path not in FREE:  # then it must be true
+                assert path.startswith("parameters.sampling."), other
                 (answer,) = llm.generate([[1, 2, 3]], changed.parameters.sampling)
                 assert answer.token_ids == receipt.output.token_ids, (path, other)
                 assert answer.finish_reason == receipt.output.finish_reason, (path, other)

@@ -7,6 +7,7 @@ means is the caller's business.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -26,28 +27,27 @@ def decode(data: bytes, *, name: str) -> str:
         raise InputError(f"{name}: byte {position} (0x{data[position]:02x}) is not UTF-8") from error
 
 
-def load_object(data: bytes, *, name: str, example: str) -> dict[str, Any]:
+def load_object(data: bytes, *, name: str, example: str, max_nbytes: int = MAX_OBJECT_NBYTES) -> dict[str, Any]:
     """The one object that the bytes are; `example` shows what was expected where they are something else."""
-    value = load_value(data, name=name)
+    value = load_value(data, name=name, max_nbytes=max_nbytes)
     if not isinstance(value, dict):
         raise InputError(f"{name} must be an object such as {example}")
     return value
 
 
-def load_value(data: bytes, *, name: str) -> Any:
+def load_value(data: bytes, *, name: str, max_nbytes: int = MAX_OBJECT_NBYTES) -> Any:
     """The one JSON value that the bytes are."""
-    if len(data) > MAX_OBJECT_NBYTES:
-        raise InputError(f"{name} has {len(data)} bytes; the limit is {MAX_OBJECT_NBYTES}")
+    if len(data) > max_nbytes:
+        raise InputError(f"{name} has {len(data)} bytes; the limit is {max_nbytes}")
     text = decode(data, name=name).rstrip()
     if not text:
         raise InputError(f"{name} is blank")
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in found:
-                raise InputError(f"{name} has the key {key[:100]!r} twice")
-            found[key] = value
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            repeated, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+            raise InputError(f"{name} has the key {repeated[:100]!r} twice")
         return found
 
     def refuse_constant(constant: str) -> NoReturn:

@@ -52,7 +52,7 @@ def cases() -> Iterator[tuple[Case, str]]:
     yield Case("long template", FILE, gguf(long.data)), "10000000 characters"
     files = broken_folders.sound_folder().files()
     yield Case("no config", ".", {"model.safetensors": files["model.safetensors"]}), "config.json"
-    yield Case("broken config", ".", {**files, "config.json": b'{"architectures": ['}), "config.json: not valid JSON"
+    yield Case("broken config", ".", {**files, "config.json": b'{"architectures": ['}), "config.json is not JSON"
     yield Case("broken tokenizer", ".", {**files, "tokenizer.json": b"{}"}), "tokenizer.json"
     index = b'{"weight_map": {"model.norm.weight": "../x.safetensors"}}'
     yield Case("index", ".", {**files, broken_folders.INDEX: index}), "'../x.safetensors'"

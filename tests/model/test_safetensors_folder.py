@@ -20,7 +20,6 @@ from tests.support.tiny_models import (
 )
 from verispec.errors import ModelFileError, UnsupportedModelError
 from verispec.model import SafetensorsFolder
-from verispec.model.safetensors_folder import parse_json
 
 SMALL = TinyConfig(num_layers=1, hidden_size=32, num_heads=2, num_kv_heads=1, mlp_size=32, vocab_size=8)
 GOOD_ENTRY = {"dtype": "F32", "shape": [2, 4], "data_offsets": [0, 32]}
@@ -97,12 +96,12 @@ def test_values_outlive_close_and_are_read_only(tmp_path: Path) -> None:
         ({"a": {**GOOD_ENTRY, "shape": [1] * 9}}, "shape"),
         ({"a": {"shape": [8]}}, "no dtype"),
         ({"a": 5}, "no dtype"),
-        ([], "JSON object"),
+        ([], "must be an object"),
         (b'{"a": ' + b"[" * 100000, "nested"),
         (b'{"a": {}, "a": {}}', "twice"),
-        (b'{"a": ' + b"9" * 5000 + b"}", "not valid JSON"),
-        (b"\xff\xfe{}", "not valid JSON"),
-        (b'{"a', "not valid JSON"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "too many digits"),
+        (b"\xff\xfe{}", "not UTF-8"),
+        (b'{"a', "is not JSON"),
     ],
 )
 def test_malformed_headers_are_refused_with_the_reason(header: Any, named: str, tmp_path: Path) -> None:
@@ -207,11 +206,3 @@ def test_flipped_header_bytes_parse_or_fail_cleanly(changes: dict[int, int], tmp
         return
     for name in folder.tensors:
         folder.read(name)
-
-
-@pytest.mark.parametrize("text", [b'"' + b'\\"' * 500_000, b'{"a": "' + b"[" * 1_000_000 + b'"}', b"{}" * 500_000])
-def test_json_checks_take_linear_time(text: bytes) -> None:
-    try:
-        parse_json(text, Path("x.json"))
-    except ModelFileError as error:
-        assert "nested" not in str(error)  # noqa: PT017

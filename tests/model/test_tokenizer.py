@@ -332,9 +332,10 @@ class TestFolder:
     @pytest.mark.parametrize(
         ("name", "content", "named"),
         [
-            ("tokenizer.json", "", "not valid JSON"),
-            ("tokenizer.json", "[]", "not a JSON object"),
-            ("tokenizer.json", "[" * 100000, "not valid JSON"),
+            ("tokenizer.json", "", "is blank"),
+            ("tokenizer.json", "[]", "must be an object"),
+            ("tokenizer.json", "[" * 100000, "nested too deeply"),
+            ("tokenizer.json", '{"a": 1, "a": 2}', "the key 'a' twice"),
             ("tokenizer.json", '{"decoder": {"type": "ByteLevel"}}', "not a tokenizer"),
             ("tokenizer.json", b"\xff", "cannot be read"),
             ("generation_config.json", '{"eos_token_id": "2"}', "eos_token_id"),

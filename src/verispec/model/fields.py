@@ -1,4 +1,4 @@
-"""Typed reads from an untrusted mapping: GGUF metadata, or a Hugging Face config.json.
+"""Typed reads from an untrusted mapping: GGUF metadata, or a JSON file of a Hugging Face folder.
 
 A missing or mistyped value is a `ModelFileError` that names the file, the key and what was found. What a file says is
 quoted in messages only through `quoted`: it may be megabytes long, or hold line breaks and terminal codes.
@@ -6,9 +6,11 @@ quoted in messages only through `quoted`: it may be megabytes long, or hold line
 
 import math
 from collections.abc import Mapping, Sized
+from pathlib import Path
 from typing import Any, NoReturn
 
-from verispec.errors import ModelFileError
+from verispec.errors import InputError, ModelFileError
+from verispec.strict_json import load_object
 
 _REQUIRED = object()
 _MAX_QUOTED_CHARS = 80
@@ -32,6 +34,14 @@ def _quoted_scalar(value: object) -> str:
 
 def _shortened(text: str) -> str:
     return text if len(text) <= _MAX_QUOTED_CHARS else text[:_MAX_QUOTED_CHARS] + "..."
+
+
+def json_object(data: bytes, where: Path, *, max_nbytes: int) -> dict[str, Any]:
+    """The object of a JSON file, or of a part of one."""
+    try:
+        return load_object(data, name=str(where), example='{"name": ...}', max_nbytes=max_nbytes)
+    except InputError as error:
+        raise ModelFileError(str(error)) from error
 
 
 class Fields:

@@ -3,7 +3,6 @@
 Nothing in the files is trusted: what does not fit together is a `ModelFileError` that names the file.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import Any
 import tokenizers
 
 from verispec.errors import ModelFileError, UnsupportedModelError
-from verispec.model.fields import quoted
+from verispec.model.fields import json_object, quoted
 from verispec.model.tokenizer import Tokenizer, byte_level_bytes, byte_token_bytes, sentencepiece_bytes
 
 # The largest published tokenizer.json files are about 35 MB.
@@ -204,12 +203,4 @@ def _read_text(path: Path) -> str:
 
 def read_json(path: Path) -> dict[str, Any] | None:
     """The object in `path`, None where there is no such file."""
-    if not path.is_file():
-        return None
-    try:
-        value = json.loads(_read_text(path))
-    except (ValueError, RecursionError) as error:
-        raise ModelFileError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelFileError(f"{path}: not a JSON object")
-    return value
+    return json_object(_read_text(path).encode(), path, max_nbytes=_MAX_JSON_BYTES) if path.is_file() else None

@@ -5,9 +5,7 @@ name only files of the same folder. Knows the container format; what config.json
 `folder_model`'s business. Values come out as float32, whatever they are stored as.
 """
 
-import json
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +17,7 @@ import numpy.typing as npt
 
 from verispec.errors import ModelFileError, UnsupportedModelError
 from verispec.model.blocks import to_float32
-from verispec.model.fields import quoted
+from verispec.model.fields import json_object, quoted
 from verispec.model.file_digest import FileStamp
 from verispec.model.mapped_file import MappedFile, Span, check_no_overlap
 
@@ -31,12 +29,8 @@ INDEX_NAME = "model.safetensors.index.json"
 _ITEM_NBYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
 _MAX_JSON_NBYTES = 1 << 25
-_MAX_JSON_DEPTH = 16
 _MAX_DIMS = 8
 _MAX_SHARDS = 512
-# Possessive, and content with an unterminated string: linear in time and constant in memory on any input.
-_JSON_STRING_OR_BRACKET = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[][{}]', re.DOTALL)
-_DEPTH_CHANGES = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +50,7 @@ class SafetensorsFolder:
     def __init__(self, folder: Path, config: MappedFile, files: list[MappedFile]) -> None:
         self.folder = folder
         self._files = [config, *files]
-        self.config: Mapping[str, Any] = MappingProxyType(_read_small(config))
+        self.config: Mapping[str, Any] = MappingProxyType(_object(config))
         self.tensors: Mapping[str, StoredTensor] = MappingProxyType(_merge([_read_header(file) for file in files]))
 
     @classmethod
@@ -113,38 +107,14 @@ class SafetensorsFolder:
         self.close()
 
 
-def parse_json(data: bytes, where: Path) -> dict[str, Any]:
-    """A JSON object from an untrusted file, with its nesting bounded and no key twice; the caller bounds its size."""
-    depth = 0
-    for match in _JSON_STRING_OR_BRACKET.finditer(data):
-        depth += _DEPTH_CHANGES.get(data[match.start()], 0)
-        if depth > _MAX_JSON_DEPTH:
-            raise ModelFileError(f"{where}: JSON nested deeper than {_MAX_JSON_DEPTH}")
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        table = dict(pairs)
-        if len(table) != len(pairs):
-            raise ValueError("a key appears twice in one object")
-        return table
-
-    try:
-        # json raises ValueError for bad syntax, bad UTF-8 and integers of thousands of digits alike.
-        value = json.loads(data, object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
-        raise ModelFileError(f"{where}: not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelFileError(f"{where}: must be a JSON object, not {type(value).__name__}")
-    return value
-
-
-def _read_small(file: MappedFile) -> dict[str, Any]:
+def _object(file: MappedFile) -> dict[str, Any]:
     if file.size > _MAX_JSON_NBYTES:
         raise ModelFileError(f"{file.path}: {file.size} bytes of JSON; the limit is {_MAX_JSON_NBYTES}")
-    return parse_json(file.buffer[:], file.path)
+    return json_object(file.buffer[:], file.path, max_nbytes=_MAX_JSON_NBYTES)
 
 
 def _weight_map(index: MappedFile) -> dict[str, str]:
-    where, placed = index.path, _read_small(index).get("weight_map")
+    where, placed = index.path, _object(index).get("weight_map")
     if not isinstance(placed, dict) or not placed:
         raise ModelFileError(f"{where}: weight_map must be a non-empty object")
     for name, file_name in placed.items():
@@ -170,7 +140,7 @@ def _read_header(file: MappedFile) -> dict[str, StoredTensor]:
     if header_nbytes > min(file.size - 8, _MAX_JSON_NBYTES):
         raise ModelFileError(f"{file.path}: the header claims {header_nbytes} bytes of a file of {file.size}")
     base = 8 + header_nbytes
-    header = parse_json(file.buffer[8:base], file.path)
+    header = json_object(file.buffer[8:base], file.path, max_nbytes=_MAX_JSON_NBYTES)
     header.pop("__metadata__", None)
     tensors = {name: _parse_entry(file, base, name, entry) for name, entry in header.items()}
     check_no_overlap([Span(t.offset, t.offset + t.nbytes, name) for name, t in tensors.items()], file.path)
