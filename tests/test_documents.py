@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -30,6 +31,35 @@ def test_the_readme_python_runs(smollm2_path: Path) -> None:
     assert "Paris" in done.stdout
 
 
+def plain(said: str) -> list[str]:
+    """The lines, without progress, and without what depends on the machine's speed."""
+    lines = [line for line in said.splitlines() if not re.fullmatch(r"[a-z ]+ \.\.\.", line)]
+    return [re.sub(r" [\d.]+/s|, drafts \d+/\d+", "", line) for line in lines]
+
+
+def console(path: Path) -> list[tuple[str, list[str]]]:
+    """The commands of a terminal session, and what each prints."""
+    (session,) = blocks(path, "console")
+    return [(part.partition("\n")[0], plain(part.partition("\n")[2])) for part in session.split("$ ")[1:]]
+
+
+def test_the_readme_session_is_a_real_one(smollm2_path: Path, tmp_path: Path) -> None:
+    """Every bit of it: the native backend gives the same digests on every machine."""
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "80"}
+    for command, expected in console(ROOT / "README.md"):
+        done = subprocess.run(
+            command, shell=True, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        assert plain(done.stdout) == expected, command
+
+
+def test_control_a_session_with_another_digest_or_text_is_found_out() -> None:
+    lines = "The sky is blue.\n37 prompt tokens 412/s, 8 new 72.4/s, drafts 1/1, digest b94aabb69a95\n"
+    assert plain("loading ...\n" + lines.replace("72.4", "3.1").replace(", drafts 1/1", "")) == plain(lines)
+    assert plain(lines.replace("b94", "b95")) != plain(lines)
+    assert plain(lines.replace("blue", "grey")) != plain(lines)
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)
 def test_examples_run(smollm2_path: Path, path: Path) -> None:
     done = run([str(path)])
@@ -47,7 +77,7 @@ def shown_commands() -> list[tuple[str, str]]:
     """Every `verispec ...` line in a code block of a document."""
     lines = []
     for path in DOCUMENTS:
-        for block in blocks(path, ""):
+        for block in (*blocks(path, ""), *blocks(path, "console")):
             for line in block.splitlines():
                 part = line.removeprefix("$ ").rpartition("| ")[2].strip()
                 if part.startswith("verispec "):
@@ -57,7 +87,7 @@ def shown_commands() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("document", "line"), shown_commands())
 def test_shown_commands_exist(document: str, line: str) -> None:
-    words = shlex.split(line.partition(" > ")[0])[1:]
+    words = shlex.split(line.partition(" > ")[0], comments=True)[1:]
     text = help_text((words[0],))
     for word in words[1:]:
         if word.startswith("-"):
