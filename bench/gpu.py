@@ -22,7 +22,6 @@ from verispec.backends.cuda.shapes import SPAN
 FEW = (1, 2, 4, 8, 16, 32, 64)
 MANY = (8, 16, 32, 64, 128, 256, 512)
 CONTEXTS = (256, 1024)
-NUM_SMS = 132
 PARAMETERS = {
     "temperature": 1.0, "top_k": 0, "top_p": 1.0, "log_min_p": float("-inf"), "t": 0, "sample": 0, "stream": 0,
 }  # fmt: skip
@@ -94,10 +93,10 @@ def prompts(model: DeviceModel, name: str, table: np.ndarray, results: list[dict
         lens = np.arange(start + 1, start + count + 1)
         rows = decode_rows(lens, lens % 1000 + 100, np.zeros(count, np.int64), table)
         inputs = device_inputs(rows | {"ready_lens": np.full(count, start)}, device_table)
-        most = min(most, -(-count * shapes.kv_heads // NUM_SMS))  # smaller groups where larger ones would idle SMs
         pairs = [(i, min(most, count - i)) for i in range(0, count, most)]
         groups = torch.tensor(pairs, dtype=torch.int32, device="cuda")
-        plan = Plan(rows=count, forms=ALL_MANY, single_rows=0, spans=1, groups=groups, head_rows=1)
+        spans = -(-(start + count) // SPAN)
+        plan = Plan(rows=count, forms=ALL_MANY, single_rows=0, spans=spans, groups=groups, head_rows=1)
         last = torch.tensor([count - 1], dtype=torch.int32, device="cuda")
         whole = microseconds(model.capture(lambda i=inputs, p=plan, w=last: model.forward(i, p, w)), replays=3)
         alone = model.capture(lambda i=inputs, p=plan: [model.attend(n, i, p) for n in range(len(model.layers))])

@@ -17,6 +17,7 @@ import torch
 from tests.backends.cuda import tiny
 from verispec.backends.cuda import bits
 from verispec.backends.cuda.arguments import filled
+from verispec.backends.cuda.bit_model import Context, attention
 from verispec.backends.cuda.forward import DeviceModel, Plan
 from verispec.backends.cuda.kernels import ALL_FEW, ALL_MANY, Kind, LinearArgs, RowInputs, undivided_products
 from verispec.backends.cuda.shapes import SPAN, Shapes, rope_tables
@@ -141,6 +142,40 @@ def check_tiny(name: str, goldens: dict[str, dict[str, str]]) -> None:
                         goldens[name][f"{number}/{step}"] = tiny.digest(values.float().cpu().numpy())
 
 
+def check_windows(name: str) -> None:
+    """Sliding windows, single rows and groups, against the bit model; and logits of chosen rows."""
+    source = tiny.tiny_model(name)
+    model = DeviceModel(
+        source.shapes, 1, source.tensors.__getitem__, source.cos, source.sin, num_slots=tiny.NUM_SLOTS, max_rows=64,
+        context_len=tiny.CONTEXT_LEN, tied=source.arch.tied_head,
+    )  # fmt: skip
+    shapes, count, start = source.shapes, 40, 250
+    table = tiny.slot_table()
+    stores = [bits.bf16(tiny.numbers(part, tuple(model.k[0].shape)) * np.float32(6)) for part in "kv"]
+    q = bits.bf16(tiny.numbers("q", (count, shapes.heads, shapes.head_dim)) * np.float32(6))
+    for store, values in zip((model.k[0], model.v[0]), stores, strict=True):
+        store.copy_(torch.from_numpy(values))
+    lens = np.arange(start + 1, start + count + 1)
+    rows = decode_rows(lens, np.arange(count), np.ones(count, np.int64), table)
+    inputs = device_inputs(rows, torch.tensor(table, dtype=torch.int32, device="cuda"))
+    for window in (1, 30, 64, 100, 257, 1 << 30):
+        reference = attention(q, *stores, Context(table[rows["seq_rows"]], lens), window=window)
+        for groups in (None, tiny_groups(rows, model.kernels.rows_per_group), tiny_groups(rows, 3)):
+            model.buffers.q[:count] = torch.from_numpy(q).cuda()
+            model.buffers.attention.fill_(float("nan"))
+            single = count if groups is None else 0
+            model.attend(0, inputs, Plan(count, ALL_FEW, single_rows=single, spans=2, groups=groups, window=window))
+            got = model.buffers.attention[:count]
+            compare(f"{name} window {window} {groups is None}", got, torch.from_numpy(reference).cuda())
+    for forms in (ALL_FEW, ALL_MANY):
+        plan = Plan(rows=count, forms=forms, single_rows=count, spans=2)
+        with undivided_products():
+            everything = model.forward(inputs, plan).clone()
+            some = torch.tensor([3, 39, 0, 17, 17], dtype=torch.int32, device="cuda")
+            got = model.forward(inputs, plan._replace(head_rows=5), some)
+        compare(f"{name} logits of chosen rows", got, everything[some.long()])
+
+
 # Single products of real shapes against the bit model
 
 SHAPES = {
@@ -244,16 +279,23 @@ def fill(inputs: RowInputs, rows: dict[str, np.ndarray]) -> None:
         tensor[: len(values)] = torch.as_tensor(values, dtype=torch.int32)
 
 
-def check_purity(name: str, few: tuple[int, ...], many: tuple[int, ...], rounds: int) -> None:
+def check_purity(
+    name: str,
+    few: tuple[int, ...],
+    many: tuple[int, ...],
+    rounds: int,
+    lens: tuple[int, ...] = LENS,
+    context_len: int = 2048,
+) -> None:
     rng = np.random.default_rng(3)
-    sequences, context_len = 24, 2048
-    model = random_model(name, layers=2, max_rows=1024, sequences=sequences, context_len=context_len)
+    sequences = 24
+    model = random_model(name, layers=2, max_rows=max(many), sequences=sequences, context_len=context_len)
     table = rng.permutation(sequences * context_len).reshape(sequences, context_len) + 2
     device_table = torch.tensor(table, dtype=torch.int32, device="cuda")
-    lens = np.array(LENS)
+    probe_lens = np.array(lens)
     tokens = rng.integers(100, 4000, len(lens))
     seqs = np.arange(len(lens))  # probe rows have sequences 0.., neighbours the others
-    probe = decode_rows(lens, tokens, seqs, table)
+    probe = decode_rows(probe_lens, tokens, seqs, table)
     spans = context_len // SPAN
 
     def run(rows: dict[str, np.ndarray], *, use_many: bool) -> torch.Tensor:
@@ -341,6 +383,7 @@ def sections(full: bool) -> Iterator[tuple[str, Callable[[], None]]]:
     goldens: dict[str, dict[str, str]] = {}
     for name in tiny.ARCHITECTURES:
         yield f"tiny {name}", lambda name=name: check_tiny(name, goldens)
+        yield f"windows {name}", lambda name=name: check_windows(name)
     yield "goldens", lambda: _write("goldens.json", goldens)
     for name in SHAPES:
         yield f"products {name}", lambda name=name: check_products(name)
@@ -348,6 +391,8 @@ def sections(full: bool) -> Iterator[tuple[str, Callable[[], None]]]:
     many = (1, 2, 3, 8, 16, 17, 32, 33, 64, 96, 128, 192, 255, 256, 512, 1024)
     for name in SHAPES:
         yield f"purity {name}", lambda name=name: check_purity(name, few, many, 4 if full else 1)
+    lens = (2048, 4095, 4096, 4097, 8000)
+    yield "long contexts", lambda: check_purity("smol", (1, 5, 8, 33), (8, 64), 3, lens=lens, context_len=8192)
 
 
 def _write(name: str, values: object) -> None:

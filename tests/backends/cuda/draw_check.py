@@ -16,8 +16,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from tests.backends.cuda.draw_reference import draw_case, parameters_of, reference
 from verispec.backends.cuda.drawing import DrawInputs, DrawKernels
-from verispec.sampling.noise import gumbel_f32, log_f32, philox4x32
+from verispec.sampling.noise import gumbel_f32
 
 NATIVE = Path(__file__).parents[3] / "native"
 _SOURCE = """
@@ -71,64 +72,6 @@ def check_noise(words: int) -> int:
     return different + odd
 
 
-# A plain reference of the draw: one row at a time, sorting.
-
-
-def exp_f32(x: np.ndarray) -> np.ndarray:
-    f = np.float32
-    c = np.where(x < -87, f(-87), x).astype(np.float32)
-    n = (c * f(1.44269504) + f(12582912)) - f(12582912)
-    r = (c - n * f(0.693359375)) - n * f(-2.12194440e-4)
-    p = np.full_like(r, 1.9875691500e-4)
-    for k in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
-        p = p * r + f(k)
-    y = (p * r * r + r) + f(1)
-    return np.where(x < -87, f(0), y * np.ldexp(f(1), n.astype(np.int32))).astype(np.float32)
-
-
-def weights(z: np.ndarray) -> np.ndarray:
-    return np.rint(exp_f32(z).astype(np.float64) * 2.0**40).astype(np.int64)
-
-
-def reference(logits: np.ndarray, edited: np.ndarray, row: dict[str, float]) -> tuple[int, float]:
-    if not np.isfinite(edited.max()):
-        return -1, math.nan
-    top = logits.max()
-    total = np.float32(weights(logits - top).sum()) * np.float32(2.0**-40)
-    log_total = log_f32(np, np.array([total], np.float32))[0]
-    z = (edited - edited.max()) / np.float32(row["temperature"] or 1)
-    if row["temperature"] == 0:
-        chosen = int(np.argmax(edited))
-    else:
-        order = np.lexsort((np.arange(len(z)), -z))
-        keep = int((z >= np.float32(row["log_min_p"])).sum())
-        keep = max(1, min(keep, int(row["top_k"]) or keep))
-        if row["top_p"] < 1:
-            reached = np.cumsum(weights(z[order[:keep]]))
-            needed = math.ceil(float(np.float32(row["top_p"])) * float(reached[-1]))
-            keep = min(keep, int((reached < needed).sum()) + 1)
-        ids = np.sort(order[:keep])
-        ids = ids[z[ids] > -np.inf]
-        blocks = ids >> 2
-        seed, zero = int(row["seed"]), blocks * 0
-        counter = (blocks, zero + int(row["t"]), zero + int(row["sample"]), zero + int(row["stream"]))
-        words = np.stack(philox4x32(counter, (zero + (seed & 0xFFFFFFFF), zero + (seed >> 32))))
-        noisy = z[ids] + gumbel_f32(np, words[ids & 3, np.arange(len(ids))])
-        chosen = int(ids[np.argmax(noisy)])
-    return chosen, float((logits[chosen] - top) - log_total)
-
-
-def draw_case(rng: np.random.Generator, kind: str, vocab: int, rows: int) -> np.ndarray:
-    logits = (rng.standard_normal((rows, vocab)) * 4).astype(np.float32)
-    if kind == "ties":
-        logits = np.round(logits * 2) / 2
-    if kind == "banned":
-        logits[:, ::2] = -np.inf
-    if kind == "unusable":
-        logits[0, 5], logits[1, 7], logits[2] = np.nan, np.inf, -np.inf
-    return logits.astype(np.float32)
-
-
 def check_draws() -> int:
     rng, wrong, total = np.random.default_rng(0), 0, 0
     for vocab in (320, 5000, 49152, 151936):
@@ -137,15 +80,7 @@ def check_draws() -> int:
             rows = 12
             logits = draw_case(rng, kind, vocab, rows)
             edited = logits + (rng.random(logits.shape) < 0.1).astype(np.float32) if kind == "edited" else logits
-            parameters = [
-                {
-                    "temperature": float(np.float32((0, 1, 0.7, 1.5)[i % 4])), "top_k": (0, 0, 1, 40, 3000)[i % 5],
-                    "top_p": float(np.float32((1, 0.9, 0.5, 0.01)[i // 2 % 4])), "stream": int(rng.integers(0, 4)),
-                    "log_min_p": float(np.float32((-math.inf, -3.0, -0.5)[i % 3])), "t": int(rng.integers(0, 9999)),
-                    "seed": int(rng.integers(0, 1 << 63)), "sample": int(rng.integers(0, 4)),
-                }
-                for i in range(rows)
-            ]  # fmt: skip
+            parameters = parameters_of(rng, rows)
             for filters in (True, False):
                 if not filters:
                     parameters = [{**p, "top_k": 0, "top_p": 1.0, "log_min_p": -math.inf} for p in parameters]

@@ -78,7 +78,7 @@ def main() -> None:
         rows = decode_rows(lens, ids.astype(np.int64), np.full(length, n), table) | {
             "ready_lens": np.zeros(length, int)
         }
-        plan = Plan(rows=length, forms=ALL_MANY, single_rows=0, spans=1, groups=groups)
+        plan = Plan(rows=length, forms=ALL_MANY, single_rows=0, spans=-(-length // SPAN), groups=groups)
         with undivided_products():
             ours.append(model.forward(device_inputs(rows, device_table), plan).clone())
     check_decoding(model, texts[0], table, device_table, ours[0])

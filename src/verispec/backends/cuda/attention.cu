@@ -10,6 +10,7 @@ using namespace vs;
 constexpr int kTile = 64, kSpan = 256, kTiles = kSpan / kTile;
 constexpr int kGroup = HEADS / KV_HEADS, kChunks = HEAD_DIM / 8, kMask = (kChunks & -kChunks) - 1;
 constexpr bool kBoth = kGroup > 8;  // attention_rows: whether rows g + 8 of a tile of 16 are heads at all
+constexpr int kRecord = HEAD_DIM + 2;  // a span's result for one head: o, m, l
 constexpr int kRowBytes = HEAD_DIM * 2, kColumns = HEAD_DIM / 8;
 
 struct Args {
@@ -107,6 +108,32 @@ __device__ __forceinline__ float quad_max(float v) {
 }
 
 constexpr unsigned kOnes = 0x3F803F80u;  // two bf16 ones
+
+__device__ __forceinline__ void write_state(float* record, float m, float l) {
+  __stcg(record + HEAD_DIM, m);
+  __stcg(record + HEAD_DIM + 1, l);
+}
+
+// Spans [begin, end) of row and K/V head `pair`, merged for element i of its heads' outputs.
+__device__ __forceinline__ void merge_spans(const Args& a, int64 pair, int i, int begin, int end, bf16* out) {
+  const int head = i / HEAD_DIM, column = i % HEAD_DIM;
+  const float* from = a.partial + pair * a.spans * kGroup * kRecord + head * kRecord;
+  float m = neg_inf(), sum = 0.0f, value = 0.0f;
+  for (int n = begin; n < end; ++n) {
+    const float* other = from + static_cast<int64>(n) * kGroup * kRecord;
+    const float m_other = __ldcg(other + HEAD_DIM), l_other = __ldcg(other + HEAD_DIM + 1), o_other = __ldcg(other + column);
+    if (m_other == neg_inf()) continue;
+    if (m == neg_inf()) {
+      m = m_other, sum = l_other, value = o_other;
+      continue;
+    }
+    const float top = fmaxf(m, m_other), mine_by = exp2_ieee(sub(m, top)), other_by = exp2_ieee(sub(m_other, top));
+    value = add(mul(value, mine_by), mul(o_other, other_by));
+    sum = add(mul(sum, mine_by), mul(l_other, other_by));
+    m = top;
+  }
+  out[head * HEAD_DIM + column] = to_bf16(div(value, sum));
+}
 
 constexpr int kRowWarps = 8, kRowThreads = 32 * kRowWarps, kShare = kSpan / kRowWarps, kShareTiles = kShare / 8;
 constexpr int kPerTile = kTile / kShare;  // warps that share a tile's scores
@@ -229,7 +256,7 @@ extern "C" __global__ void __launch_bounds__(kRowThreads) attention_rows(const A
   const int64 pair = static_cast<int64>(row) * KV_HEADS + kv_head;
   bf16* out = a.out + (static_cast<int64>(row) * HEADS + kv_head * kGroup) * HEAD_DIM;
   const bool alone = spans - first_span == 1;
-  float* mine = a.partial + (pair * a.spans + span) * kGroup * (HEAD_DIM + 2);
+  float* mine = a.partial + (pair * a.spans + span) * kGroup * kRecord;
 #pragma unroll
   for (int c = 0; c < kOwn; ++c)
 #pragma unroll
@@ -237,12 +264,12 @@ extern "C" __global__ void __launch_bounds__(kRowThreads) attention_rows(const A
       const int head = g + (e < 2 ? 0 : 8), column = (warp + kRowWarps * c) * 8 + 2 * t + (e & 1);
       if (head >= kGroup || warp + kRowWarps * c >= kColumns) continue;
       if (alone) out[head * HEAD_DIM + column] = to_bf16(div(o[c][e], l[e & 2]));
-      else __stcg(mine + head * (HEAD_DIM + 2) + column, o[c][e]);
+      else __stcg(mine + head * kRecord + column, o[c][e]);
     }
   if (alone) return;
   if (warp == 0 && t == 0) {
-    if (g < kGroup) __stcg(mine + g * (HEAD_DIM + 2) + HEAD_DIM, m_low[kTiles - 1]), __stcg(mine + g * (HEAD_DIM + 2) + HEAD_DIM + 1, l[0]);
-    if (g + 8 < kGroup) __stcg(mine + (g + 8) * (HEAD_DIM + 2) + HEAD_DIM, m_high[kTiles - 1]), __stcg(mine + (g + 8) * (HEAD_DIM + 2) + HEAD_DIM + 1, l[2]);
+    if (g < kGroup) write_state(mine + g * kRecord, m_low[kTiles - 1], l[0]);
+    if (g + 8 < kGroup) write_state(mine + (g + 8) * kRecord, m_high[kTiles - 1], l[2]);
   }
   __threadfence();
   __syncthreads();
@@ -250,39 +277,23 @@ extern "C" __global__ void __launch_bounds__(kRowThreads) attention_rows(const A
   __syncthreads();
   if (!last) return;
   __threadfence();
-  for (int i = threadIdx.x; i < kGroup * HEAD_DIM; i += blockDim.x) {
-    const int head = i / HEAD_DIM, column = i % HEAD_DIM;
-    const float* from = a.partial + pair * a.spans * kGroup * (HEAD_DIM + 2) + head * (HEAD_DIM + 2);
-    float m = neg_inf(), sum = 0.0f, value = 0.0f;
-    for (int n = first_span; n < spans; ++n) {
-      const float* other = from + static_cast<int64>(n) * kGroup * (HEAD_DIM + 2);
-      const float m_other = __ldcg(other + HEAD_DIM), l_other = __ldcg(other + HEAD_DIM + 1), o_other = __ldcg(other + column);
-      if (m_other == neg_inf()) continue;
-      if (m == neg_inf()) {
-        m = m_other, sum = l_other, value = o_other;
-        continue;
-      }
-      const float top = fmaxf(m, m_other), mine_by = exp2_ieee(sub(m, top)), other_by = exp2_ieee(sub(m_other, top));
-      value = add(mul(value, mine_by), mul(o_other, other_by));
-      sum = add(mul(sum, mine_by), mul(l_other, other_by));
-      m = top;
-    }
-    out[head * HEAD_DIM + column] = to_bf16(div(value, sum));
-  }
+  for (int i = threadIdx.x; i < kGroup * HEAD_DIM; i += blockDim.x) merge_spans(a, pair, i, first_span, spans, out);
   if (threadIdx.x == 0) a.arrived[pair] = 0;
 }
 
-// grid (groups, KV_HEADS), 4 warps: up to 64 / kGroup consecutive rows of one sequence whose contexts are prefixes of the
-// last row's; a warp holds 16 pairs of row and head. Spans are merged in registers.
+// grid (groups, KV_HEADS, spans), 4 warps: one span of up to 64 / kGroup consecutive rows of one sequence whose contexts
+// are prefixes of the last row's; a warp holds 16 pairs of row and head. With more than one span, attention_merge follows.
 extern "C" __global__ void __launch_bounds__(128) attention_groups(const Args a) {
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ int slots[3][kTile];  // of the tiles in hand, on their way, and behind them
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, t = lane & 3, kv_head = blockIdx.y;
   const int first = a.groups[2 * blockIdx.x], count = a.groups[2 * blockIdx.x + 1], final_row = first + count - 1;
+  const int longest = a.positions[final_row] + 1, first_tile = max(0, a.positions[first] + 1 - a.window) / kTile;
+  const int first_span = first_tile / kTiles, spans = (longest + kSpan - 1) / kSpan, span = blockIdx.z;
   release_next();
+  if (span < first_span || span >= spans) return;
+  const int begin = max(first_tile, span * kTiles), end = min((longest + kTile - 1) / kTile, (span + 1) * kTiles);
   wait_for_previous();
-  const int longest = a.positions[final_row] + 1, begin = max(0, a.positions[first] + 1 - a.window) / kTile;
-  const int end = (longest + kTile - 1) / kTile;
   int len[2];
   const bf16* q_row[2];
   int64 to[2];
@@ -298,9 +309,7 @@ extern "C" __global__ void __launch_bounds__(128) attention_groups(const Args a)
   load_query(q, q_row[0], q_row[1], t);
   const unsigned base = shared_address(memory);
   constexpr int kStage = 2 * kTile * kRowBytes;
-  float* total = reinterpret_cast<float*>(memory + 2 * kStage) + threadIdx.x;  // [kColumns * 4, 128]: the merged spans
-  float o[kColumns][4] = {}, l[4] = {}, total_l[2] = {0.0f, 0.0f};
-  float m[2] = {neg_inf(), neg_inf()}, total_m[2] = {neg_inf(), neg_inf()};
+  float o[kColumns][4] = {}, l[4] = {}, m[2] = {neg_inf(), neg_inf()};
   const int64 seq_row = a.seq_rows[final_row];
   const int prefix_len = a.prefix_lens[final_row];
   const auto slot_at = [&](int j) { return j < longest ? static_cast<int>(slot_of(a, final_row, seq_row, prefix_len, j)) : 0; };
@@ -370,35 +379,34 @@ extern "C" __global__ void __launch_bounds__(128) attention_groups(const Args a)
     }
     if (half == 0) slots[(tile + 2) % 3][place] = later;
     __syncthreads();
-    if ((tile + 1) % kTiles != 0 && tile + 1 < end) continue;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {  // the span is over: merge it, and begin the next one
-      if (m[i] != neg_inf()) {
-        const bool empty = total_m[i] == neg_inf();
-        const float both = fmaxf(total_m[i], m[i]);
-        const float mine_by = empty ? 0.0f : exp2_ieee(sub(total_m[i], both)), other_by = exp2_ieee(sub(m[i], both));
-#pragma unroll
-        for (int c = 0; c < kColumns; ++c)
-#pragma unroll
-          for (int e = 2 * i; e < 2 * i + 2; ++e) {
-            float& sum = total[(c * 4 + e) * 128];
-            sum = empty ? o[c][e] : add(mul(sum, mine_by), mul(o[c][e], other_by));
-          }
-        total_l[i] = empty ? l[2 * i] : add(mul(total_l[i], mine_by), mul(l[2 * i], other_by));
-        total_m[i] = both;
-      }
-      m[i] = neg_inf();
-      l[2 * i] = 0.0f;
-#pragma unroll
-      for (int c = 0; c < kColumns; ++c) o[c][2 * i] = o[c][2 * i + 1] = 0.0f;
-    }
   }
+
+  const bool alone = a.spans == 1;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     if (q_row[i] == nullptr) continue;
+    const int pair = warp * 16 + i * 8 + g;
+    const int64 at = static_cast<int64>(first + pair / kGroup) * KV_HEADS + kv_head;
+    float* record = a.partial + ((at * a.spans + span) * kGroup + pair % kGroup) * kRecord;
 #pragma unroll
-    for (int c = 0; c < kColumns; ++c)
-      *reinterpret_cast<unsigned*>(a.out + to[i] + c * 8 + 2 * t) =
-          packed(div(total[(c * 4 + 2 * i) * 128], total_l[i]), div(total[(c * 4 + 2 * i + 1) * 128], total_l[i]));
+    for (int c = 0; c < kColumns; ++c) {
+      const float low = o[c][2 * i], high = o[c][2 * i + 1];
+      if (alone)
+        *reinterpret_cast<unsigned*>(a.out + to[i] + c * 8 + 2 * t) = packed(div(low, l[2 * i]), div(high, l[2 * i]));
+      else
+        __stcg(reinterpret_cast<float2*>(record + c * 8 + 2 * t), make_float2(low, high));
+    }
+    if (!alone && t == 0) write_state(record, m[i], l[2 * i]);
   }
+}
+
+// grid (rows, KV_HEADS): what attention_groups left for each span of rows first_row and on, merged.
+extern "C" __global__ void __launch_bounds__(128) attention_merge(const Args a) {
+  release_next();
+  const int row = a.first_row + blockIdx.x, kv_head = blockIdx.y, len = a.positions[row] + 1;
+  const int first_span = max(0, len - a.window) / kSpan, spans = (len + kSpan - 1) / kSpan;
+  bf16* out = a.out + (static_cast<int64>(row) * HEADS + kv_head * kGroup) * HEAD_DIM;
+  wait_for_previous();
+  for (int i = threadIdx.x; i < kGroup * HEAD_DIM; i += 128)
+    merge_spans(a, static_cast<int64>(row) * KV_HEADS + kv_head, i, first_span, spans, out);
 }

@@ -26,7 +26,7 @@ class Plan(NamedTuple):
     rows: int
     forms: Forms  # products of our own serve up to MAX_FEW_ROWS rows
     single_rows: int  # rows [0, single_rows) are attended to one by one, the rest in `groups`
-    spans: int  # the most spans a single row has
+    spans: int  # the most spans any row has
     groups: torch.Tensor | None = None  # [G, 2]
     head_rows: int = 0  # 0: the head runs on all rows
     window: int = NO_WINDOW
@@ -77,7 +77,10 @@ class DeviceModel:
                 k, v, inputs, self.buffers, first_row=0, rows=plan.single_rows, spans=plan.spans, window=window
             )
         if plan.groups is not None:
-            self.kernels.attend_groups(k, v, inputs, self.buffers, plan.groups, window=window)
+            self.kernels.attend_groups(
+                k, v, inputs, self.buffers, plan.groups, first_row=plan.single_rows, rows=plan.rows - plan.single_rows,
+                spans=plan.spans, window=window,
+            )  # fmt: skip
 
     def capture(self, work: Callable[[], object]) -> torch.cuda.CUDAGraph:
         """A graph of what `work` launches. It runs once before, so that everything is compiled and loaded."""

@@ -23,7 +23,9 @@ from verispec.backends.cuda.compiler import Kernel, Modules
 from verispec.backends.cuda.shapes import SPAN, TILE, Shapes, num_parts
 
 MAX_FEW_ROWS = 64
-_ROWS_PER_TILE = 8
+_ROWS_PER_TILE, _MAX_ROW_TILES = 8, 8
+# Weights that stay in the L2 cache are read by several blocks of 16 rows: a warp's own work is what takes time there.
+_CACHED_NBYTES, _SHARED_ROW_TILES = 8 << 20, 2
 _STAGE_NBYTES = 2048  # 16 weight rows of 64 columns
 _STAGE_ROW_NBYTES = 128
 # Shared memory for rings: as much of an SM's 227 KiB as leaves room for the next kernel's first blocks.
@@ -100,7 +102,11 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class RowInputs:
-    """What a pass says of its rows, int32 on the device, at least as long as the pass has rows."""
+    """What a pass says of its rows, int32 on the device, at least as long as the pass has rows.
+
+    Kernels read all of it, and K/V of positions below `ready_lens`, before the kernel in front of them has ended. So it
+    may change only between the last kernel of a pass and the next `embed`, which waits for everything before it.
+    """
 
     token_ids: torch.Tensor  # [M]
     positions: torch.Tensor  # [M]
@@ -232,17 +238,20 @@ class Kernels:
         return 64 // (self.shapes.heads // self.shapes.kv_heads)
 
     def attend_groups(
-        self, k: torch.Tensor, v: torch.Tensor, inputs: RowInputs, b: Buffers, groups: torch.Tensor, *,
-        window: int = NO_WINDOW,
+        self, k: torch.Tensor, v: torch.Tensor, inputs: RowInputs, b: Buffers, groups: torch.Tensor, *, first_row: int,
+        rows: int, spans: int, window: int = NO_WINDOW,
     ) -> None:  # fmt: skip
-        """Attention of groups [G, 2] (first row, number of rows): rows of one sequence whose contexts are prefixes of
-        the last one's, in ascending order of position."""
-        args = filled(self._attention_args(k, v, inputs, b, window), groups=groups)
-        shared = 2 * 2 * TILE * self.shapes.head_dim * 2 + 128 * self.shapes.head_dim // 2 * 4
-        grid = (len(groups), self.shapes.kv_heads, 1)
-        self._attention_kernel("attention_groups", False).launch(
-            grid, 128, args, stream=current_stream(), shared=shared
-        )
+        """Attention of `rows` rows from `first_row` on, in groups [G, 2] (first row, number of rows): rows of one
+        sequence whose contexts are prefixes of the last one's, in ascending order of position."""
+        args = self._attention_args(k, v, inputs, b, window)
+        filled(args, groups=groups, first_row=first_row, spans=spans)
+        shared = 2 * 2 * TILE * self.shapes.head_dim * 2
+        grid = (len(groups), self.shapes.kv_heads, spans)
+        kernel = self._attention_kernel("attention_groups", False)
+        kernel.launch(grid, 128, args, stream=current_stream(), shared=shared)
+        if spans > 1:
+            merge = self._attention_kernel("attention_merge", False)
+            merge.launch((rows, self.shapes.kv_heads, 1), 128, args, stream=current_stream())
 
     def residual(
         self, x: torch.Tensor, w: torch.Tensor, gain: torch.Tensor, b: Buffers, rows: int, *, many: bool
@@ -287,12 +296,14 @@ class Kernels:
     def _linear(self, kind: Kind, w: torch.Tensor, rows: int, args: ctypes.Structure) -> None:
         outputs, columns = w.shape
         parts = 1 if kind is Kind.HEAD else num_parts(outputs, columns)
-        row_tiles = next(n for n in (1, 2, 4, 8) if n * _ROWS_PER_TILE >= rows)
+        most = _SHARED_ROW_TILES if outputs * columns * 2 <= _CACHED_NBYTES else _MAX_ROW_TILES
+        row_tiles = next(n for n in (1, 2, 4, 8) if n == most or n * _ROWS_PER_TILE >= rows)
+        row_blocks = -(-rows // (row_tiles * _ROWS_PER_TILE))
         weight_tiles = outputs // 16
         tiles = 1 if parts > 1 or weight_tiles <= 256 else 2 if weight_tiles <= 1024 else 4
         blocks = -(-weight_tiles // tiles)
         stage = (_STAGE_NBYTES + row_tiles * _ROWS_PER_TILE * _STAGE_ROW_NBYTES) * tiles * parts
-        room = min(_BLOCK_RING_NBYTES, _SM_RING_NBYTES // -(-blocks // self._num_sms))
+        room = min(_BLOCK_RING_NBYTES, _SM_RING_NBYTES // -(-blocks * row_blocks // self._num_sms))
         steps = -(-columns // parts // TILE)
         stages = min(steps + 1, max(_MIN_STAGES, min(_MAX_STAGES, room // stage)))
         defines = {
@@ -301,7 +312,7 @@ class Kernels:
         }  # fmt: skip
         kernel = self._kernel("linear.cu", "linear", defines)
         warps = tiles * parts + (row_tiles if kind in (Kind.QKV, Kind.GATE_UP, Kind.HEAD) else 0)
-        kernel.launch((blocks, 1, 1), 32 * warps, args, stream=current_stream(), shared=stages * stage)
+        kernel.launch((blocks, row_blocks, 1), 32 * warps, args, stream=current_stream(), shared=stages * stage)
 
     def _product(self, x: torch.Tensor, w: torch.Tensor, b: Buffers) -> tuple[torch.Tensor, int]:
         rows, (outputs, columns) = len(x), w.shape

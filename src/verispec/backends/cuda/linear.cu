@@ -1,6 +1,6 @@
 // One linear layer of few rows with what follows it: y = tree over the parts of K of ascending k16 chains.
-// Compiled for one layer: KIND, N, K (row length of the weights), PARTS, ROW_TILES (8 rows each), TILES (16 weight rows
-// each, per block), STAGES, WIDTH (of the residual stream), and for q/k/v HEADS, KV_HEADS, HEAD_DIM.
+// Compiled for one layer: KIND, N, K (row length of the weights), PARTS, ROW_TILES (8 rows each, per block), TILES (16
+// weight rows each, per block), STAGES, WIDTH (of the residual stream), and for q/k/v HEADS, KV_HEADS, HEAD_DIM.
 // A warp owns 16 weight rows and one part of K. It streams them, and the rows' columns beside them, through a ring of its
 // own in shared memory, 64 columns a stage, so there is no barrier in the loop; the ring is filled with weights before the
 // wait for the previous kernel. Each of four threads takes four neighbouring columns of 16, for weights and rows alike,
@@ -74,7 +74,7 @@ struct Ahead {
   float x[ROW_TILES][2][2];
 };
 
-__device__ __forceinline__ void fetch_constants(const Args& a, Ahead& ahead, int tile, int g, int t) {
+__device__ __forceinline__ void fetch_constants(const Args& a, Ahead& ahead, int first_row, int tile, int g, int t) {
 #if KIND == QKV
   constexpr int kHalf = HEAD_DIM / 2;
   const int head = tile / (HEAD_DIM / 16), pair = tile % (HEAD_DIM / 16) * 8 + g;
@@ -83,7 +83,7 @@ __device__ __forceinline__ void fetch_constants(const Args& a, Ahead& ahead, int
   for (int i = 0; i < ROW_TILES; ++i)
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      const int row = min(i * 8 + 2 * t + e, a.rows - 1);
+      const int row = min(first_row + i * 8 + 2 * t + e, a.rows - 1);
       ahead.slot[i][e] = a.slots[row];
       if (head >= HEADS + KV_HEADS) continue;
       const int64 at = static_cast<int64>(a.positions[row]) * kHalf + pair;
@@ -94,12 +94,12 @@ __device__ __forceinline__ void fetch_constants(const Args& a, Ahead& ahead, int
   if (KIND == RESIDUAL) ahead.gain[0] = a.gain[tile * 16 + g], ahead.gain[1] = a.gain[tile * 16 + g + 8];
 }
 
-__device__ __forceinline__ void fetch_residual(const Args& a, Ahead& ahead, int tile, int g, int t) {
+__device__ __forceinline__ void fetch_residual(const Args& a, Ahead& ahead, int first_row, int tile, int g, int t) {
 #pragma unroll
   for (int i = 0; i < ROW_TILES; ++i)
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      const int row = min(i * 8 + 2 * t + e, a.rows - 1);
+      const int row = min(first_row + i * 8 + 2 * t + e, a.rows - 1);
       const bf16* x = static_cast<const bf16*>(a.out) + static_cast<int64>(row) * N + tile * 16 + g;
       ahead.x[i][e][0] = to_float(x[0]);
       ahead.x[i][e][1] = to_float(x[8]);
@@ -173,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) linear(const Args a) {
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ float factor[kMaxRows];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, t = lane & 3;
-  const int part = warp % PARTS, tile = blockIdx.x * TILES + warp / PARTS;
+  const int part = warp % PARTS, tile = blockIdx.x * TILES + warp / PARTS, first_row = blockIdx.y * kMaxRows;
   const bool works = warp < kWarps && tile * 16 < N;
   const unsigned ring = shared_address(memory) + warp * kRingBytes;
   const bf16* w = a.w + static_cast<int64>(tile) * 16 * K + part * kPart;
@@ -187,16 +187,16 @@ extern "C" __global__ void __launch_bounds__(kThreads) linear(const Args a) {
       if (step < kSteps) fetch_weights(ring, w, step, lane);
       copy_commit();
     }
-    if (part == 0) fetch_constants(a, ahead, tile, g, t);
+    if (part == 0) fetch_constants(a, ahead, first_row, tile, g, t);
   }
   wait_for_previous();
 
   if (works) {
-    if (KIND == RESIDUAL && part == 0) fetch_residual(a, ahead, tile, g, t);
+    if (KIND == RESIDUAL && part == 0) fetch_residual(a, ahead, first_row, tile, g, t);
     const bf16* x[kMaxRows / 4];
 #pragma unroll
     for (int i = 0; i < kMaxRows / 4; ++i) {
-      const int row = i * 4 + (lane >> 3);
+      const int row = first_row + i * 4 + (lane >> 3);
       x[i] = row < a.rows ? a.x + static_cast<int64>(row_of(a, row)) * K + part * kPart + (lane & 7) * 8 : nullptr;
     }
     if (kPlainRows) {  // all weights are on their way: one round of plain loads is the quickest
@@ -248,7 +248,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) linear(const Args a) {
     float ss[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const int row = (warp - kWarps) * 8 + i;
+      const int row = first_row + (warp - kWarps) * 8 + i;
       nodes[i] = row < a.rows ? a.nodes_in + static_cast<int64>(row_of(a, row)) * (WIDTH / 16) : nullptr;
     }
     sums_of_nodes<WIDTH, 8>(nodes, ss, lane);
@@ -283,15 +283,15 @@ extern "C" __global__ void __launch_bounds__(kThreads) linear(const Args a) {
     }
 #pragma unroll
     for (int e = 0; e < 2; ++e) {  // y[e] and y[e + 2]: outputs g and g + 8 of row 2 t + e
-      const int row = i * 8 + 2 * t + e;
+      const int row = first_row + i * 8 + 2 * t + e;
       if (KIND == RESIDUAL) finish_residual(a, ahead, i, e, tile, g, row, y[e], y[e + 2]);
       if (row >= a.rows) continue;
-      if (KIND == QKV) finish_qkv(a, ahead, i, e, tile, g, row, factor[row], y[e], y[e + 2]);
-      if (KIND == GATE_UP) finish_gate_up(a, tile, g, row, factor[row], y[e], y[e + 2]);
+      if (KIND == QKV) finish_qkv(a, ahead, i, e, tile, g, row, factor[row - first_row], y[e], y[e + 2]);
+      if (KIND == GATE_UP) finish_gate_up(a, tile, g, row, factor[row - first_row], y[e], y[e + 2]);
       if (KIND == HEAD) {
         float* logits = static_cast<float*>(a.out) + static_cast<int64>(row) * N + tile * 16 + g;
-        logits[0] = mul(y[e], factor[row]);
-        logits[8] = mul(y[e + 2], factor[row]);
+        logits[0] = mul(y[e], factor[row - first_row]);
+        logits[8] = mul(y[e + 2], factor[row - first_row]);
       }
       if (KIND == PLAIN) {
         bf16* out = static_cast<bf16*>(a.out) + static_cast<int64>(row) * N + tile * 16 + g;
