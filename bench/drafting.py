@@ -16,6 +16,7 @@ from verispec.backends.protocol import Backend, Pass, Ticket, View
 from verispec.config import EngineConfig
 from verispec.engine import Engine, Request
 from verispec.spec.drafter import Drafter
+from verispec.spec.speculation import Speculation
 from verispec.types import SampleOutput
 
 CHAT = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
@@ -137,7 +138,8 @@ class Stage:
 
     def warm(self, prompts: Sequence[Sequence[int]], *, drafter: str = "none", tokens: int = 1) -> None:
         """Put the prompts' K/V into the cache, that of a draft model too if it drafts the few tokens."""
-        self._run([Request(prompt, SamplingParams(max_tokens=tokens), drafter=drafter) for prompt in prompts])
+        params = SamplingParams(max_tokens=tokens)
+        self._run([Request(prompt, params, Speculation(drafter)) for prompt in prompts])
 
     def run(self, prompts: Sequence[Sequence[int]], params: SamplingParams, **request: Any) -> Run:
         """Generate from all prompts at once; `request` are further fields of the requests, the drafter above all."""

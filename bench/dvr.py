@@ -34,6 +34,9 @@ from verispec.backends.blas import blas_name, cpu_name
 from verispec.backends.cost import FLAT_COST
 from verispec.engine import Engine, Request
 from verispec.spec.registry import DraftSetup, make_drafters
+from verispec.spec.speculation import Speculation
+from verispec.spec.turn import Step
+from verispec.types import Draft
 
 SHARES = (0, 2, 5, 10, 20, 50, 100)
 Results = dict[str, Any]
@@ -66,7 +69,7 @@ class Bench:
             params = SamplingParams(
                 max_tokens=new, ignore_eos=True, seed=i, temperature=temperature, deterministic=i in exact
             )
-            made.append(Request(prompt, params, drafter=drafter if i in exact else "none"))
+            made.append(Request(prompt, params, speculation=Speculation(drafter if i in exact else "none")))
         return made
 
 
@@ -105,7 +108,7 @@ def shares(bench: Bench) -> Iterator[str]:
 
 
 def _all_fast(bench: Bench, drafter: str) -> list[Request]:
-    return [replace(r, drafter=drafter) for r in bench.requests(0, "none", new=bench.options.new)]
+    return [replace(r, speculation=Speculation(drafter)) for r in bench.requests(0, "none", new=bench.options.new)]
 
 
 def single(bench: Bench) -> Iterator[str]:
@@ -233,16 +236,16 @@ def replay(bench: Bench) -> Iterator[str]:
     yield "|---|---|---|---|---|"
     for window_len, running in ((8, 1), (16, 1), (32, 1), (64, 1), (128, 1), (16, 4), (32, 4), (16, 8)):
         engine = bench.engine(running=running, draft_len=window_len)
-        run_verifier, timed = engine._verifier.run, []
+        commit, timed = engine._scheduler.commit, []  # type: ignore[var-annotated]
 
-        def note(plan: Any, drafts: Any, run: Any = run_verifier, timed: list[Any] = timed) -> Any:
-            scores = run(plan, drafts)
-            rows = [p.num_pending + p.draft_quota for p in plan.canonical if p.window]
-            if rows and len(rows) == len(plan.canonical):
-                timed.append((sum(rows), scores.canonical_seconds))
-            return scores
+        def note(step: Step, now: float, commit: Any = commit, timed: list[Any] = timed) -> Any:
+            canonical = [t for t in step.turns if t.is_canonical and isinstance(t.draft, Draft)]
+            rows = [t.num_pending + len(t.draft) for t in canonical if t.choice.is_replay]
+            if rows and len(rows) == len(canonical) and not any(c.is_canonical for c in step.cohorts):
+                timed.append((sum(rows), canonical[0].seconds))
+            return commit(step, now)
 
-        engine._verifier.run = note  # type: ignore[method-assign]
+        engine._scheduler.commit = note  # type: ignore[method-assign]
         new = window_len * 2 + 4
         offline(engine, bench.requests(100, "decode", new=new)[: 2 * running])
         rows, seconds = (statistics.median(column) for column in zip(*timed, strict=True))

@@ -4,10 +4,11 @@
     python bench/host.py --quick    # a few seconds
     python bench/host.py --json     # one object per figure, for machines
 
-`steps` is a step of n sequences that decode without drafts; `cache` such a step of 8 sequences while the prefix cache
-is full, so that each needs an eviction; `waiting` such a step in front of a queue; `evict` and `prefix` are the
-operations of the prefix cache alone. Figures of one part are measured in turns, so that their ratios can be trusted on
-a noisy machine. CPU time is that of the whole process.
+`steps` is a step of n sequences, one round each, by drafter; `tokens` a committed token of 1,024 requests, of which 256
+run at once, from `add` to the last output; `cache` a step of 8 sequences while the prefix cache is full, so that each
+needs an eviction; `waiting` such a step in front of a queue; `evict` and `prefix` are the prefix cache's operations
+alone. Figures of one part are measured in turns, so that their ratios can be trusted on a noisy machine. CPU time is
+that of the whole process.
 """
 
 from __future__ import annotations
@@ -25,15 +26,19 @@ from itertools import count
 import numpy as np
 
 from verispec.backends.blas import cpu_name
-from verispec.backends.protocol import BackendLimits, DrawResult, Pass, PassResult, ReadyTicket
+from verispec.backends.protocol import BackendLimits, BurstResult, DrawResult, Pass, PassResult, ReadyTicket
 from verispec.config import EngineConfig
 from verispec.engine import Engine, Request
 from verispec.kv import RadixPrefixCache, SlotPool
-from verispec.spec.registry import DRAFTERS, DraftSetup
-from verispec.types import SamplingParams
+from verispec.sampling.rows import Sampler
+from verispec.spec.registry import make_drafters
+from verispec.spec.speculation import Speculation
+from verispec.text.detokenizer import TextStream
+from verispec.types import NoText, SamplingParams, TextSink
 
 VOCAB = 32_000
-PERIOD = 17  # the backend's text repeats itself after so many tokens: drafts of n-grams are right
+REPEATS, NEW = 17, VOCAB - 1  # the backend's text repeats itself after so many tokens: n-grams are right, or not found
+RUNNING = 256
 SHAPES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CONTEXT_LEN = 1 << 20
 PROMPT_LEN = 16
@@ -45,15 +50,25 @@ class InstantBackend:
 
     shapes = SHAPES
 
-    def __init__(self, num_slots: int) -> None:
-        self.limits = BackendLimits(VOCAB, CONTEXT_LEN, num_slots, SHAPES[-1], max_tail=64)
+    def __init__(self, num_slots: int, period: int = REPEATS) -> None:
+        self.limits = BackendLimits(VOCAB, CONTEXT_LEN, num_slots, RUNNING, max_tail=64)
+        self._period = period
+
+    def bind(self, seq_row: int, sampler: Sampler) -> None:
+        pass
 
     def submit(self, pass_: Pass) -> ReadyTicket:
-        draw = pass_.wanted.draw
+        draw, burst = pass_.wanted.draw, pass_.burst
         if draw is None:
             return ReadyTicket(PassResult())
-        token_ids = (pass_.rows.positions[draw.rows] + 1) % PERIOD
-        return ReadyTicket(PassResult(DrawResult(token_ids.astype(np.int64), np.full(len(token_ids), -1, np.float32))))
+        found = None
+        if burst is not None:
+            t = pass_.rows.positions[burst.rows][:, None] + 2 + np.arange(burst.num_rounds)
+            tokens = (t % self._period).astype(np.int64)
+            found = BurstResult(tokens, np.full(tokens.shape, -1, np.float32))
+        token_ids = ((pass_.rows.positions[draw.rows] + 1) % self._period).astype(np.int64)
+        drawn = DrawResult(token_ids, np.full(len(token_ids), -1, np.float32))
+        return ReadyTicket(PassResult(drawn, burst=found))
 
     def close(self) -> None:
         pass
@@ -69,6 +84,7 @@ class Case:
     run: Callable[[int], None]
     goal: float | None = None
     most: int = 1_000_000  # times that `run` may do it at once; it is called about 8 times in all
+    size: int = 1  # things that one of them does, which share its cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +110,7 @@ def measure(cases: list[Case], *, repeats: int, seconds: float) -> Iterator[Figu
     for _ in range(repeats):
         for case in cases:
             num = times[case.name]
-            values[case.name].append(cpu_time(case, num) / num * {"ms": 1e3, "us": 1e6}[case.unit])
+            values[case.name].append(cpu_time(case, num) / num / case.size * {"ms": 1e3, "us": 1e6}[case.unit])
     return (Figure(case, values[case.name]) for case in cases)
 
 
@@ -104,19 +120,26 @@ def cpu_time(case: Case, num: int) -> float:
     return time.process_time() - start
 
 
-def make_engine(num_slots: int, *, running: int, drafter: str = "none", waiting: int = 0) -> Engine:
-    """An engine in which `running` sequences decode and `waiting` ones queue; none of them ends by itself."""
-    engine = Engine(
-        InstantBackend(num_slots),  # type: ignore[arg-type]
+def bare_engine(num_slots: int, *, running: int, waiting: int, burst: int = 1, period: int = REPEATS) -> Engine:
+    return Engine(
+        InstantBackend(num_slots, period),  # type: ignore[arg-type]
         family=SHAPES,
-        drafters={drafter: DRAFTERS[drafter](DraftSetup())},
+        drafters=make_drafters(),
         config=EngineConfig(
-            num_slots=num_slots, row_budget=SHAPES[-1], max_running=running, max_waiting=running + waiting
+            num_slots=num_slots, row_budget=SHAPES[-1], max_running=running, max_waiting=running + waiting,
+            max_burst=burst,
         ),
-    )
+    )  # fmt: skip
+
+
+def make_engine(
+    num_slots: int, *, running: int, drafter: str = "none", waiting: int = 0, period: int = REPEATS
+) -> Engine:
+    """An engine in which `running` sequences decode and `waiting` ones queue; none of them ends by itself."""
+    engine = bare_engine(num_slots, running=running, waiting=waiting, period=period)
     params = SamplingParams(max_tokens=num_slots // running - PROMPT_LEN, seed=0)
     for i in range(running + waiting):
-        engine.add(Request([i % VOCAB, *range(PROMPT_LEN - 1)], params))
+        engine.add(Request([i % VOCAB, *range(PROMPT_LEN - 1)], params, Speculation(drafter)))
     while engine.num_running < running or any(not s.output for s in engine._scheduler.running):
         engine.step()
     return engine
@@ -162,6 +185,58 @@ def step_cases(quick: bool) -> Iterable[Case]:
     for running, goal in ((1, 0.08), (8, 0.12), (64, 0.4), (256, 1.3)):
         engine = make_engine(1_000_000, running=running)
         yield Case("steps", f"none, {running} running", "ms", stepping(engine), goal)
+    for drafter, running, goal in (("ngram", 1, 0.12), ("ngram", 32, 0.4), ("auto", 1, 0.12), ("auto", 32, 0.5)):
+        for what, period in (("nothing to quote", NEW), ("quotes", REPEATS)):
+            engine = make_engine(1_000_000, running=running, drafter=drafter, period=period)
+            yield Case("steps", f"{drafter}, {running} running, {what}", "ms", stepping(engine), goal, most=300)
+
+
+class Words:
+    """A tokenizer of short words."""
+
+    strips_leading_space = False
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return f" w{token_id}".encode()
+
+
+def token_cases(quick: bool) -> Iterable[Case]:
+    """A committed token of many requests, admission and results included."""
+    num_requests, num_tokens = 1024, 32 if quick else 64
+
+    def words() -> TextSink:
+        return TextStream(Words(), ("never this", "nor w99999 w99999"))
+
+    for name, burst, text, goal in (
+        ("plain", 1, NoText, 8), ("bursts of 8", 8, NoText, 3), ("plain, text and stop strings", 1, words, 25),
+        ("bursts of 8, text and stop strings", 8, words, 25),
+    ):  # fmt: skip
+        run = generating(num_requests, num_tokens, burst=burst, text=text)
+        name = f"{RUNNING} of {num_requests:,} requests, {name}"
+        yield Case("tokens", name, "us", run, goal, most=1, size=num_requests * num_tokens)
+
+
+def generating(
+    num_requests: int, num_tokens: int, *, burst: int, text: Callable[[], TextSink]
+) -> Callable[[int], None]:
+    params = SamplingParams(max_tokens=num_tokens, seed=0)
+    requests = [
+        Request([i % VOCAB, *range(PROMPT_LEN - 1)], params, Speculation("none"), is_streamed=False, text=text)
+        for i in range(num_requests)
+    ]
+
+    def run(num: int) -> None:
+        for _ in range(num):
+            engine = bare_engine(200_000, running=RUNNING, waiting=num_requests, burst=burst)
+            for request in requests:
+                engine.add(request)
+            outputs = []
+            while engine.has_work:
+                outputs += [event.output for event in engine.step() if event.output is not None]
+            if sum(len(output.token_ids) for output in outputs) != num_requests * num_tokens:
+                raise RuntimeError("not every request got its tokens")
+
+    return run
 
 
 def cache_cases(quick: bool) -> Iterable[Case]:
@@ -220,6 +295,7 @@ def prefix_cases(quick: bool) -> Iterable[Case]:
 
 PARTS: dict[str, Callable[[bool], Iterable[Case]]] = {
     "steps": step_cases,
+    "tokens": token_cases,
     "cache": cache_cases,
     "waiting": waiting_cases,
     "evict": evict_cases,

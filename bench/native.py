@@ -158,27 +158,20 @@ def _lse(logits: np.ndarray) -> np.ndarray:
 
 def _distributions(llm: LLM, ids: list[int]) -> np.ndarray:
     """Logits after each token but the last, float64, straight from the backend: [tokens - 1, V]."""
-    from verispec.backends.protocol import Pass, PassKind, RowsBuilder, TableUpdate, Wanted
+    from verispec.backends.pass_builder import padded
+    from verispec.backends.protocol import Pass, PassKind, TableUpdate, Wanted
     from verispec.kv import NUM_RESERVED
 
     backend = llm._backend
     count = len(ids) - 1
-    rows = RowsBuilder()
-    for i in range(count):
-        rows.add(token_id=ids[i], position=i, slot=NUM_RESERVED + i, seq_row=1, prefix_len=i + 1)
     positions = np.arange(count, dtype=np.int32)
+    rows = padded(ids[:count], positions, positions + NUM_RESERVED, np.ones(count), shape=256)
     update = TableUpdate(np.ones(count, np.int32), positions, positions + NUM_RESERVED)
-    pass_ = Pass(PassKind.CANONICAL, rows.build(256), Wanted(), update, head_shape=0)
-    hidden = backend._forward(_prepared(backend, pass_))[:count]  # type: ignore[attr-defined]
+    pass_ = Pass(PassKind.CANONICAL, rows, Wanted(), update, head_shape=0)
+    hidden = backend._forward(backend.resident.take(pass_))[:count]  # type: ignore[attr-defined]
     if hasattr(backend, "_kernels"):
         return backend._logits(0, hidden)[0].astype(np.float64)  # type: ignore[attr-defined]
     return backend._models[0].logits(hidden).astype(np.float64)  # type: ignore[attr-defined]
-
-
-def _prepared(backend: Any, pass_: Any) -> Any:
-    update = pass_.table_update
-    backend._table[update.seq_rows, update.positions] = update.slots
-    return pass_
 
 
 def memory(bench: Bench) -> Iterator[str]:

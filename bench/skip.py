@@ -27,6 +27,7 @@ from verispec.backends.protocol import Backend, View
 from verispec.spec.drafter import Drafter
 from verispec.spec.registry import DRAFTERS, DraftSetup
 from verispec.spec.skip_menu import GREEDY, SkipMenu
+from verispec.spec.speculation import Speculation
 from verispec.tuning import report
 
 
@@ -131,10 +132,10 @@ def one_cell(
     arms = ("none", "skip", "forced")
     runs: dict[str, list[Run]] = {arm: [] for arm in arms}
     for arm in arms:
-        stage.run(prompts, params, drafter=arm)  # warm
+        stage.run(prompts, params, speculation=Speculation(arm))  # warm
     for pair in range(options.pairs):
         for arm in arms[pair % 3 :] + arms[: pair % 3]:
-            runs[arm].append(stage.run(prompts, params, drafter=arm))
+            runs[arm].append(stage.run(prompts, params, speculation=Speculation(arm)))
     digests = {tuple(o.digest for o in run.outputs) for listed in runs.values() for run in listed}
     assert len(digests) == 1, "all arms must give the same bits"
 

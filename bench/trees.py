@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,15 @@ from drafting import Run, Stage, median, read_tasks, spread
 
 from verispec import LLM, SamplingParams
 from verispec.backends.blas import cpu_name
-from verispec.backends.protocol import FULL_VIEW, Backend, Pass, Ticket
-from verispec.spec.drafter import AUTO, Drafter, Offer
+from verispec.backends.protocol import FULL_VIEW, Backend, NoisyTopKResult, Pass, ReadyTicket, Ticket, TopKWanted
+from verispec.spec.drafter import Drafter, Refusal
 from verispec.spec.model_drafter import ModelDrafterConfig
 from verispec.spec.registry import DRAFTERS, DraftSetup
 from verispec.spec.skip import skip_drafter
+from verispec.spec.speculation import AUTO, Speculation
+from verispec.spec.turn import SequenceView
 from verispec.tree import TreeShape
-from verispec.types import Accept, SequenceView
+from verispec.types import Accept
 
 BRANCH_OF_LENGTH = {2: "branch:2,2", 3: "branch:2,2,2", 4: "branch:2,2,2,1", 5: "branch:2,2,2,1,1"}
 BRANCH_OF_BUDGET = {6: "branch:2,2", 10: "branch:2,2,1", 14: "branch:2,2,2", 21: "branch:3,2,2", 30: "branch:2,2,2,1,1"}
@@ -49,7 +51,7 @@ class Arm:
     drafter: str = "drafted"
 
     def request(self) -> dict[str, Any]:
-        return {"drafter": self.drafter, "tree": TreeShape.parse(self.tree), "accept": self.accept}
+        return {"speculation": Speculation(self.drafter, TreeShape.parse(self.tree), self.accept)}
 
 
 def arms_of(chain: str, branch: str, beam: str) -> list[Arm]:
@@ -76,8 +78,11 @@ class OneHot:
     def submit(self, pass_: Pass) -> Ticket:
         asked = pass_.wanted.noisy_top_k
         if asked is not None and (pass_.store or pass_.view != FULL_VIEW):
-            greedy = replace(asked.sampling, temperature=np.zeros_like(asked.sampling.temperature))
-            pass_ = replace(pass_, wanted=replace(pass_.wanted, noisy_top_k=asked._replace(sampling=greedy)))
+            wanted = replace(pass_.wanted, noisy_top_k=None, top_k=TopKWanted(asked.rows, asked.k))
+            result = self.backend.submit(replace(pass_, wanted=wanted)).result()
+            assert result.top_k is not None
+            ranked = NoisyTopKResult(*result.top_k, result.top_k.values)
+            return ReadyTicket(replace(result, top_k=None, noisy_top_k=ranked))
         return self.backend.submit(pass_)
 
 
@@ -90,8 +95,8 @@ class OnlyByName:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.drafter, name)
 
-    def offer(self, sequence: SequenceView, limit: int) -> Offer:
-        return Offer.nothing("not for auto") if sequence.drafter == AUTO else self.drafter.offer(sequence, limit)
+    def state(self, sequence: SequenceView) -> Hashable:
+        return Refusal("not for auto") if sequence.speculation.method == AUTO else self.drafter.state(sequence)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +165,8 @@ def main() -> None:
         plain = DraftSetup(backend=backend, find_menu=llm.skip_menu, draft_cost=llm.calibration.draft_cost)
         return {
             "none": DRAFTERS["none"](plain), "tuned": DRAFTERS[what](plain), "ngram": DRAFTERS["ngram"](plain),
-            "drafted": OnlyByName(forced(backend)), "one-hot": OnlyByName(forced(OneHot(backend))),
+            "drafted": OnlyByName(forced(backend)),
+            "one-hot": OnlyByName(forced(OneHot(backend))),
         }  # fmt: skip
 
     stage = Stage(llm, make, max_running=options.batch)
@@ -230,9 +236,9 @@ class Bench:
 def speed(stage: Stage, prompts: Sequence[Sequence[int]], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Tokens a second against `none`, arms in turns; the same tokens, so the same work."""
     arms: dict[str, dict[str, Any]] = {
-        "none": {"drafter": "none"},
-        "as predicted (may not draft)": {"drafter": "tuned"},
-        "auto": {"drafter": AUTO},
+        "none": {"speculation": Speculation("none")},
+        "as predicted (may not draft)": {"speculation": Speculation("tuned")},
+        "auto": {"speculation": Speculation(AUTO)},
         **{tree: Arm("", tree).request() for tree in TIMED},
     }
     print("\n| T | batch | arm | tok/s against none, median (range) | tokens per pass | drafted |")

@@ -183,7 +183,7 @@ static const Table* find(const char* name) {
 
 using namespace vs;
 
-VS_API int vs_abi() { return 3; }
+VS_API int vs_abi() { return 4; }
 
 // "" is the best instruction set here; null if it is unknown, or unknown to this CPU.
 VS_API Engine* vs_create(const char* isa, int num_threads) {
@@ -229,6 +229,57 @@ VS_API void vs_draw(Engine* engine, const float* logits, const int32_t* logit_ro
   engine->pool.run(1, [&](Crew crew) {
     engine->table->draw(crew, logits, logit_rows, totals, vocab, *sampling, token_ids, logprobs, scratch);
   });
+}
+
+// A burst: every round is vs_forward, vs_logits and vs_draw of the sequences that go on, so it gives their bits.
+VS_API void vs_burst(Engine* engine, const Model* model, const Rows* rows, const Store* store,
+                     const uint8_t* skip_attention, const uint8_t* skip_mlp, const Sampling* all, const Burst* burst) {
+  const int count = burst->num_sequences;
+  std::vector<int> going;
+  std::vector<int32_t> token_ids(count), positions(count), slots(count), seq_rows(count), prefix_lens(count),
+      tail_lens(count, 0), logit_rows(count);
+  std::vector<uint64_t> seeds(count);
+  std::vector<int64_t> t(count), sample_index(count), stream(count, 0), top_k(count), drawn(count);
+  std::vector<float> temperature(count), top_p(count), log_min_p(count), logprobs(count);
+  std::vector<float> x(size_t(count) * model->hidden), y(size_t(count) * model->vocab);
+  std::vector<Totals> totals(count);
+  for (int i = 0; i < count; ++i) logit_rows[i] = i;
+  for (int round = 0; round < burst->num_rounds; ++round) {
+    going.clear();
+    for (int i = 0; i < count; ++i) {
+      const int64_t token = burst->tokens[i], next = burst->t[i] + 1;
+      bool stops = token < 0 || round >= burst->rounds[i] || next >= burst->limits[i];
+      for (int k = 0; k < burst->num_stop_ids && next >= burst->min_lens[i]; ++k)
+        stops = stops || burst->stop_ids[size_t(i) * burst->num_stop_ids + k] == token;
+      if (!stops) going.push_back(i);
+    }
+    if (going.empty()) return;
+    const int num = int(going.size());
+    for (int j = 0; j < num; ++j) {
+      const int i = going[j];
+      const int64_t position = burst->t[i];
+      token_ids[j] = int32_t(burst->tokens[i]), positions[j] = int32_t(position), seq_rows[j] = burst->seq_rows[i];
+      slots[j] = rows->table[int64_t(seq_rows[j]) * rows->table_width + position];
+      prefix_lens[j] = int32_t(position + 1);
+      seeds[j] = all->seeds[i], t[j] = position + 1, sample_index[j] = all->sample_index[i], top_k[j] = all->top_k[i];
+      temperature[j] = all->temperature[i], top_p[j] = all->top_p[i], log_min_p[j] = all->log_min_p[i];
+    }
+    Rows own = {num, 0, rows->table_width, token_ids.data(), positions.data(), slots.data(), seq_rows.data(),
+                prefix_lens.data(), nullptr, tail_lens.data(), rows->table};
+    Sampling sampling = {};
+    sampling.num_rows = num, sampling.seeds = seeds.data(), sampling.t = t.data();
+    sampling.sample_index = sample_index.data(), sampling.stream = stream.data(), sampling.top_k = top_k.data();
+    sampling.temperature = temperature.data(), sampling.top_p = top_p.data(), sampling.log_min_p = log_min_p.data();
+    vs_forward(engine, model, &own, store, skip_attention, skip_mlp, x.data());
+    vs_logits(engine, model, x.data(), num, y.data(), totals.data());
+    vs_draw(engine, y.data(), logit_rows.data(), totals.data(), model->vocab, &sampling, drawn.data(), logprobs.data());
+    for (int j = 0; j < num; ++j) {
+      const int i = going[j];
+      burst->tokens[i] = burst->drawn[size_t(i) * burst->num_rounds + round] = drawn[j];
+      burst->logprobs[size_t(i) * burst->num_rounds + round] = logprobs[j];
+      ++burst->t[i];
+    }
+  }
 }
 
 VS_API void vs_top_k(Engine* engine, const float* logits, const int32_t* logit_rows, int num_rows, int vocab, int k,

@@ -84,6 +84,17 @@ struct Sampling {
   const float* bias;
 };
 
+// Further rounds of some sequences, whose draws are fed back. `tokens` and `t`, the last draw of each and its position, move
+// on; a sequence has `rounds` of them at most, and idles behind a stop id, its limit or a draw that failed.
+struct Burst {
+  int32_t num_sequences, num_rounds, num_stop_ids;
+  const int32_t *seq_rows, *rounds;
+  const int64_t *stop_ids, *min_lens, *limits;  // [sequences][num_stop_ids], [sequences], [sequences]
+  int64_t *tokens, *t;
+  int64_t* drawn;   // [sequences][num_rounds]
+  float* logprobs;  // the same
+};
+
 // A pass is a sequence of phases; the work of a phase is cut into chunks that threads take one by one. A thread that the
 // system has put aside holds up nobody but the chunk it has: the others go on when all chunks are done, and it catches up.
 struct Phase {

@@ -7,10 +7,22 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+
+from tests.support.fake_backend import FakeBackend
+from verispec.backends.cost import probe_pass
+from verispec.backends.protocol import Burst
+from verispec.config import EngineConfig
+from verispec.engine import Engine, Request
+from verispec.spec.registry import make_drafters
+from verispec.spec.speculation import Speculation
+from verispec.types import SamplingParams
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -66,6 +78,37 @@ def test_examples_run(smollm2_path: Path, path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout
     assert "DIFFERENT" not in done.stdout
+
+
+def test_the_drafter_that_is_shown_drafts_and_changes_nothing() -> None:
+    (code,) = blocks(ROOT / "docs" / "adding-a-drafter.md", "python")
+    names: dict[str, Any] = {}
+    exec(code, names)
+    drafters = {**make_drafters(), "again": names["LastTokenAgain"]()}
+    params = SamplingParams(max_tokens=30, seed=1)
+    outputs: dict[str, Any] = {}
+    for name in ("none", "again"):
+        engine = Engine(FakeBackend(), family=(4, 8, 16), drafters=drafters, config=EngineConfig(num_slots=256))
+        engine.add(Request([1, 2, 3], params, Speculation(name)))
+        while engine.has_work:
+            outputs[name] = next((event.output for event in engine.step() if event.output is not None), None)
+    assert outputs["again"].stats.drafted > 0
+    assert outputs["again"].token_ids == outputs["none"].token_ids
+
+
+def test_the_backend_that_is_shown_runs_rounds() -> None:
+    (code,) = blocks(ROOT / "docs" / "adding-a-backend.md", "python")
+    names: dict[str, Any] = {}
+    exec(code, names)
+    fake = FakeBackend()
+    shown = names["MyBackend"](fake.limits)
+    fake.resident = shown.resident
+    shown.run = fake.run
+    shown.submit(probe_pass(shown, 4, 12))  # so that the table has the positions that follow
+    pass_ = probe_pass(shown, 4, 8)
+    burst = Burst(np.array([0, 2], np.int32), np.array([2, 1], np.int32), 4)
+    result = shown.submit(replace(pass_, burst=burst)).result()
+    assert (result.burst.token_ids >= 0).tolist() == [[True, True], [True, False]]
 
 
 @cache

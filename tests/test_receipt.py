@@ -26,7 +26,7 @@ from verispec.model import file_digest
 from verispec.receipt import Receipt, parse, replay
 from verispec.receipt.rerun import Positions, ReplayResult, TokenDifference
 from verispec.receipt.values import content_digest
-from verispec.spec.drafter import Offer
+from verispec.spec.drafter import Refusal
 from verispec.spec.recorded import RecordedDrafter
 from verispec.strict_json import MAX_OBJECT_NBYTES
 from verispec.types import Draft, FinishReason, SampleOutput, SamplingParams
@@ -158,12 +158,12 @@ def test_a_replay_is_a_few_passes_of_the_one_sample(llm: LLM, monkeypatch: pytes
 
 def test_a_replay_takes_nothing_on_trust(llm: LLM, receipt: Receipt, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is drafted decides how many passes it takes, and nothing else."""
-    monkeypatch.setattr(RecordedDrafter, "offer", lambda *arguments: Offer.nothing("a test"))
+    monkeypatch.setattr(RecordedDrafter, "state", lambda *arguments: Refusal("a test"))
     without = replay(llm, receipt)
     assert (without.reproduced, without.num_passes) == (True, 90)
-    monkeypatch.setattr(RecordedDrafter, "offer", lambda drafter, sequence, limit: Offer(min(limit, 3), 1.0))
+    monkeypatch.setattr(RecordedDrafter, "state", lambda *arguments: 3)
     monkeypatch.setattr(
-        RecordedDrafter, "draft", lambda drafter, plans: [Draft.chain([1] * p.draft_quota) for p in plans]
+        RecordedDrafter, "draft", lambda drafter, turns: [Draft.chain([1] * t.choice.num_nodes) for t in turns]
     )
     assert replay(llm, receipt).reproduced
 

@@ -17,7 +17,8 @@ class EngineConfig:
     `num_slots` is the K/V capacity in tokens. `max_len` bounds prompt plus output of one request (None: the model's
     context or the capacity, whichever is less). `row_budget` bounds the rows of one canonical pass, `max_running` the
     sequences that run at once, `max_waiting` the queue behind them, `max_draft` the tokens of one
-    path of a draft (None: each drafter's own default).
+    path of a draft (None: each drafter's own default). `max_burst` bounds the rounds a backend runs by itself; `depth`
+    is how many steps may be in the air at once.
     """
 
     num_slots: int = 8192
@@ -26,10 +27,13 @@ class EngineConfig:
     max_running: int = 32
     max_waiting: int = 4096
     max_draft: int | None = None
+    max_burst: int = 16
+    depth: int = 1
     prefix_cache: bool = True
 
     def __post_init__(self) -> None:
         lowest = {"num_slots": 2, "row_budget": 1, "max_running": 1, "max_waiting": 1, "max_draft": 0, "max_len": 2}
+        lowest |= {"max_burst": 1, "depth": 1}
         for name, low in lowest.items():
             value = getattr(self, name)
             if value is not None or name not in ("max_draft", "max_len"):

@@ -20,11 +20,12 @@ from verispec.errors import InputError, VerispecError
 from verispec.interrupts import deferred_interrupt
 from verispec.llm import LLM
 from verispec.prompts import Prompt
+from verispec.spec.speculation import Speculation
 from verispec.types import SampleOutput, SamplingParams, TokenEvent
 
 REFERENCE_DRAFTER = "none"
 ALONE, WARM, MIDDLE, FIRST, LAST = "alone", "warm cache", "amid a crowd", "first of crowd", "last of crowd"
-PREEMPTED, CHUNKED = "preempted", "small chunks"
+PREEMPTED, CHUNKED, IN_BURSTS, AHEAD = "preempted", "small chunks", "in bursts", "two steps ahead"
 
 _MAX_CHUNKS = 64  # of a long prompt: more would take longer than they show
 _STEPS_BETWEEN_ARRIVALS = 3
@@ -53,6 +54,7 @@ class Run:
     output: SampleOutput
     num_beside: int
     num_steps_to_first: int  # from its arrival to its first token
+    num_steps: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,7 @@ class _Situation:
     took_place: Callable[[Run, Run], bool]
     drafter: str = REFERENCE_DRAFTER
     changes: Callable[[Run], dict[str, Any]] = _no_changes
+    is_streamed: bool = True
 
 
 class Demonstration:
@@ -147,7 +150,7 @@ class Demonstration:
 
     def cases(self) -> Iterator[Case]:
         """The deterministic cases, the reference first. All of them should be equal to it."""
-        with self._llm.separate_engine(prefix_cache=True) as engine:
+        with self._llm.separate_engine(prefix_cache=True, max_burst=1) as engine:
             reference, warm = (_run(engine, [Arrival(0, self._request)], self._request) for _ in range(2))
         if reference.output.error is not None:
             raise VerispecError(reference.output.error)
@@ -155,7 +158,9 @@ class Demonstration:
         is_warm = warm.output.stats.cached_tokens > 0
         yield Case(WARM, REFERENCE_DRAFTER, warm, is_equal=_is_equal(warm, reference), took_place=is_warm)
         for situation in self._situations:
-            request = replace(self._request, drafter=situation.drafter)
+            request = replace(
+                self._request, speculation=Speculation(situation.drafter), is_streamed=situation.is_streamed
+            )
             with self._llm.separate_engine(**situation.changes(reference)) as engine:
                 run = _run(engine, situation.arrivals(request, reference), request)
             yield Case(
@@ -190,6 +195,8 @@ class Demonstration:
             _Situation(LAST, self._last, _had_company),
             _Situation(PREEMPTED, self._behind_an_older, _was_preempted, changes=self._scarce_slots),
             _Situation(CHUNKED, _only, _was_cut_otherwise, changes=self._small_chunks),
+            _Situation(IN_BURSTS, _only, _took_fewer_steps, changes=_bursts, is_streamed=False),
+            _Situation(AHEAD, _only, _took_fewer_steps, changes=_two_ahead, is_streamed=False),
             *(_Situation(ALONE, _only, _had_drafts, drafter=name) for name in drafters),
             *(_Situation(MIDDLE, self._middle, _had_company, drafter=name) for name in drafters),
         ]
@@ -296,7 +303,9 @@ def _run(engine: Engine, arrivals: Iterable[Arrival], request: Request) -> Run:
             num_beside = max(num_beside, engine.num_running - (output is None))  # less itself, unless it has just ended
         if output is not None:
             _abort(engine, request_ids)
-            return Run(output, num_beside=num_beside, num_steps_to_first=(first_at or step) - arrived_at)
+            return Run(
+                output, num_beside=num_beside, num_steps_to_first=(first_at or step) - arrived_at, num_steps=step
+            )
 
 
 def _step(engine: Engine) -> list[TokenEvent]:
@@ -312,7 +321,9 @@ def _abort(engine: Engine, request_ids: Iterable[int]) -> None:
 
 
 def _fast(request: Request) -> Request:
-    return replace(request, params=replace(request.params, deterministic=False), drafter=REFERENCE_DRAFTER)
+    return replace(
+        request, params=replace(request.params, deterministic=False), speculation=Speculation(REFERENCE_DRAFTER)
+    )
 
 
 def _only(request: Request, reference: Run) -> list[Arrival]:
@@ -333,6 +344,20 @@ def _was_preempted(run: Run, reference: Run) -> bool:
 
 def _was_cut_otherwise(run: Run, reference: Run) -> bool:
     return run.num_steps_to_first != reference.num_steps_to_first
+
+
+def _bursts(reference: Run) -> dict[str, Any]:
+    """The backend runs up to so many rounds by itself."""
+    return {"max_burst": 8}
+
+
+def _two_ahead(reference: Run) -> dict[str, Any]:
+    """The next rounds are submitted before the last ones are read."""
+    return {"max_burst": 3, "depth": 2}
+
+
+def _took_fewer_steps(run: Run, reference: Run) -> bool:
+    return run.num_steps < reference.num_steps
 
 
 def _had_drafts(run: Run, reference: Run) -> bool:

@@ -37,9 +37,9 @@ from verispec.prompts import Params, Prompt, PromptSpec, pair, spec
 from verispec.receipt.values import Receipt, check_recordable, make_receipt
 from verispec.shared_engine import Inbox, SharedEngine
 from verispec.spec.drafter import Drafter
-from verispec.spec.registry import DRAFTER_NAMES, MODEL_DRAFTER, SKIP_DRAFTER, DraftSetup, make_drafters
+from verispec.spec.registry import DRAFTER_NAMES, MODEL_DRAFTER, SKIP_DRAFTER, DraftSetup, check_method, make_drafters
 from verispec.spec.skip_menu import MenuKey, SkipMenu, read_menu
-from verispec.speculation import Speculation
+from verispec.spec.speculation import Speculation
 from verispec.text.chat_prompt import ChatPrompts
 from verispec.text.detokenizer import TextStream
 from verispec.types import (
@@ -188,6 +188,7 @@ class LLM:
         backend = default_backend() if backend is None else backend
         check_name(backend)
         speculation = Speculation.of(drafter, tree=tree, accept=accept)
+        check_method(speculation.method)
         if tree is not None and draft_len is not None:
             raise InputError(f"tree {tree} and draft_len exclude each other: draft_len N is short for chain:N")
         if drafter == MODEL_DRAFTER and draft_model is None:
@@ -293,7 +294,7 @@ class LLM:
             family=self.calibration.family,
             cost=self.calibration.cost,
             drafters=drafters or make_drafters(self._draft_setup(config.max_draft)),
-            default_drafter=None if drafters else self._speculation.drafter,
+            default_drafter=None if drafters else self._speculation.method,
             config=config,
             no_family_reason=self.calibration.no_family_reason,
         )
@@ -399,7 +400,7 @@ class LLM:
             index, request = waiting[0]
             live[index] = Inbox()  # known before it is open, so that an interrupt leaves nothing behind
             try:
-                self._shared.open(request, live[index])
+                self._shared.open(replace(request, is_streamed=False), live[index])
             except QueueFullError:  # another thread was faster
                 del live[index]
                 return
@@ -493,9 +494,7 @@ class LLM:
         request = Request(
             prompt_ids=self.tokenizer.encode(ids) if isinstance(ids, str) else ids,
             params=params,
-            drafter=speculation.drafter,
-            tree=speculation.tree,
-            accept=speculation.accept,
+            speculation=speculation,
             eos_ids=self.tokenizer.eos_ids,
             text=lambda: TextStream(self.tokenizer, params.stop),
         )
@@ -506,9 +505,9 @@ class LLM:
         """What a request asks for, or the default; naming the default's drafter keeps its tree and rule."""
         if drafter is not None and speculative is not None:
             raise InputError("drafter and speculative exclude each other")
-        named = drafter is not None and drafter != self._speculation.drafter
+        named = drafter is not None and drafter != self._speculation.method
         chosen = Speculation.parse({"method": drafter} if named else speculative, self._speculation)
-        if chosen.drafter == MODEL_DRAFTER and self.calibration.draft_cost is None:
+        if chosen.method == MODEL_DRAFTER and self.calibration.draft_cost is None:
             raise InputError("drafter model needs a draft_model")
         return chosen
 

@@ -9,17 +9,17 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol, Self
 
 from verispec.arguments import check_bool, check_int, check_number
 from verispec.errors import InputError
-from verispec.tree import TreeShape
 
 MAX_SEED = 2**64 - 1
 MAX_INT = 2**31 - 1
+MAX_SEED_BITS = 53  # of seeds that are drawn: a larger one does not survive JSON in JavaScript
 MAX_ALTERNATIVES = 64
 # Bounds on what one request may cost every step, for all others that run beside it.
 MAX_BIASED = 1024
@@ -255,30 +255,6 @@ class DraftTrace(NamedTuple):
     target_probabilities: tuple[float, ...]
 
 
-class SequenceView(Protocol):
-    """What a drafter may see of a sequence: committed tokens and identity, read only.
-
-    `computed_len` is how many of the tokens have their K/V: all but the last, once the prompt is done.
-    """
-
-    @property
-    def sequence_id(self) -> int: ...
-    @property
-    def token_ids(self) -> Sequence[int]: ...
-    @property
-    def prompt_len(self) -> int: ...
-    @property
-    def computed_len(self) -> int: ...
-    @property
-    def params(self) -> SamplingParams: ...
-    @property
-    def drafter(self) -> str: ...
-    @property
-    def tree(self) -> TreeShape | None: ...
-    @property
-    def accept(self) -> Accept: ...
-
-
 class TextPiece(NamedTuple):
     """Text that became final with one token, and whether a stop string completed at that token."""
 
@@ -287,20 +263,21 @@ class TextPiece(NamedTuple):
 
 
 class TextSink(Protocol):
-    """Turns committed tokens into text; only `commit` pushes into it, so it has nothing to undo."""
+    """Turns committed tokens into text; only `commit` pushes into it, so it has nothing to undo.
 
+    One that can stop a request is pushed every token as it is committed; others may get all of them at the end.
+    """
+
+    @property
+    def can_stop(self) -> bool: ...
     def push(self, token_id: int, *, may_stop: bool = True) -> TextPiece: ...
     def finish(self) -> str: ...
-    def fork(self) -> TextSink:
-        """A sink that goes on from here on its own: to look for a stop in tokens that may never be committed."""
 
 
 class NoText:
     """The text of a request that has none: for engines run on token ids alone."""
 
-    def fork(self) -> NoText:
-        """It has no state."""
-        return self
+    can_stop = False
 
     def push(self, token_id: int, *, may_stop: bool = True) -> TextPiece:
         """Release nothing."""
@@ -427,6 +404,7 @@ class SampleOutput:
     stats: SequenceStats = field(compare=False)
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
     error: str | None = None
+    given_ids: tuple[int, ...] = ()  # output that came with the request; text has it, log-probabilities have not
 
     def __repr__(self) -> str:
         return f"SampleOutput({self.summary})"
@@ -440,7 +418,7 @@ class SampleOutput:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """The output tokens."""
+        """The output tokens that were drawn."""
         return tuple(entry.token_id for entry in self.logprobs)
 
     @property
@@ -451,8 +429,7 @@ class SampleOutput:
         return hashlib.sha256(ids + values).hexdigest()
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """What one step committed for one sample of one request. A stream is the concatenation of these.
 
     `pieces` is the text, split by the token that released it. The first `num_accepted` tokens were drafted;

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.support.fake_backend import FakeBackend
-from tests.support.passes import NO_UPDATE, Tape, joined, run, run_logprobs, sampling_rows
+from tests.support.passes import NO_UPDATE, RowsBuilder, Tape, bind, joined, run, run_logprobs
 from tests.support.tiny_models import TinyConfig, make_tensors
 from verispec.backends.audit import audit
 from verispec.backends.native_backend import NativeBackend
@@ -23,10 +23,10 @@ from verispec.backends.protocol import (
     DistributionWanted,
     DrawWanted,
     LogprobsWanted,
+    Noise,
     NoisyTopKWanted,
     Pass,
     PassKind,
-    RowsBuilder,
     StaleHandleError,
     TopKWanted,
     View,
@@ -36,6 +36,7 @@ from verispec.errors import InputError
 from verispec.kv import NUM_RESERVED
 from verispec.sampling import draw
 from verispec.sampling.draw import NO_TOKEN
+from verispec.sampling.rows import SampleKey, plain_rows
 from verispec.types import NO_PARENT, Draft, SamplingParams
 
 NUM_SLOTS = 600
@@ -221,15 +222,14 @@ def test_wanted_results_agree(backend: Backend) -> None:
     added, update = tape.add_prompt_rows(rows, PROMPT[:12])
     vocab_size = backend.limits.vocab_size
     ask = np.array(added[3:9], np.int32)
-    params = SamplingParams(temperature=0.8, top_k=5, seed=1)
-    sampling = sampling_rows(params, [i + 1 for i in ask], vocab_size)
+    bind(backend, 1, SamplingParams(temperature=0.8, top_k=5))
     given = np.arange(len(ask), dtype=np.int32)
     wanted = Wanted(
-        draw=DrawWanted(ask, sampling),
+        draw=DrawWanted(ask),
         logprobs=LogprobsWanted(ask, given),
         top_k=TopKWanted(ask, vocab_size),
-        noisy_top_k=NoisyTopKWanted(ask, 7, sampling),
-        distribution=DistributionWanted(ask, sampling),
+        noisy_top_k=NoisyTopKWanted(ask, 7),
+        distribution=DistributionWanted(ask),
     )
     result = run(tape, rows, wanted, update, 16)
     assert result.draw is not None
@@ -261,9 +261,11 @@ def test_children_are_those_of_the_shared_code(backend: Backend, temperature: fl
     rows = RowsBuilder()
     added, update = tape.add_prompt_rows(rows, PROMPT[:6])
     ask, vocab_size = np.array(added, np.int32), backend.limits.vocab_size
-    plain = sampling_rows(SamplingParams(temperature=temperature, seed=3), [i + 1 for i in ask], vocab_size)
-    sampling = replace(plain, stream=np.full(len(ask), stream))
-    wanted = Wanted(top_k=TopKWanted(ask, vocab_size), noisy_top_k=NoisyTopKWanted(ask, 4, sampling))
+    params = SamplingParams(temperature=temperature)
+    bind(backend, 1, params, seed=3)
+    sampling = replace(plain_rows(params, SampleKey(3, 0), ask + 1), stream=np.full(len(ask), stream))
+    noise = Noise(sampling.t, sampling.stream) if stream else None
+    wanted = Wanted(top_k=TopKWanted(ask, vocab_size), noisy_top_k=NoisyTopKWanted(ask, 4, noise))
     result = run(tape, rows, wanted, update, 8)
     assert result.top_k is not None
     assert result.noisy_top_k is not None
@@ -282,8 +284,8 @@ def test_a_distribution_lives_until_it_is_released(backend: Backend) -> None:
     rows = RowsBuilder()
     added, update = tape.add_prompt_rows(rows, [1, 2])
     ask = np.array(added, np.int32)
-    sampling = sampling_rows(SamplingParams(temperature=1.0, seed=0), [1, 2], backend.limits.vocab_size)
-    handle = run(tape, rows, Wanted(distribution=DistributionWanted(ask, sampling)), update, 4).distribution
+    bind(backend, 1, SamplingParams(temperature=1.0))
+    handle = run(tape, rows, Wanted(distribution=DistributionWanted(ask)), update, 4).distribution
     assert handle is not None
     before = np.array(handle.probabilities())
     tape.feed([3], shape=4)
@@ -330,7 +332,7 @@ def test_fast_passes_differ_in_bits(backend: Backend) -> None:
 
 BAD_CHANGES: dict[str, dict[str, object]] = {
     "token id": {"token_ids": np.array([99999], np.int32)},
-    "negative token": {"token_ids": np.array([-1], np.int32)},
+    "negative token": {"token_ids": np.array([-2], np.int32)},
     "position": {"positions": np.array([99999], np.int32)},
     "slot": {"slots": np.array([NUM_SLOTS + NUM_RESERVED], np.int32)},
     "zero slot written": {"slots": np.array([0], np.int32)},

@@ -16,6 +16,7 @@ import pytest
 from gguf import GGMLQuantizationType, quants
 
 from tests.support.native import ISAS, smollm2_backend
+from tests.support.sampling_rows import History, SamplingRowsBuilder
 from verispec.backends import native_library as native
 from verispec.backends.audit import audit
 from verispec.backends.native_backend import _sampling
@@ -27,7 +28,7 @@ from verispec.model.elementary import power, sin_cos
 from verispec.sampling import draw as shared
 from verispec.sampling import weights
 from verispec.sampling.noise import gumbel_f32
-from verispec.sampling.rows import History, SampleKey, SamplingRows, SamplingRowsBuilder
+from verispec.sampling.rows import SampleKey, SamplingRows
 from verispec.types import SamplingParams
 
 EXACT_TYPES = ("F32", "F16", "BF16")
@@ -218,7 +219,7 @@ def many_params(count: int) -> list[SamplingParams]:
         {"temperature": 2.0, "logit_bias": ((3, 5.0), (9, -3.0))},
         {"temperature": 1.0, "top_p": 0.999},
         {"temperature": 1.0, "repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": -0.3},
-        {"temperature": 1e-38, "top_p": 0.9},
+        {"temperature": 1e-6, "top_p": 0.9},
         {"temperature": 1.0, "top_p": 1e-9, "min_p": 1.0},
         {"repetition_penalty": 1.4, "logit_bias": ((3, 5.0), (4, -1.0))},
     ]

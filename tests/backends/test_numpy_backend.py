@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.support.passes import NO_UPDATE, Tape, run, run_logprobs, sampling_rows
+from tests.support.passes import NO_UPDATE, RowsBuilder, Tape, bind, run, run_logprobs
 from tests.support.tiny_models import TinyConfig, make_tensors
 from verispec.backends import numpy_attention
 from verispec.backends.audit import audit
 from verispec.backends.numpy_backend import LoadedModel, NumpyBackend
-from verispec.backends.protocol import DrawWanted, RowsBuilder, View, Wanted
+from verispec.backends.protocol import DrawWanted, View, Wanted
 from verispec.errors import InputError
 from verispec.sampling.draw import NO_TOKEN
 from verispec.types import NO_PARENT, Draft, SamplingParams
@@ -44,7 +44,8 @@ def test_a_broken_row_breaks_nobody_else(bad: float) -> None:
         results[name] = run_logprobs(tape, rows, [nodes[1], *added[:2]], update, 8)
         rows = RowsBuilder()
         nodes = tape.add_draft_rows(rows, Draft((token_id, 4, 6), (NO_PARENT, NO_PARENT, 0)), scratch=100)
-        below = Wanted(draw=DrawWanted(np.array(nodes[2:], np.int32), sampling_rows(SamplingParams(), [5], 80)))
+        bind(tape.backend, tape.seq_row, SamplingParams())
+        below = Wanted(draw=DrawWanted(np.array(nodes[2:], np.int32)))
         drawn = run(tape, rows, below, NO_UPDATE, 4).draw
         assert drawn is not None
         assert (drawn.token_ids[0] == NO_TOKEN) == (name == "bad")  # the control: its own child is broken

@@ -10,12 +10,13 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
-from tests.support.adversaries import ForkFails, PushFails, collect, keep_apart
+from tests.support.adversaries import PushFails, collect, keep_apart
 from tests.support.decoding import (
     FAMILY,
     MAX_LEN,
@@ -33,14 +34,15 @@ from tests.support.scale import scaled
 from tests.support.tiny_models import TinyConfig, make_tensors
 from verispec.backends.audit import audit
 from verispec.backends.numpy_backend import LoadedModel, NumpyBackend
-from verispec.backends.protocol import Backend, Pass, PassKind, Ticket
+from verispec.backends.protocol import Backend, Pass, PassKind, PassResult, Ticket
 from verispec.config import EngineConfig
 from verispec.engine import Engine, Request
 from verispec.errors import DeterminismError
 from verispec.spec.decode import DecodeConfig, DecodeDrafter
-from verispec.spec.drafter import AUTO
+from verispec.spec.drafter import Held
 from verispec.spec.none import NoDrafter
 from verispec.spec.registry import DraftSetup, make_drafters
+from verispec.spec.speculation import AUTO, Speculation
 from verispec.types import FinishReason, SampleOutput, SamplingParams, SequenceStats
 
 VOCAB_SIZE = 8
@@ -59,6 +61,12 @@ def _quiet() -> Iterator[None]:
 
 def counts(stats: SequenceStats) -> Counts:
     return stats.replays, stats.mismatches, stats.recomputed
+
+
+def held(watched: Watched, request_id: int) -> Held | None:
+    """The window of a request, as its drafter states it."""
+    found = watched.decode.state(watched.sequence(request_id))
+    return found if isinstance(found, Held) else None
 
 
 def faults(times: Mapping[int, int | None], token_id: int | None = None) -> AtPositions:
@@ -90,14 +98,14 @@ def random_request(seed: int) -> Request:
         deterministic=rng.random() < 0.88,
     )
     stop = rng.choice(((), (), ("cab",), ("ad", "dd"), ("e",)))
-    text = rng.choices((letters(*stop), PushFails, ForkFails), weights=(20, 1, 1))[0]
+    text = rng.choices((letters(*stop), PushFails), weights=(20, 2))[0]
     return Request(prompt, params, eos_ids=rng.choice(((), (7,))), text=text)
 
 
 MENU = tuple(random_request(seed) for seed in range(300))  # few enough that the oracle runs each of them once
 SETTINGS: tuple[dict[str, object], ...] = (
     {},
-    {"row_budget": 4, "max_running": 4},  # windows are cut into chunks
+    {"row_budget": 4, "max_running": 4},  # windows are short, and only their fronts are verified
     {"num_slots": MAX_LEN, "prefix_cache": False},  # sequences are preempted
     {"num_slots": MAX_LEN + 20, "row_budget": 8},  # and cached prefixes evicted
     {"family": (64,), "cost": STEEP_COST, "drafters": ("decode", AUTO)},  # `auto` decodes regularly
@@ -115,7 +123,7 @@ def run_a_crowd(window_len: int, settings: dict[str, object], rng: random.Random
         while least > 0 and watched.engine.num_waiting < 5:
             request = rng.choice(MENU)
             least -= request.params.n if request.params.deterministic else 0
-            request_id = watched.add(replace(request, drafter=rng.choice(drafters)))
+            request_id = watched.add(replace(request, speculation=Speculation(rng.choice(drafters))))
             if rng.random() < 0.04:
                 least += request.params.n if request.params.deterministic else 0
                 for _ in range(rng.randrange(12)):
@@ -141,13 +149,15 @@ def test_a_crowd_gets_the_oracles_bits(window_len: int) -> None:
             seen["fast"] += stream.truth is None
             seen["cached"] += stats.cached_tokens
             seen[stream.output.finish_reason] += 1
-            seen[f"auto {'with' if stats.chosen['decode'] else 'without'} windows"] += stream.request.drafter == AUTO
+            is_auto = stream.request.speculation.method == AUTO
+            seen[f"auto {'with' if stats.chosen['decode'] else 'without'} windows"] += is_auto
         seen["joined"] += watched.num_joined
         for name in ("replays", "mismatches", "recomputed", "preemptions", "accepted"):
             seen[name] += getattr(watched.totals, name)
     assert seen["compared"] >= needed
-    assert seen["replays"] >= scaled(700)
-    assert seen["mismatches"] >= scaled(150)
+    assert seen["replays"] >= scaled(600)
+    # The token behind a window is drawn by no fast pass: of short windows less can differ.
+    assert seen["mismatches"] >= scaled(150 if window_len > 2 else 100)
     assert seen["accepted"] >= scaled(800)
     assert (seen["recomputed"] > seen["mismatches"]) is (window_len > 1)
     happened = ["aborted", "fast", "joined", "cached", "preemptions", "auto without windows", *FinishReason]
@@ -160,14 +170,25 @@ def test_a_crowd_gets_the_oracles_bits(window_len: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("k", "expected", "num_drafted"),
-    [(1, (2, 1, 4), 7), (2, (2, 1, 3), 6), (3, (2, 1, 2), 5), (4, (1, 1, 1), 4), (99, (1, 0, 0), 4)],
+    ("family", "k", "expected", "num_drafted"),
+    [
+        ((8,), 1, (2, 1, 4), 7),
+        ((8,), 2, (2, 1, 3), 6),
+        ((8,), 3, (2, 1, 2), 5),
+        ((8,), 4, (1, 1, 1), 4),
+        ((8,), 99, (1, 0, 0), 4),
+        # 4 rows verify 3 tokens, so that is how long windows are; t = 7 is then drawn by the replay alone.
+        ((4,), 1, (2, 1, 3), 6),
+        ((4,), 2, (2, 1, 2), 5),
+        ((4,), 3, (2, 1, 1), 4),
+        ((4,), 4, (1, 0, 0), 3),
+        ((4,), 99, (1, 0, 0), 3),
+    ],
 )
-@pytest.mark.parametrize("family", [(4,), (8,)], ids=["last position by the bonus", "last position by a row"])
 def test_a_mismatch_at_each_position_of_a_window_of_4(
-    k: int, family: tuple[int, ...], expected: Counts, num_drafted: int
+    family: tuple[int, ...], k: int, expected: Counts, num_drafted: int
 ) -> None:
-    """6 tokens: 1 from the prompt, k from the first window, then a window of 4 - k and the token behind it."""
+    """6 tokens: 1 from the prompt, k from the first window, then a window of what is left but one, and that one."""
     watched = Watched(4, agreeing=True, redraw=faults({3 + k: 1}), family=family)
     watched.ask(params=replace(SAMPLED, max_tokens=6))
     stats = watched.finish()[0].stats
@@ -203,7 +224,7 @@ def test_when_every_drafted_token_is_wrong_each_replay_commits_one() -> None:
     assert watched.engine.totals.recomputed_fraction == 10 / 16
 
 
-@pytest.mark.parametrize("family", [(2,), (64,)], ids=["by the bonus", "by a row"])
+@pytest.mark.parametrize("family", [(3,), (64,)], ids=["a full pass", "a pass with room"])
 def test_a_mismatch_at_the_last_position_of_a_window_is_counted(family: tuple[int, ...]) -> None:
     """A prompt of 2 draws t = 2, windows hold (3, 4), (5, 6), (7, 8) and (9, 10), and the second is always wrong."""
     watched = Watched(2, agreeing=True, redraw=faults(dict.fromkeys((4, 6, 8, 10), 1)), family=family)
@@ -212,14 +233,28 @@ def test_a_mismatch_at_the_last_position_of_a_window_is_counted(family: tuple[in
     assert (counts(stats), stats.drafted) == ((4, 4, 4), 8)
 
 
-def test_a_mismatch_at_the_border_of_a_chunk_is_counted() -> None:
-    """A window of 8 is replayed 4 rows at a time: the 4th token is decided by the draw behind the last row."""
-    watched = Watched(8, agreeing=True, redraw=faults({7: 1}), family=(4,))
-    watched.ask(params=replace(SAMPLED, max_tokens=10))
-    first = [watched.step() for _ in range(10)][-1]  # the prompt, 8 rows of regular decoding, the first chunk
-    assert [event.num_accepted for event in first] == [3]
-    assert [len(event.rejected_ids) for event in first] == [5]
-    assert counts(watched.sequence(0).stats) == (1, 1, 5)
+@pytest.mark.parametrize(
+    ("k", "expected", "num_committed", "num_rejected"),
+    [(1, (1, 1, 3), 1, 3), (3, (1, 1, 1), 3, 1), (4, (1, 0, 0), 4, 0), (99, (1, 0, 0), 4, 0)],
+)
+def test_where_rows_do_not_suffice_the_front_of_a_window_is_verified(
+    k: int, expected: Counts, num_committed: int, num_rejected: int
+) -> None:
+    """4 of 8 rows belong to plain sequences, so 3 of a window's 7 tokens are verified, and the other 4 are dropped."""
+    watched = Watched(7, agreeing=True, redraw=faults({3 + k: 1}), family=(8,), apart=True)
+    watched.ask(params=replace(SAMPLED, max_tokens=40))
+    for _ in range(5):  # the prompt, and 4 tokens
+        watched.step()
+    for i in range(4):
+        watched.ask((i,), replace(SAMPLED, max_tokens=40), speculation=Speculation("none"))
+    for _ in range(3):
+        watched.step()
+    assert held(watched, 0) == Held(7, 7, is_ready=True)
+    event = next(e for e in watched.step() if e.request_id == 0)
+    assert (len(event.logprobs), len(event.rejected_ids)) == (num_committed, num_rejected)
+    stats = watched.sequence(0).stats
+    assert (counts(stats), stats.drafted) == (expected, 7)
+    assert held(watched, 0) is None, "the rest is dropped, not repaired"
     watched.finish()
 
 
@@ -261,7 +296,7 @@ def test_a_mismatch_at_and_around_every_end(ending: str, settings: dict[str, int
     assert num_mismatches >= last - 4
 
 
-@pytest.mark.parametrize("ending", ["eos", "stop id", "stop string"])
+@pytest.mark.parametrize("ending", ["eos", "stop id"])
 def test_a_finish_in_uncommitted_text_is_only_a_reason_to_verify(ending: str) -> None:
     """Regular decoding ends the text too early: it is verified at once, found wrong, and the sequence goes on."""
     request, last, token_id = ENDINGS[ending]
@@ -270,13 +305,29 @@ def test_a_finish_in_uncommitted_text_is_only_a_reason_to_verify(ending: str) ->
         watched.add(request)
         for _ in range(t - 3 + 1):  # the prompt, then the window up to the wrong finish
             assert not any(event.output for event in watched.step())
-        assert watched.sequence(0).window.token_ids[-1] == token_id
+        assert held(watched, 0) == Held(t - 3, 16, is_ready=True)
         assert watched.real_rows(PassKind.CANONICAL) == [3]
         (event,) = watched.step()
-        assert watched.real_rows(PassKind.CANONICAL)[1] == t - 3 + 1, "all of the window, and the bonus row"
+        assert watched.real_rows(PassKind.CANONICAL)[1] == t - 3 + 1, "all of the window, and the row before it"
         assert (event.output, event.rejected_ids, len(event.logprobs)) == (None, (token_id,), t - 3)
         stats = watched.finish()[0].stats
         assert stats.mismatches == 1
+
+
+@pytest.mark.parametrize("ending", ["stop string", "longer stop string"])
+def test_a_stop_string_in_uncommitted_text_is_nothing_to_a_window(ending: str) -> None:
+    """Text is made of committed tokens alone: the window grows on behind the string, and commit cuts it there."""
+    request, last, _ = ENDINGS[ending]
+    num_output = last - 2
+    watched = Watched(16, agreeing=True, family=(64,))
+    watched.add(request)
+    for _ in range(1 + 16):
+        assert not any(event.output for event in watched.step())
+    assert held(watched, 0) == Held(16, 16, is_ready=True)
+    (event,) = watched.step()
+    assert event.output is not None
+    assert (len(event.output.token_ids), event.num_accepted) == (num_output, num_output - 1)
+    watched.finish()
 
 
 @pytest.mark.parametrize("at", [4, 6])
@@ -286,16 +337,15 @@ def test_a_fast_pass_that_can_draw_nothing_is_only_a_reason_to_verify(at: int) -
     stats = watched.finish()[0].stats
     # t = 4 is the first of a window, so a canonical pass runs that replays nothing; then come windows of 4 and 1.
     # At t = 6 the window (4, 5) is replayed, and then one of 4.
-    # BUG in src (see the report): note_replay counts that pass as a replay.
     assert counts(stats) == (2, 0, 0)
 
 
 def test_rollback_under_preemption() -> None:
-    """Slots for one sequence and a half: windows are lost in the middle, at every length."""
+    """Slots for two sequences, which are leased for whole windows: windows of the younger are lost in the middle."""
     watched = Watched(
-        6, agreeing=True, redraw=AtRate(0.25, vocab_size=VOCAB_SIZE), num_slots=40, prefix_cache=False, row_budget=8
+        6, agreeing=True, redraw=AtRate(0.25, vocab_size=VOCAB_SIZE), num_slots=56, prefix_cache=False, row_budget=8
     )
-    for i in range(12):
+    for i in range(36):
         watched.ask((i % 3, 1, 2), replace(SAMPLED, max_tokens=25, seed=i))
     watched.finish()
     assert watched.totals.preemptions > 10
@@ -310,10 +360,10 @@ def test_a_preempted_window_is_lost_and_nothing_else(num_decoded: int) -> None:
     for _ in range(1 + num_decoded):
         watched.step()
     sequence = watched.sequence(0)
-    assert len(sequence.window) == num_decoded
+    assert held(watched, 0) == Held(num_decoded, 4, is_ready=num_decoded == 4)
     watched.engine._scheduler._preempt(sequence)
     watched.check()
-    assert (sequence.window, sequence.lease, sequence.slots) == (None, None, [])
+    assert (held(watched, 0), sequence.kv.lease, sequence.slots) == (None, None, [])
     stats = watched.finish()[0].stats
     assert stats.drafted - stats.accepted - stats.recomputed == num_decoded
     assert stats.preemptions == 1
@@ -358,7 +408,7 @@ def test_streams_carry_committed_tokens_only() -> None:
 def test_only_committed_canonical_kv_is_published() -> None:
     """Requests that share prefixes come one after another while windows are open: `Watched` looks at every slot."""
     watched = Watched(5, num_slots=120)
-    for i in range(24):
+    for i in range(36):
         watched.ask((0, 1, 2, i % 3) * 2, replace(SAMPLED, seed=i % 4, deterministic=i % 5 > 0))
         for _ in range(3):
             watched.step()
@@ -373,7 +423,7 @@ def test_a_window_never_reaches_the_cache_even_if_its_sequence_ends() -> None:
     request_id = watched.ask(params=replace(SAMPLED, max_tokens=30))
     for _ in range(6):
         watched.step()
-    assert len(watched.sequence(request_id).window) == 5
+    assert held(watched, request_id) == Held(5, 8, is_ready=False)
     watched.abort(request_id)
     assert max(len(prefix) for prefix, _ in watched.cached_prefixes()) == len(PROMPT)
 
@@ -382,14 +432,31 @@ def test_a_window_never_reaches_the_cache_even_if_its_sequence_ends() -> None:
 
 
 def test_ready_windows_are_verified_together() -> None:
-    """Four sequences: windows of 4 fill a pass of 16; then 4 windows of 3 with a bonus row each."""
-    watched = Watched(4, agreeing=True)
+    """Four sequences: windows of 4 with the row before them fill a pass of 20; then 4 windows of 2, 12 rows."""
+    watched = Watched(4, agreeing=True, family=(20,), apart=True)
     for i in range(4):
         watched.ask((0, 1, i), replace(SAMPLED, max_tokens=9))
     watched.finish()
-    assert watched.real_rows(PassKind.CANONICAL) == [12, 16, 16]
-    assert watched.real_rows(PassKind.FAST) == [4] * 7
+    assert watched.real_rows(PassKind.CANONICAL) == [12, 20, 12]
+    assert watched.real_rows(PassKind.FAST) == [4] * 6
     assert watched.totals.replays == 8
+
+
+def test_a_window_that_does_not_fit_beside_older_ones_waits_as_it_is() -> None:
+    """A pass of 16 takes three windows of 4; the fourth is verified a step later, whole, while the others decode."""
+    watched = Watched(4, agreeing=True, family=(16,), apart=True)
+    for i in range(4):
+        watched.ask((0, 1, i), replace(SAMPLED, max_tokens=9))
+    for _ in range(6):
+        watched.step()
+    assert watched.real_rows(PassKind.CANONICAL) == [12, 15]
+    assert held(watched, 3) == Held(4, 4, is_ready=True)
+    watched.step()
+    assert watched.real_rows(PassKind.CANONICAL) == [12, 15, 5]
+    assert watched.real_rows(PassKind.FAST) == [4] * 4 + [3]
+    watched.finish()
+    # Then windows of 2, of which the fourth is verified with the others when it has 1.
+    assert (watched.totals.replays, watched.totals.drafted, watched.totals.accepted) == (8, 23, 23)
 
 
 def test_unfinished_windows_join_a_replay_that_has_room() -> None:
@@ -401,7 +468,7 @@ def test_unfinished_windows_join_a_replay_that_has_room() -> None:
     second = watched.ask((3, 1, 0), replace(SAMPLED, max_tokens=20))
     for _ in range(3):
         watched.step()
-    assert [len(watched.sequence(i).window) for i in (first, second)] == [4, 2]
+    assert [held(watched, i) for i in (first, second)] == [Held(4, 4, is_ready=True), Held(2, 4, is_ready=False)]
     events = watched.step()
     assert watched.real_rows(PassKind.CANONICAL) == [3, 3, 8]
     assert {e.request_id: (len(e.logprobs), e.num_accepted) for e in events} == {first: (5, 4), second: (3, 2)}
@@ -422,8 +489,10 @@ def test_fast_rows_run_in_a_canonical_pass_that_has_room(apart: bool) -> None:
         [(PassKind.CANONICAL, 3), (PassKind.FAST, 2)] if apart else [(PassKind.CANONICAL, 5)]
     )
     assert watched.num_joined == (not apart)
-    assert len(watched.sequence(decoding).window) == 1, "what it drew is uncommitted all the same"
-    assert watched.sequence(free).canonical_len == 3, "and what it wrote is not canonical: others must not rely on it"
+    assert held(watched, decoding) == Held(1, 4, is_ready=False), "what it drew is uncommitted all the same"
+    assert watched.sequence(free).kv.canonical_len == 3, (
+        "and what it wrote is not canonical: others must not rely on it"
+    )
     watched.finish()
 
 
@@ -455,10 +524,7 @@ def with_one_token_left(case: str, params: SamplingParams) -> tuple[Watched, int
 
 @pytest.mark.parametrize("case", ONE_LEFT)
 def test_a_window_opens_behind_the_prompt_so_that_its_first_token_comes_at_once(case: str) -> None:
-    """Else a cached prompt would answer a window later than one that is not, and its other samples would wait too.
-
-    BUG in src (see the report): Assigner._opened takes every sequence with one pending token.
-    """
+    """Else a cached prompt would answer a window later than one that is not, and its other samples would wait too."""
     watched, request_id = with_one_token_left(case, replace(SAMPLED, max_tokens=20, n=2))
     (event,) = watched.step()
     assert (event.request_id, len(event.logprobs)) == (request_id, 1)
@@ -476,14 +542,16 @@ def test_requests_without_determinism_never_open_windows(case: str) -> None:
 
 @pytest.mark.parametrize("window_len", [4, 7, 8, 30])
 @pytest.mark.parametrize("row_budget", [2, 4])
-def test_windows_larger_than_the_shape_are_cut_and_go_on(window_len: int, row_budget: int) -> None:
-    """Where nothing mismatches no row runs twice: neither in regular decoding nor in a replay."""
+def test_windows_are_no_longer_than_a_pass_can_verify(window_len: int, row_budget: int) -> None:
+    """The row before a window needs a place too. Where nothing mismatches no row runs twice in passes of one kind."""
     watched = Watched(window_len, agreeing=True, family=(2, 4), row_budget=row_budget)
     watched.ask((0, 1), replace(SAMPLED, max_tokens=50))
     stats = watched.finish()[0].stats
     assert (stats.mismatches, stats.recomputed) == (0, 0)
     assert stats.accepted == stats.drafted == sum(watched.real_rows(PassKind.FAST))
-    assert stats.replays > stats.drafted // row_budget - 1
+    assert max(watched.real_rows(PassKind.CANONICAL)) == row_budget
+    # 49 tokens behind the prompt's, `row_budget` a replay; what is left over is a shorter window, or a plain row.
+    assert stats.replays == 49 // row_budget + (49 % row_budget > 1)
     for kind in PassKind:
         positions = [
             int(p) for pass_ in watched.passes if pass_.kind is kind for p in pass_.rows.positions[pass_.rows.slots > 1]
@@ -517,7 +585,7 @@ def test_without_a_family_the_others_are_served_in_fast_passes(drafter: str) -> 
     watched = Watched(4, family=(), row_budget=16, max_running=6)
     params = replace(SAMPLED, deterministic=False, prompt_logprobs=1)
     for i in range(9):
-        watched.ask((0, 1, 2, i % 3) * 5, replace(params, n=1 + i % 2), drafter=drafter)
+        watched.ask((0, 1, 2, i % 3) * 5, replace(params, n=1 + i % 2), speculation=Speculation(drafter))
     outputs = watched.finish()
     assert finish_reasons(watched) == {FinishReason.LENGTH}
     assert {p.kind for p in watched.passes} == {PassKind.FAST}
@@ -545,14 +613,22 @@ class FailingBackend(WrappedBackend):
         return ticket
 
 
-def run_with_a_failure(failing: int, error: type[BaseException]) -> tuple[dict[object, object], int]:
-    """Facts and counters by sample; and how often a step failed."""
+class Counted(NamedTuple):
+    """What is committed of a sample, and how it was counted."""
+
+    digest: str
+    num_tokens: int
+    stats: SequenceStats
+
+
+def run_with_a_failure(failing: int, error: type[BaseException]) -> tuple[dict[object, Counted], int]:
+    """By sample; and how often a step failed."""
     backend = FailingBackend(FakeBackend(vocab_size=VOCAB_SIZE), failing, error)
     drafters = {"decode": DecodeDrafter(DecodeConfig(window_len=5)), "none": NoDrafter()}
     engine = keep_apart(Engine(backend, family=FAMILY, drafters=drafters))
     for i in range(4):
         params = replace(SAMPLED, max_tokens=11, seed=i, n=1 + i % 2, deterministic=i != 2)
-        engine.add(Request((0, 1, i), params, drafter="none" if i == 3 else None))
+        engine.add(Request((0, 1, i), params, speculation=Speculation("none") if i == 3 else None))
     found, num_failed = {}, 0
     while engine.has_work:
         try:
@@ -563,27 +639,41 @@ def run_with_a_failure(failing: int, error: type[BaseException]) -> tuple[dict[o
         engine.check()
         for event in events:
             if event.output is not None:
-                stats = event.output.stats
-                found[event.request_id, event.sample_index] = (
-                    event.output.digest, counts(stats), stats.drafted, stats.accepted, stats.passes, stats.fast_passes
-                )  # fmt: skip
+                output = event.output
+                counted = Counted(output.digest, len(output.token_ids), output.stats)
+                found[event.request_id, event.sample_index] = counted
     return found, num_failed
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_a_pass_that_fails_inside_a_window_changes_nothing(error: type[BaseException]) -> None:
-    """Each pass fails once in turn. Windows survive: not one token is drafted, replayed or counted twice."""
+    """Each pass fails once in turn. A window whose pass failed is dropped; no token is committed or counted twice.
+
+    Every canonical pass gives what it accepts and a token more, every fast row of a window one drafted token.
+    """
     expected, num_failed = run_with_a_failure(10**6, error)
     assert num_failed == 0
-    assert sum(mismatches for _, (_, mismatches, _), *_ in expected.values()) > 0
-    num_passes = 0
+    assert sum(counted.stats.mismatches for counted in expected.values()) > 0
+    num_passes = num_lost = 0
     while True:
         num_passes += 1
         found, num_failed = run_with_a_failure(num_passes, error)
-        assert found == expected
+        assert found.keys() == expected.keys()
+        for at, (digest, num_tokens, stats) in found.items():
+            request_id = at[0]
+            if request_id == 2:  # without determinism: its tokens depend on who runs beside it
+                assert (num_tokens, stats.passes, stats.fast_passes) == (11, 1, 10)
+                continue
+            assert digest == expected[at].digest
+            assert num_tokens == stats.accepted + stats.passes
+            assert stats.fast_passes == stats.drafted
+            lost = stats.drafted - stats.accepted - stats.recomputed
+            assert 0 <= lost <= 5 * num_failed, "one failure loses a window of each sequence at most"
+            num_lost += lost
         if not num_failed:
             break
     assert num_passes > 25
+    assert num_lost > 10
 
 
 class TimedBackend(WrappedBackend):
@@ -592,8 +682,20 @@ class TimedBackend(WrappedBackend):
     now = 100.0
 
     def submit(self, pass_: Pass) -> Ticket:
-        self.now += 10.0 if pass_.kind is PassKind.CANONICAL else 1.0
-        return self.inner.submit(pass_)
+        return TimedTicket(self, self.inner.submit(pass_), 10.0 if pass_.kind is PassKind.CANONICAL else 1.0)
+
+
+@dataclass
+class TimedTicket:
+    """Time passes where the host waits."""
+
+    backend: TimedBackend
+    inner: Ticket
+    seconds: float
+
+    def result(self) -> PassResult:
+        self.backend.now += self.seconds
+        return self.inner.result()
 
 
 def timed_engine(window_len: int, family: tuple[int, ...]) -> Engine:
@@ -614,7 +716,6 @@ def test_the_gap_between_commits_is_a_window_and_its_replay() -> None:
 
 
 def test_the_totals_know_the_gap_before_the_last_commit() -> None:
-    """BUG in src (see the report): a sequence is added to the totals before its last commit is noted."""
     engine = timed_engine(4, (8,))
     engine.add(Request(PROMPT, replace(SAMPLED, max_tokens=6)))
     (output,) = collect(engine).values()
@@ -675,7 +776,7 @@ def run_tiny(backend: Backend, family: tuple[int, ...], drafter: str) -> tuple[E
     )
     for i, prompt in enumerate(tiny_prompts()):
         params = SamplingParams(max_tokens=64, seed=i, temperature=(0.0, 0.8, 1.2)[i % 3], logprobs=i % 3)
-        engine.add(Request(prompt, params, drafter=drafter))
+        engine.add(Request(prompt, params, speculation=Speculation(drafter)))
     return engine, [output for _, output in sorted(collect(engine).items())]
 
 

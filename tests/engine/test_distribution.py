@@ -16,6 +16,7 @@ from tests.support.fake_backend import FakeBackend
 from tests.support.skipping import fake_setup
 from verispec.engine import Engine, Request
 from verispec.spec.registry import DRAFTERS, make_drafters
+from verispec.spec.speculation import Speculation
 from verispec.types import SampleOutput, SamplingParams
 
 VOCAB = 4
@@ -62,7 +63,7 @@ def p_value(outputs: list[SampleOutput], p: np.ndarray) -> float:
 
 def sample(drafter: str, seeds: list[int]) -> list[SampleOutput]:
     params = [SamplingParams(max_tokens=NUM_TOKENS, temperature=1.0, seed=seed) for seed in seeds]
-    return run([Request(PROMPT, p, drafter=drafter) for p in params])
+    return run([Request(PROMPT, p, speculation=Speculation(drafter)) for p in params])
 
 
 @pytest.mark.parametrize("drafter", list(DRAFTERS))

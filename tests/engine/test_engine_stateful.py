@@ -28,7 +28,6 @@ from tests.support.adversaries import (
     FAMILY,
     VOCAB_SIZE,
     FinishFails,
-    ForkFails,
     LetterText,
     PushFails,
     StopText,
@@ -40,14 +39,14 @@ from tests.support.adversaries import (
     keep_apart,
 )
 from tests.support.fake_backend import FakeBackend
+from tests.support.passes import RowsBuilder
 from tests.support.scale import scaled
-from verispec.backends.protocol import Pass, PassKind, ReadyTicket, RowsBuilder, TableUpdate, Wanted
+from verispec.backends.protocol import Pass, PassKind, PassResult, TableUpdate, Wanted
 from verispec.config import EngineConfig
 from verispec.engine import Engine, Request
 from verispec.engine.scheduler import NO_DRAW
-from verispec.engine.window import Window
 from verispec.kv import NUM_RESERVED, RadixPrefixCache
-from verispec.spec.drafter import AUTO
+from verispec.spec.speculation import AUTO, Speculation
 from verispec.types import FinishReason, SampleOutput, SamplingParams, TokenEvent, TokenLogprob
 
 MAX_LEN = 24
@@ -87,7 +86,7 @@ def random_request(seed: int) -> Request:
         deterministic=rng.random() < 0.75,
     )
     prompt = tuple(rng.choices(range(3), weights=(6, 2, 1), k=rng.randint(2, 14)))
-    text = rng.choices((LetterText, StopText, PushFails, FinishFails, ForkFails), weights=(8, 3, 1, 1, 1))[0]
+    text = rng.choices((LetterText, StopText, PushFails, FinishFails), weights=(8, 3, 1, 1))[0]
     return Request(prompt, params, eos_ids=rng.choice(((), (7,))), text=text)
 
 
@@ -100,9 +99,9 @@ class RecordingBackend(FakeBackend):
 
     engine: Engine
 
-    def submit(self, pass_: Pass) -> ReadyTicket:
-        ticket, draw = super().submit(pass_), pass_.wanted.draw
-        owners = {s.seq_row: s for s in self.engine._scheduler.running}
+    def run(self, pass_: Pass) -> PassResult:
+        result, draw = super().run(pass_), pass_.wanted.draw
+        owners = {s.kv.seq_row: s for s in self.engine._scheduler.running}
         rows = {owners[r].sequence_id: owners[r] for r in pass_.rows.seq_rows.tolist() if r}
         leased = {slot for lease in self.engine._pool.leases for slot in lease.slots}
         written = [s for s in pass_.rows.slots.tolist() if s >= NUM_RESERVED]
@@ -112,14 +111,14 @@ class RecordingBackend(FakeBackend):
             assert len(pass_.rows) in FAMILY
             assert pass_.head_shape in (0, *FAMILY)
         else:
-            exact = [s for s in rows.values() if s.params.deterministic]
-            assert all(s.drafter in DECODING for s in exact), "a deterministic row in a fast pass"
+            canonical = [s for s in rows.values() if s.params.deterministic]
+            assert all(s.speculation.method in DECODING for s in canonical), "a deterministic row in a fast pass"
         self.drawn: set[tuple[int, int, int, PassKind]] = getattr(self, "drawn", set())
         if draw is not None:
-            for row, t, token_id in zip(draw.rows, draw.sampling.t, ticket.result().draw.token_ids, strict=True):
+            for row, token_id in zip(draw.rows.tolist(), result.draw.token_ids.tolist(), strict=True):
                 owner = owners[int(pass_.rows.seq_rows[row])]
-                self.drawn.add((owner.sequence_id, int(t), int(token_id), pass_.kind))
-        return ticket
+                self.drawn.add((owner.sequence_id, int(pass_.rows.positions[row]) + 1, token_id, pass_.kind))
+        return result
 
 
 _canonical: dict[Prefix, int] = {}
@@ -195,6 +194,8 @@ class EngineMachine(RuleBasedStateMachine):
         prefix_cache=st.sampled_from((True, True, False)),
         nan_token=st.sampled_from((None, None, NAN_TOKEN)),
         joined=st.booleans(),
+        max_burst=st.sampled_from((1, 2, 5, 16)),
+        depth=st.sampled_from((1, 1, 2)),
     )
     def start(self, num_slots: int, nan_token: int | None, joined: bool, **options: int) -> None:
         self.nan_token = nan_token
@@ -216,14 +217,14 @@ class EngineMachine(RuleBasedStateMachine):
     def add(self, orders: list[tuple[int, str]]) -> None:
         for index, drafter in orders:
             request, first = MENU[index], self.engine._next_sequence_id
-            request_id = self.engine.add(replace(request, drafter=drafter))
+            request_id = self.engine.add(replace(request, speculation=Speculation(drafter)))
             self.streams[request_id] = [Stream(request, first + i) for i in range(request.params.n)]
             for i, text in enumerate(beyond(request, max_len=MAX_LEN, nan_token=self.nan_token)):
                 self.expected[first + i] = text
             # Oldest first: the oldest sequence gets a row in every step and needs one less than its longest length.
             # Regular decoding may take a whole window of steps for one token.
             work = sum(
-                (s.max_len - 1) * (MAX_DRAFT + 1 if s.drafter in DECODING else 1)
+                (s.max_len - 1) * (MAX_DRAFT + 1 if s.speculation.method in DECODING else 1)
                 for samples in self.engine._live.values()
                 for s in samples
             )
@@ -261,10 +262,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert not late, f"requests {late} take too long"
 
     def computed_lens(self) -> dict[int, tuple[int, int]]:
-        def decoded(window: Window | None) -> int:
-            return 0 if window is None else len(window) + window.is_over
-
-        return {s.sequence_id: (s.computed_len, decoded(s.window)) for s in self.engine._scheduler.running}
+        return {s.sequence_id: (s.computed_len, s.stats.fast_passes) for s in self.engine._scheduler.running}
 
     def receive(self, event: TokenEvent) -> None:
         """Invariants 1, 3, 4 and 6, as seen by the client."""
@@ -320,7 +318,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.seen["evictions"] += len(self.cached - cached)
         self.cached = cached
         for s in self.engine._scheduler.running:
-            for i in range(s.canonical_len):
+            for i in range(s.kv.canonical_len):
                 assert int(kv[s.slots[i]]) == canonical_hash(tuple(s.token_ids[: i + 1]))
 
     def teardown(self) -> None:
@@ -363,7 +361,7 @@ def crowd_and_alone(*, deterministic: bool, sabotage: str = "") -> tuple[list[Sa
     config = EngineConfig(max_len=MAX_LEN, num_slots=backend.limits.num_slots)
     engine = Engine(backend, family=FAMILY, drafters=adversaries({}), config=config)
     params = SamplingParams(max_tokens=8, seed=3, temperature=1.0, logprobs=2, deterministic=deterministic)
-    requests = [Request((0, 1, i), params, drafter="random tree") for i in range(5)]
+    requests = [Request((0, 1, i), params, speculation=Speculation("random tree")) for i in range(5)]
     for request in requests:
         engine.add(request)
     together = [output for _, output in sorted(collect(engine).items())]

@@ -1,38 +1,35 @@
-"""The checks of regular decoding can fail: each way to break it on purpose is caught by one check, written once.
+"""The checks can fail: each way to break the engine on purpose is caught by one check, written once.
 
-A sabotage replaces one function of the engine, of `spec/` or of `sampling/` for one test. The check compares with the
-oracle, looks at K/V, passes and books after every step, and counts replays and mismatches that were worked out by hand.
+A sabotage stands at a seam: a wrapped backend, device or drafter, another pool, prefix cache or policy. The check
+compares with the oracle, looks at K/V, passes and books after every step, and counts replays, mismatches and rounds
+that were worked out by hand.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pytest
 
+from tests.support import sabotages as s
 from tests.support.adversaries import VOCAB_SIZE
 from tests.support.decoding import PROMPT, SAMPLED, Watched, letters, oracle
 from tests.support.faulty_backends import AtPositions
+from tests.support.late_backend import LateBackend
+from verispec.backends.cost import CostTable
 from verispec.backends.protocol import PassKind
-from verispec.engine import Engine, Request
-from verispec.engine import judging as judging_module
-from verispec.engine import scheduler as scheduler_module
-from verispec.engine.judging import judge_plan
-from verispec.engine.scheduler import Scheduler
-from verispec.engine.sequence import Sequence as EngineSequence
-from verispec.engine.window import Window
-from verispec.kv import DUMP_SLOT
-from verispec.sampling import rows as sampling_rows
-from verispec.sampling.rows import SamplingRowsBuilder
-from verispec.spec.plan import Plan, SequencePlan, WindowPlan
-from verispec.spec.verifier import Score, Scores, Verifier, _PassBuilder
-from verispec.text.detokenizer import TextStream
-from verispec.types import Draft, FinishReason, TokenEvent, TokenLogprob, Verdict
+from verispec.engine import Request
+from verispec.engine import engine as engine_module
+from verispec.spec.drafter import Held
+from verispec.spec.speculation import Speculation
+from verispec.types import TokenEvent, TokenLogprob, Totals
 
-Patch = pytest.MonkeyPatch
+CHEAP = CostTable((1, 64), (1e-6, 1e-6), (0.0, 0.0))  # a stream may wait for any burst
+PLAIN = replace(SAMPLED, logprobs=None, max_tokens=14)
 
 
 @pytest.fixture(autouse=True)
@@ -43,37 +40,60 @@ def _quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
+@dataclass
+class Sabotage:
+    """What is put in place of the honest part, and what the check says of it."""
+
+    says: str = ""
+    watched: dict[str, Callable[[Any], Any]] = field(default_factory=dict)  # wrap, device, wrap_drafter
+    parts: dict[str, type] = field(default_factory=dict)  # of the engine, by class name
+    tells: Callable[[Watched], None] = lambda watched: None
+
+    def made(self, window_len: int = 4, **options: Any) -> Watched:
+        """An engine with the sabotage; its backend runs as late as it may."""
+        wrap = self.watched.get("wrap", lambda backend: backend)
+        watched_options = {**self.watched, "wrap": lambda backend: LateBackend(wrap(backend))}
+        with pytest.MonkeyPatch.context() as patch:
+            for name, part in self.parts.items():
+                patch.setattr(engine_module, name, part)
+            watched = Watched(window_len, **watched_options, **options)
+        self.tells(watched)
+        return watched
+
+
 # The check.
 
-
-def check() -> None:
-    """Raise AssertionError unless regular decoding keeps its promise and its books."""
-    check_counts()
-    check_agreement()
-    check_stale_results()
-    check_a_crowd()
+Made = Callable[..., Watched]
 
 
-def check_counts() -> None:
-    """6 tokens with windows of 4: the k-th is wrong, or none. The last position is decided by a draw or by a row."""
+def check(made: Made) -> list[Totals]:
+    """Raise AssertionError unless the engine keeps its promise and its books; what the crowd counted."""
+    check_counts(made)
+    check_agreement(made)
+    check_bursts(made)
+    check_aborts(made)
+    return check_a_crowd(made)
+
+
+def check_counts(made: Made) -> None:
+    """6 tokens with windows of 4: the k-th is wrong, or none; see `test_decode.py`."""
     expected = {1: (2, 1, 4, 7), 2: (2, 1, 3, 6), 3: (2, 1, 2, 5), 4: (1, 1, 1, 4), 99: (1, 0, 0, 4)}
     for k, wanted in expected.items():
-        for family in ((4,), (8,)):
-            redraw = AtPositions({3 + k: 1}, vocab_size=VOCAB_SIZE)
-            watched = Watched(4, agreeing=True, redraw=redraw, family=family)
-            watched.ask(params=replace(SAMPLED, max_tokens=6))
-            stats = watched.finish(100)[0].stats
-            found = (stats.replays, stats.mismatches, stats.recomputed, stats.drafted)
-            assert found == wanted, "counts of one mismatch"
-    watched = Watched(8, agreeing=True, family=(2, 4))
+        redraw = AtPositions({3 + k: 1}, vocab_size=VOCAB_SIZE)
+        watched = made(4, agreeing=True, redraw=redraw, family=(8,))
+        watched.ask(params=replace(SAMPLED, max_tokens=6))
+        stats = watched.finish(100)[0].stats
+        found = (stats.replays, stats.mismatches, stats.recomputed, stats.drafted)
+        assert found == wanted, "counts of one mismatch"
+    watched = made(8, agreeing=True, family=(2, 4))
     watched.ask((0, 1), replace(SAMPLED, max_tokens=40))
     stats = watched.finish(200)[0].stats
-    assert stats.drafted == stats.accepted == stats.fast_passes, "a cut window goes on"
+    assert stats.drafted == stats.accepted == stats.fast_passes, "nothing is drawn twice"
 
 
-def check_agreement() -> None:
+def check_agreement(made: Made) -> None:
     """Where fast passes give canonical bits nothing mismatches, whatever the sampling parameters."""
-    watched = Watched(6, agreeing=True)
+    watched = made(6, agreeing=True)
     for i in range(4):
         params = replace(
             SAMPLED, max_tokens=24, min_tokens=10 * (i % 2), stop_ids=(7,), seed=i, repetition_penalty=1.2 + i,
@@ -86,34 +106,28 @@ def check_agreement() -> None:
     assert all(o.stats.drafted < len(o.token_ids) for o in outputs.values()), "tokens were decoded behind the end"
 
 
-def check_stale_results() -> None:
-    """Results of a plan whose sequence was preempted, aborted or planned again in the meantime change nothing."""
-    for num_steps in (0, 3, 5):  # in flight: the prompt, a row of a window, a replay
-        for change in ("plan again", "preempt", "abort"):
-            watched = Watched(4)
-            stale = watched.ask(params=replace(SAMPLED, max_tokens=20))
-            for _ in range(num_steps):
-                watched.step()
-            engine, sequence = watched.engine, watched.sequence(stale)
-            plan = engine._scheduler.plan()
-            drafts = engine._drafters.advance(plan)
-            scores = engine._verifier.run(plan, drafts)
-            if change == "preempt":
-                engine._scheduler._preempt(sequence)
-            elif change == "abort":
-                watched.abort(stale)
-            else:
-                engine._scheduler.plan()
-            before = state(sequence)
-            engine._scheduler.commit(plan, drafts, scores, judge_plan(plan, drafts, scores)[0])
-            assert state(sequence) == before, "a stale result was committed"
-            watched.finish(300)
+def check_bursts(made: Made) -> None:
+    """Bursts of 5 end where their sequences end: at a stop id, or at the limit; each row gives one token."""
+    tokens = oracle(Request(PROMPT, PLAIN))[0].token_ids
+    for depth in (1, 2):
+        for params in (PLAIN, replace(PLAIN, stop_ids=(tokens[7],)), replace(PLAIN, max_tokens=8, seed=3)):
+            watched = made(4, cost=CHEAP, max_burst=5, depth=depth, prefix_cache=False)
+            watched.ask(params=params, speculation=Speculation("none"))
+            output = watched.finish(100)[0]
+            num_rows = sum(watched.real_rows(PassKind.CANONICAL)) if depth == 1 else 0
+            assert num_rows <= len(PROMPT) - 1 + len(output.token_ids), "rounds were run behind the end"
 
 
-def state(sequence: EngineSequence) -> tuple[object, ...]:
-    """What a commit changes."""
-    window = sequence.window.token_ids if sequence.window else ()
-    return tuple(sequence.token_ids), tuple(window), tuple(sequence.slots), sequence.finish_reason, sequence.epoch
+def check_aborts(made: Made) -> None:
+    """Aborts between steps; then every slot is free, and the next request gets the oracle's bits."""
+    for num_steps in (1, 3, 5):  # a prompt, a row of a window, a replay
+        watched = made(4)
+        aborted = watched.ask(params=replace(SAMPLED, max_tokens=20))
+        for _ in range(num_steps):
+            watched.step()
+        watched.abort(aborted)
+        watched.ask((2, 1), replace(SAMPLED, max_tokens=9))
+        watched.finish(300)
 
 
 def crowd() -> Iterator[Request]:
@@ -128,348 +142,118 @@ def crowd() -> Iterator[Request]:
         yield replace(long, params=replace(long.params, seed=i, min_tokens=4, stop_ids=(0, 3)))
         yield replace(long, text=letters("".join(chr(ord("a") + t) for t in tokens[4 + i : 6 + i])))
         yield replace(long, prompt_ids=(*PROMPT, 3, i), params=replace(long.params, seed=i, deterministic=False))
+        yield replace(long, params=replace(PLAIN, seed=i), speculation=Speculation("none"))
 
 
-def check_a_crowd() -> None:
-    """Few slots, so that sequences are preempted; some are aborted; the cache is warm in the second half."""
-    for settings in ({"num_slots": 120, "apart": True}, {"num_slots": 40, "row_budget": 8}):
-        watched = Watched(5, **settings)
+def check_a_crowd(made: Made) -> list[Totals]:
+    """Room for windows, then few slots, so that sequences are preempted; some are aborted; the cache grows warm."""
+    totals = []
+    for settings in ({"num_slots": 120, "apart": True}, {"num_slots": 44, "row_budget": 8, "cost": CHEAP}):
+        watched = made(5, **settings)
         for i, request in enumerate([*crowd(), *crowd()]):
             request_id = watched.add(request)
             watched.step()
             if i % 7 == 6:
                 watched.abort(request_id - 2)
         watched.finish(2000)
-        assert watched.totals.mismatches > 20
-    assert watched.totals.preemptions > 5
+        totals.append(watched.totals)
+    return totals
 
 
-def test_the_unsabotaged_engine_passes() -> None:
-    check()
+def test_the_unsabotaged_engine_passes_and_the_crowd_means_something() -> None:
+    roomy, tight = check(Sabotage().made)
+    assert roomy.mismatches > 20
+    assert tight.preemptions > 5
+    assert tight.replays > 10
 
 
 # The sabotages.
 
 
-def replay_writes_to_the_dump_slot(patch: Patch) -> None:
-    honest = _PassBuilder._add_chain
-
-    def add_chain(self: _PassBuilder, plan: SequencePlan, draft: Draft) -> None:
-        if not plan.window:
-            return honest(self, plan, draft)
-        start = len(plan.sequence.token_ids)
-        self._update_table(plan.seq_row, start, plan.lease.slots[plan.num_pending : plan.num_pending + len(draft)])
-        for i, token_id in enumerate(draft.token_ids):
-            row = self.rows.add(
-                token_id=token_id,
-                position=start + i,
-                slot=DUMP_SLOT,
-                seq_row=plan.seq_row,
-                prefix_len=start + i,
-                tail=(DUMP_SLOT,),
-            )
-            self._want_draw(plan.sequence, row, path_ids=draft.token_ids[: i + 1])
-        return None
-
-    patch.setattr(_PassBuilder, "_add_chain", add_chain)
-
-
-def replay_writes_to_each_others_slots(patch: Patch) -> None:
-    honest = _PassBuilder._add_chain
-
-    def add_chain(self: _PassBuilder, plan: SequencePlan, draft: Draft) -> None:
-        slots = plan.lease.slots
-        first, end = plan.num_pending, plan.num_pending + len(draft)
-        turned = replace(plan.lease, slots=[*slots[:first], *reversed(slots[first:end]), *slots[end:]])
-        honest(self, replace(plan, lease=turned), draft)
-
-    patch.setattr(_PassBuilder, "_add_chain", add_chain)
-
-
-def _patch_judge(patch: Patch, change: Callable[[Draft, Sequence[int], Verdict], Verdict]) -> None:
-    honest = judging_module.judge
-
-    def judge(drafts: Sequence[Draft], draws: Sequence[Any]) -> list[Verdict]:
-        return [change(*parts) for parts in zip(drafts, draws, honest(drafts, draws), strict=True)]
-
-    patch.setattr(judging_module, "judge", judge)
-
-
-def one_token_too_many_is_accepted(patch: Patch) -> None:
-    def longer(draft: Draft, draws: Sequence[int], verdict: Verdict) -> Verdict:
-        count = len(verdict.path)
-        return verdict if count >= len(draft) else Verdict((*verdict.path, count), int(draws[count + 1]))
-
-    _patch_judge(patch, longer)
-
-
-def _patch_commit(patch: Patch, change: Callable[[SequencePlan, Score, Verdict], Score]) -> None:
-    honest = Scheduler._commit_one
-
-    def commit(self: Scheduler, plan: SequencePlan, draft: Draft, score: Score, verdict: Any, **options: Any) -> None:
-        changed = change(plan, score, verdict) if plan.window and verdict is not None else score
-        honest(self, plan, draft, changed, verdict, **options)
-
-    patch.setattr(Scheduler, "_commit_one", commit)
-
-
-def the_drafted_token_is_committed_at_a_mismatch(patch: Patch) -> None:
-    def with_drafted(plan: SequencePlan, score: Score, verdict: Verdict) -> Score:
-        entries, at = list(score.logprobs), len(verdict.path)
-        if at < len(plan.window):
-            entries[at] = entries[at]._replace(token_id=plan.window[at])
-        return replace(score, logprobs=tuple(entries))
-
-    _patch_commit(patch, with_drafted)
-
-
-def windows_are_committed_unverified(patch: Patch) -> None:
-    """The replay's draws are replaced by the window's tokens: whatever was decoded is confirmed."""
-    honest = Verifier.run
-
-    def run(self: Verifier, plan: Plan, drafts: Sequence[Draft]) -> Scores:
-        scores = honest(self, plan, drafts)
-        for p, score in zip(plan.canonical, scores.judged, strict=False):
-            count = min(len(p.window), len(score.draws))
-            score.draws[:count] = p.window[:count]
-        stamped = [
-            replace(s, logprobs=tuple(e._replace(token_id=int(t)) for e, t in zip(s.logprobs, s.draws, strict=True)))
-            for s in scores.judged
-        ]
-        return scores._replace(judged=stamped)
-
-    patch.setattr(Verifier, "run", run)
-
-
-def replays_run_in_fast_passes(patch: Patch) -> None:
-    honest = Verifier._run_pass
-
-    def run_pass(self: Verifier, kind: PassKind, plans: Sequence[SequencePlan], *args: Any) -> Any:
-        return honest(self, PassKind.FAST if any(p.window for p in plans) else kind, plans, *args)
-
-    patch.setattr(Verifier, "_run_pass", run_pass)
-
-
-def canonical_passes_run_in_any_shape(patch: Patch) -> None:
-    patch.setattr(Verifier, "_canonical_shape", lambda self, num_rows: num_rows)
-
-
-def the_last_position_is_not_compared(patch: Patch) -> None:
-    patch.setattr(Window, "num_confirmed", lambda self, verdict: min(len(verdict.path) + 1, len(self)))
-
-
-def fast_kv_counts_as_canonical(patch: Patch) -> None:
-    honest = Scheduler._commit_slots
-
-    def commit_slots(self: Scheduler, *args: Any, is_canonical: bool) -> None:
-        honest(self, *args, is_canonical=True)
-
-    patch.setattr(Scheduler, "_commit_slots", commit_slots)
-
-
-def windows_are_published(patch: Patch) -> None:
-    honest = Scheduler._release
-
-    def release(self: Scheduler, sequence: EngineSequence) -> None:
-        if sequence.window and sequence.lease and sequence.canonical_len == sequence.computed_len:
-            token_ids = [*sequence.token_ids, *sequence.window.token_ids]
-            slots, end = sequence.slots + sequence.lease.slots, len(sequence.slots) + len(sequence.window)
-            held = self._cache.publish(token_ids[:end], slots, (end,))
-            sequence.slots, sequence.lease.slots = held[: sequence.computed_len], held[sequence.computed_len :]
-        honest(self, sequence)
-
-    patch.setattr(Scheduler, "_release", release)
-
-
-def uncommitted_tokens_are_streamed(patch: Patch) -> None:
-    honest = Engine._events
-
-    def events(self: Engine) -> list[TokenEvent]:
-        made = honest(self)
-        for s in self._scheduler.running:
-            if s.window:
-                entries = tuple(TokenLogprob(token_id, 0.0) for token_id in s.window.token_ids)
-                made.append(TokenEvent(s.request_id, s.sample_key.sample_index, entries))
-        return made
-
-    patch.setattr(Engine, "_events", events)
-
-
-def _shift_noise(patch: Patch) -> None:
-    honest = SamplingRowsBuilder.add
-
-    def add(self: SamplingRowsBuilder, *args: Any, t: int, path_ids: Sequence[int], **options: Any) -> None:
-        honest(self, *args, t=t - bool(path_ids), path_ids=path_ids, **options)
-
-    patch.setattr(SamplingRowsBuilder, "add", add)
-
-
-def the_noise_of_drafted_rows_is_off_by_one(patch: Patch) -> None:
-    _shift_noise(patch)
-
-
-def the_noise_of_regular_decoding_is_off_by_one(patch: Patch) -> None:
-    """Only hints are wrong: no bit of the output changes, but replays confirm less."""
-    honest = _PassBuilder.add_window
-
-    def add_window(self: _PassBuilder, plan: WindowPlan) -> None:
-        with pytest.MonkeyPatch.context() as inner:
-            _shift_noise(inner)
-            honest(self, plan)
-
-    patch.setattr(_PassBuilder, "add_window", add_window)
-
-
-def penalties_ignore_the_path(patch: Patch) -> None:
-    patch.setattr(sampling_rows, "_with_path", lambda base, path_ids: base)
-
-
-def penalties_ignore_the_path_in_regular_decoding(patch: Patch) -> None:
-    """Only hints are wrong here too."""
-    honest = _PassBuilder.add_window
-
-    def add_window(self: _PassBuilder, plan: WindowPlan) -> None:
-        with pytest.MonkeyPatch.context() as inner:
-            penalties_ignore_the_path(inner)
-            honest(self, plan)
-
-    patch.setattr(_PassBuilder, "add_window", add_window)
-
-
-def _patch_replay(patch: Patch, after: Callable[[EngineSequence, Window, Verdict], None]) -> None:
-    honest = EngineSequence.note_replay
-
-    def note_replay(self: EngineSequence, window: Window, verdict: Verdict) -> int:
-        token_ids = list(window.token_ids)
-        confirmed = honest(self, window, verdict)
-        after(self, replace(window, token_ids=token_ids), verdict)
-        return confirmed
-
-    patch.setattr(EngineSequence, "note_replay", note_replay)
-
-
-def the_window_survives_a_mismatch(patch: Patch) -> None:
-    def keep(sequence: EngineSequence, window: Window, verdict: Verdict) -> None:
-        rest = window.token_ids[len(verdict.path) + 1 :]
-        if sequence.window is None and rest:
-            sequence.window = replace(window, token_ids=rest)
-
-    _patch_replay(patch, keep)
-
-
-def the_rest_of_a_cut_window_is_lost(patch: Patch) -> None:
-    def lose(sequence: EngineSequence, window: Window, verdict: Verdict) -> None:
-        sequence.window = None
-
-    _patch_replay(patch, lose)
-
-
-def the_window_survives_preemption(patch: Patch) -> None:
-    honest = Scheduler._preempt
-
-    def preempt(self: Scheduler, sequence: EngineSequence) -> None:
-        window = sequence.window
-        honest(self, sequence)
-        sequence.window = window
-
-    patch.setattr(Scheduler, "_preempt", preempt)
-
-
-def leases_are_not_trimmed(patch: Patch) -> None:
-    patch.setattr(Scheduler, "_trim_lease", lambda self, sequence: None)
-
-
-def leases_keep_a_slot_too_many(patch: Patch) -> None:
-    honest = Scheduler._trim_lease
-
-    def trim(self: Scheduler, sequence: EngineSequence) -> None:
-        if sequence.window is None:
-            honest(self, sequence)
-
-    patch.setattr(Scheduler, "_trim_lease", trim)
-
-
-def a_finish_in_the_window_ends_the_sequence(patch: Patch) -> None:
-    honest = Scheduler._commit_window
-
-    def commit_window(self: Scheduler, plan: WindowPlan, token_id: int) -> None:
-        honest(self, plan, token_id)
-        sequence = plan.sequence
-        assert isinstance(sequence, EngineSequence)
-        if token_id in sequence.stopping_ids and sequence.window is not None and sequence.window.is_over:
-            sequence.finish(FinishReason.STOP)
-            self.changed[sequence.sequence_id] = sequence
-            self._release(sequence)
-
-    patch.setattr(Scheduler, "_commit_window", commit_window)
-
-
-def a_finish_in_the_window_is_overlooked(patch: Patch) -> None:
-    """No bit of the output changes, but tokens are decoded that can never be committed."""
-    honest = Window.push
-
-    def push(self: Window, token_id: int, *, is_last: bool, **options: Any) -> None:
-        honest(self, token_id, stopping_ids=(), may_stop=False, is_last=is_last)
-
-    patch.setattr(Window, "push", push)
-
-
-def a_failed_plan_is_not_voided(patch: Patch) -> None:
-    patch.setattr(Scheduler, "_void_uncommitted", lambda self: None)
-
-
-def stale_epochs_are_accepted(patch: Patch) -> None:
-    patch.setattr(scheduler_module, "_is_current", lambda plan: True)
-
-
-def windows_push_into_the_committed_text(patch: Patch) -> None:
-    patch.setattr(TextStream, "fork", lambda self: self)
-
-
-def mismatches_are_not_counted(patch: Patch) -> None:
-    def forget(sequence: EngineSequence, window: Window, verdict: Verdict) -> None:
-        sequence.stats.mismatches = sequence.stats.recomputed = 0
-
-    _patch_replay(patch, forget)
-
-
-def deterministic_requests_run_fast(patch: Patch) -> None:
-    patch.setattr(Scheduler, "_runs_fast", lambda self, sequence: sequence.num_pending == 1 and bool(sequence.output))
-
-
-SABOTAGES: dict[Callable[[Patch], None], str] = {
-    replay_writes_to_the_dump_slot: "K/V that is not canonical",
-    replay_writes_to_each_others_slots: "K/V that is not canonical",
-    one_token_too_many_is_accepted: "not what the oracle gives",
-    the_drafted_token_is_committed_at_a_mismatch: "not what the oracle gives",
-    windows_are_committed_unverified: "not what the oracle gives",
-    replays_run_in_fast_passes: "decoding is one row a step",
-    canonical_passes_run_in_any_shape: "a canonical pass of 3 rows",
-    the_last_position_is_not_compared: "counts of one mismatch",
-    fast_kv_counts_as_canonical: "K/V is not canonical",
-    windows_are_published: "the prefix cache holds",
-    uncommitted_tokens_are_streamed: "not what the oracle gives",
-    the_noise_of_drafted_rows_is_off_by_one: "not what the oracle gives",
-    the_noise_of_regular_decoding_is_off_by_one: "counts of one mismatch",
-    penalties_ignore_the_path: "not what the oracle gives",
-    penalties_ignore_the_path_in_regular_decoding: "yet a replay found another token",
-    the_window_survives_a_mismatch: "counts of one mismatch",
-    the_rest_of_a_cut_window_is_lost: "a cut window goes on",
-    the_window_survives_preemption: "a waiting sequence holds slots",
-    leases_are_not_trimmed: "a lease between steps",
-    leases_keep_a_slot_too_many: "a lease between steps",
-    a_finish_in_the_window_ends_the_sequence: "another end than the oracle's",
-    a_finish_in_the_window_is_overlooked: "tokens were decoded behind the end",
-    a_failed_plan_is_not_voided: "a stale result was committed",
-    stale_epochs_are_accepted: "a stale result was committed",
-    windows_push_into_the_committed_text: "another end than the oracle's",
-    mismatches_are_not_counted: "counts of one mismatch",
-    deterministic_requests_run_fast: "not what the oracle gives",
+def windows_are_streamed(watched: Watched) -> None:
+    """Events tell of tokens that are not committed."""
+    honest = watched.engine.step
+
+    def step() -> list[TokenEvent]:
+        events = honest()
+        for sequence in watched.engine._scheduler.running:
+            window = watched.decode.state(sequence)
+            if isinstance(window, Held) and window.num_nodes:
+                events.append(TokenEvent(sequence.request_id, 0, (TokenLogprob(0, 0.0),)))
+        return events
+
+    watched.engine.step = step  # type: ignore[method-assign]
+
+
+def device(says: str, kind: Callable[[Any], Any]) -> Sabotage:
+    return Sabotage(says, {"device": kind})
+
+
+def backend(says: str, kind: Callable[[Any], Any]) -> Sabotage:
+    return Sabotage(says, {"wrap": kind})
+
+
+def drafter(says: str, kind: Callable[[Any], Any]) -> Sabotage:
+    return Sabotage(says, {"wrap_drafter": kind})
+
+
+def part(says: str, name: str, kind: type) -> Sabotage:
+    return Sabotage(says, parts={name: kind})
+
+
+FAST, CANONICAL = PassKind.FAST, PassKind.CANONICAL
+SABOTAGES: dict[str, Sabotage] = {
+    "replays write nowhere": device("K/V that is not canonical|K/V is not", s.ReplaysWriteNowhere),
+    "replays write to each other's slots": device("K/V", s.ReplaysWriteToEachOthersSlots),
+    "fast K/V stays": device("K/V", s.FastKvStays),
+    "replays run fast behind the engine's back": device("oracle|K/V", s.ReplaysRunFast),
+    "replays are submitted as fast passes": backend("decoding is one row a step", s.ReplaysAreSubmittedFast),
+    "everything runs fast": device("oracle|K/V", s.EverythingRunsFast),
+    "canonical passes have any shape": backend("a canonical pass of 3 rows", s.AnyShape),
+    "windows are committed unverified": device("oracle", partial(s.Confirming, which="all")),
+    "one token too many is accepted": device("oracle", partial(s.Confirming, which="first wrong")),
+    "the last position is not compared": device("oracle", partial(s.Confirming, which="last")),
+    "the noise of drafted rows is off by one": device("oracle", partial(s.ShiftedNoise, kind=CANONICAL)),
+    "the noise of fast rows is off by one": device("counts of one", partial(s.ShiftedNoise, kind=FAST)),
+    "penalties ignore the path": device("oracle", partial(s.PenaltiesIgnoreThePath, kind=CANONICAL)),
+    "penalties ignore the window": device("yet a replay", partial(s.PenaltiesIgnoreThePath, kind=FAST)),
+    "a stale flight is committed": backend("oracle", s.StaleResults),
+    "slots are looked up in a stale table": backend("own slot is the last", s.LateTables),
+    "a burst runs on behind a stop": backend("behind the end", partial(s.Rebound, stop_ids=())),
+    "a burst ends before its limit": backend("oracle", partial(s.Rebound, limit=-3)),
+    "a row keeps another sample's noise": backend("oracle", partial(s.Rebound, next_seed=True)),
+    "ready windows are forgotten": drafter("not finished", s.ForgetsReadyWindows),
+    "windows are thrown away": drafter("counts of one", s.ReplaysNothing),
+    "the last token of a window is not verified": drafter("counts of one", s.ReplaysTooLittle),
+    "the rest survives a mismatch": drafter("counts of one", s.KeepsTheRest),
+    "a stop in a window is overlooked": drafter("decoded behind the end", s.OverlooksStops),
+    "leases are not trimmed": part("a lease between steps", "SlotPool", s.NeverTrims),
+    "leases keep a slot too many": part("a lease between steps", "SlotPool", s.TrimsOneTooFew),
+    "a slot of a trimmed lease is read": part("free slot|two owners|free", "SlotPool", s.TrimmedSlotsAreUsed),
+    "a slot is lent twice": part("free slot|two owners|free", "SlotPool", s.LendsTwice),
+    "what is rolled back stays held": part("slots|referenced", "SlotPool", s.ForgetsRollbacks),
+    "what is not canonical is published": part("nobody committed", "RadixPrefixCache", s.PublishesWhatIsNotCanonical),
+    "slots are published in a wrong order": part("K/V", "RadixPrefixCache", s.PublishesWrongSlots),
+    "other tokens match": part("oracle|K/V|cached already", "RadixPrefixCache", s.MatchesOtherTokens),
+    "a policy makes up shapes": part("a canonical pass of 3 rows", "Policy", s.ShapeOfTheRows),
+    "uncommitted tokens are streamed": Sabotage("oracle", tells=windows_are_streamed),
 }
 
 
-@pytest.mark.parametrize("sabotage", SABOTAGES, ids=lambda sabotage: sabotage.__name__)
-def test_every_sabotage_is_caught(sabotage: Callable[[Patch], None], monkeypatch: Patch) -> None:
-    sabotage(monkeypatch)
-    with pytest.raises(AssertionError, match=SABOTAGES[sabotage]):
-        check()
+@pytest.mark.parametrize("name", SABOTAGES)
+def test_every_sabotage_is_caught(name: str) -> None:
+    sabotage = SABOTAGES[name]
+    with pytest.raises((AssertionError, ValueError), match=sabotage.says):
+        check(sabotage.made)
+
+
+LIES = (s.OfAnotherLoad, s.OfRandomCosts, s.JoinsAlways, s.RoundsAtRandom, s.LargestShape)
+
+
+@pytest.mark.parametrize("lie", LIES, ids=lambda lie: lie.__name__)
+def test_a_policy_that_lies_changes_no_output(lie: type) -> None:
+    """An entry of another load, costs and rounds at random, shapes too large: only speed. See `a policy makes up
+    shapes` for a lie that the same check finds."""
+    made = Sabotage(parts={"Policy": lie}).made
+    check_bursts(made)
+    check_a_crowd(made)

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from tests.support.chi_square import chi_square_p
 from tests.support.fake_backend import FakeBackend
 from tests.support.faulty_backends import AgreeingFastPasses
+from tests.support.sampling_rows import History, SamplingRowsBuilder
 from tests.support.skipping import fake_setup
 from tests.support.toy_backend import ToyBackend
 from tests.support.toy_trees import NUM_TOKENS, START, Markov, cells, make_markov, output_probabilities, softmax
@@ -27,9 +28,10 @@ from verispec.config import EngineConfig
 from verispec.engine import Engine, Request
 from verispec.sampling import draw, noise, recursive
 from verispec.sampling.noise import Domain, gumbel_f32, noise_words
-from verispec.sampling.rows import History, SampleKey, SamplingRowsBuilder
+from verispec.sampling.rows import SampleKey
 from verispec.spec import growth
 from verispec.spec.registry import make_drafters
+from verispec.spec.speculation import Speculation
 from verispec.tree import TreeShape
 from verispec.types import Accept, FinishReason, NoText, SampleOutput, SamplingParams, TextPiece
 
@@ -95,9 +97,7 @@ def sample(
                 Request(
                     [START],
                     replace(asked, seed=seed, deterministic=False),
-                    drafter=case.drafter,
-                    tree=shape,
-                    accept=RULES.get(case.tree, Accept.RECURSIVE),
+                    speculation=Speculation(case.drafter, tree=shape, accept=RULES.get(case.tree, Accept.RECURSIVE)),
                     text=StopAfter,
                 )
             )
@@ -262,7 +262,9 @@ def test_at_temperature_0_every_rule_gives_the_tokens_of_match(drafter: str, tre
 
     def outputs(drafter: str, tree: TreeShape | None, accept: Accept) -> list[SampleOutput]:
         engine = Engine(backend, family=(4, 16, 64), drafters=make_drafters(fake_setup(backend)))
-        requests = [Request([i, 3, 5], params, drafter=drafter, tree=tree, accept=accept) for i in range(4)]
+        requests = [
+            Request([i, 3, 5], params, speculation=Speculation(drafter, tree=tree, accept=accept)) for i in range(4)
+        ]
         return [samples[0] for samples in run(engine, requests)]
 
     shape = TreeShape.parse(tree)
@@ -290,7 +292,8 @@ def test_logprobs_are_the_targets_raw_ones(world_name: str, drafter: str, tree: 
     accept = Accept.REJECTION if shape.is_chain else Accept.RECURSIVE
     params = SamplingParams(max_tokens=30, temperature=1.4, top_p=0.95, logprobs=3, deterministic=False)
     requests = [
-        Request([i, 7, 3 * i], replace(params, seed=i), drafter=drafter, tree=shape, accept=accept) for i in range(4)
+        Request([i, 7, 3 * i], replace(params, seed=i), speculation=Speculation(drafter, tree=shape, accept=accept))
+        for i in range(4)
     ]
     for request, (output,) in zip(requests, run(world.engine(), requests), strict=True):
         text = [*request.prompt_ids, *output.token_ids]
@@ -334,7 +337,12 @@ def test_every_parameter_with_every_rule_ends_as_it_should(drafter: str) -> None
         )
         accept = Accept.REJECTION if tree.is_chain and rng.random() < 0.5 else Accept.RECURSIVE
         requests.append(
-            Request(rng.integers(0, 8, 5).tolist(), params, drafter=drafter, tree=tree, accept=accept, eos_ids=(7,))
+            Request(
+                rng.integers(0, 8, 5).tolist(),
+                params,
+                speculation=Speculation(drafter, tree=tree, accept=accept),
+                eos_ids=(7,),
+            )
         )
     accepted = 0
     for request, outputs in zip(requests, run(engine, requests, abort_every=4), strict=True):
@@ -358,7 +366,10 @@ def test_the_nodes_of_a_draft_are_told_with_their_probabilities() -> None:
     world = make_world("native")
     params = SamplingParams(max_tokens=25, temperature=1.0, seed=2, deterministic=False)
     request = Request(
-        [4, 7, 1], params, drafter="model", tree=TreeShape.parse("beam:3,2"), accept=Accept.RECURSIVE, is_traced=True
+        [4, 7, 1],
+        params,
+        speculation=Speculation("model", tree=TreeShape.parse("beam:3,2"), accept=Accept.RECURSIVE),
+        is_traced=True,
     )
     engine = world.engine()
     engine.add(request)

@@ -7,17 +7,16 @@ one. Everything a client sees must be equal, and the finish must be the first ev
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 
 import pytest
 
+from tests.support.drafters import Eager
 from tests.support.fake_backend import FakeBackend
 from verispec.engine import Engine, Request
-from verispec.spec.drafter import Offer
-from verispec.spec.plan import SequencePlan
 from verispec.spec.registry import DRAFTERS, DraftSetup
+from verispec.spec.turn import SequenceView
 from verispec.text.detokenizer import TextStream
-from verispec.types import Draft, FinishReason, SampleOutput, SamplingParams, SequenceView, TokenEvent, Verdict
+from verispec.types import Draft, FinishReason, SampleOutput, SamplingParams, TokenEvent
 
 PROMPT = [1, 2, 3]
 # Tokens of one to four bytes, some of them halves of characters: 6+7 is "é", 8+9+10 together are a smiley.
@@ -48,22 +47,15 @@ class ToyTokenizer:
         return PIECES[token_id]
 
 
-class Oracle:
+class Oracle(Eager):
     """Drafts what drafter `none` produced."""
 
     def __init__(self, truth: tuple[int, ...]) -> None:
         self._truth = truth
 
-    def offer(self, sequence: SequenceView, limit: int) -> Offer:
-        return Offer(limit, 1.0)
-
-    def draft(self, plans: Sequence[SequencePlan]) -> list[Draft]:
-        done = [len(p.sequence.token_ids) - p.sequence.prompt_len for p in plans]
-        return [Draft.chain(self._truth[d : d + p.draft_quota]) for p, d in zip(plans, done, strict=True)]
-
-    def observe(self, plan: SequencePlan, draft: Draft, verdict: Verdict) -> None: ...
-
-    def forget(self, sequence_id: int) -> None: ...
+    def guess(self, sequence: SequenceView, num_nodes: int) -> Draft:
+        done = len(sequence.token_ids) - sequence.prompt_len
+        return Draft.chain(self._truth[done : done + num_nodes])
 
 
 def run(

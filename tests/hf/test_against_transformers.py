@@ -13,14 +13,16 @@ import numpy as np
 import pytest
 
 from tests.support.passes import Tape
+from tests.support.sampling_rows import History, SamplingRowsBuilder
 from tests.support.skipping import skip_setup
 from verispec.backends.audit import audit
 from verispec.backends.numpy_backend import LoadedModel, NumpyBackend
 from verispec.engine import Engine, Request
 from verispec.model import Architecture, Llama3Scaling, inverse_frequencies, open_checkpoint
 from verispec.sampling import draw, noise
-from verispec.sampling.rows import History, SampleKey, SamplingRowsBuilder
+from verispec.sampling.rows import SampleKey
 from verispec.spec.registry import DRAFTERS, make_drafters
+from verispec.spec.speculation import Speculation
 from verispec.types import SamplingParams
 
 pytestmark = pytest.mark.hf
@@ -138,7 +140,7 @@ def test_greedy_tokens(pair: Pair, torch: Any) -> None:
     family = audit(pair.ours.probes(), shapes=(4, 8, 16)).choose()
     engine = Engine(pair.ours, family=family, drafters=make_drafters(skip_setup(pair.ours)))
     for name in DRAFTERS:
-        engine.add(Request(pair.prompt_ids, SamplingParams(max_tokens=NUM_NEW), drafter=name))
+        engine.add(Request(pair.prompt_ids, SamplingParams(max_tokens=NUM_NEW), speculation=Speculation(name)))
     outputs = []
     while engine.has_work:
         outputs += [event.output for event in engine.step() if event.output is not None]

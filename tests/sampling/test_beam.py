@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from tests.support import toy_trees
 from tests.support.chi_square import chi_square_p
+from tests.support.sampling_rows import History, SamplingRowsBuilder
 from tests.support.toy_trees import (
     START,
     Beam,
@@ -29,7 +30,7 @@ from tests.support.toy_trees import (
 from verispec.sampling.beam import NOBODY, Paths, Survivors, greedy_level, race_level, root
 from verispec.sampling.draw import NO_TOKEN, NoisyTopK, noisy_top_k
 from verispec.sampling.noise import Domain, stream
-from verispec.sampling.rows import History, SampleKey, SamplingRowsBuilder
+from verispec.sampling.rows import SampleKey
 from verispec.types import NO_PARENT, SamplingParams
 
 NUM_DRAWS = 100_000

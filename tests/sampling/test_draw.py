@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.sampling_rows import History, SamplingRowsBuilder
 from tests.support.scale import scaled
 from verispec.sampling.draw import (
     NO_TOKEN,
@@ -22,7 +23,7 @@ from verispec.sampling.draw import (
     top_logprobs,
 )
 from verispec.sampling.noise import gumbel_f32, split_seed, vocabulary_words
-from verispec.sampling.rows import History, SampleKey, SamplingRows, SamplingRowsBuilder
+from verispec.sampling.rows import SampleKey, SamplingRows
 from verispec.types import SamplingParams
 
 VOCAB = 24

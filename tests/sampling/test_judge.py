@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.scale import scaled
-from verispec.sampling.judge import judge
+from verispec.sampling.judge import judge_by_draws
 from verispec.types import NO_PARENT, Draft, Verdict
 
 
@@ -33,13 +33,13 @@ def scored_drafts(draw: st.DrawFn) -> tuple[Draft, list[int]]:
 @settings(max_examples=scaled(500), deadline=None)
 @given(st.lists(scored_drafts(), max_size=6))
 def test_judge_equals_the_walk(batch: list[tuple[Draft, list[int]]]) -> None:
-    found = judge([d for d, _ in batch], [np.array(draws, np.int64) for _, draws in batch])
+    found = judge_by_draws([d for d, _ in batch], [np.array(draws, np.int64) for _, draws in batch])
     assert found == [walk(draft, draws) for draft, draws in batch]
 
 
 def test_a_chain_is_accepted_up_to_the_first_difference() -> None:
     draft = Draft.chain([1, 2, 3, 4])
-    assert judge([draft], [np.array([1, 2, 9, 4, 5])]) == [Verdict((0, 1), 9)]
-    assert judge([draft], [np.array([1, 2, 3, 4, 5])]) == [Verdict((0, 1, 2, 3), 5)]
-    assert judge([draft], [np.array([7, 2, 3, 4, 5])]) == [Verdict((), 7)]
-    assert judge([Draft()], [np.array([7])]) == [Verdict((), 7)]
+    assert judge_by_draws([draft], [np.array([1, 2, 9, 4, 5])]) == [Verdict((0, 1), 9)]
+    assert judge_by_draws([draft], [np.array([1, 2, 3, 4, 5])]) == [Verdict((0, 1, 2, 3), 5)]
+    assert judge_by_draws([draft], [np.array([7, 2, 3, 4, 5])]) == [Verdict((), 7)]
+    assert judge_by_draws([Draft()], [np.array([7])]) == [Verdict((), 7)]

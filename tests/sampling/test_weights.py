@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.support.sampling_rows import History, SamplingRowsBuilder
 from verispec.sampling.draw import draw, noisy_top_k, probabilities, scaled_logits
 from verispec.sampling.maths import exp_f32
 from verispec.sampling.noise import MAX_GUMBEL, MIN_GUMBEL
-from verispec.sampling.rows import History, SampleKey, SamplingRows, SamplingRowsBuilder
+from verispec.sampling.rows import SampleKey, SamplingRows
 from verispec.sampling.weights import MAX_VOCAB_SIZE, WEIGHT_BITS, logprobs, totals, weights
 from verispec.types import SamplingParams
 

@@ -27,7 +27,8 @@ from verispec.spec.growth import DraftModel
 from verispec.spec.model_drafter import ModelDrafter, ModelDrafterConfig, Source
 from verispec.spec.ngram import NgramDrafter
 from verispec.spec.none import NoDrafter
-from verispec.spec.plan import SequencePlan
+from verispec.spec.speculation import Speculation
+from verispec.spec.turn import Turn
 from verispec.tree import TreeShape
 from verispec.types import FinishReason, SampleOutput, SamplingParams, Stored, TokenEvent
 
@@ -77,7 +78,7 @@ class Bench:
 
     def add(self, prompt: list[int], params: SamplingParams, drafter: str = "model", tree: str = "") -> int:
         shape = TreeShape.parse(tree) if tree else None
-        return self.engine.add(Request(prompt, params, drafter=drafter, tree=shape))
+        return self.engine.add(Request(prompt, params, speculation=Speculation(drafter, tree=shape)))
 
     def step(self) -> list[TokenEvent]:
         events = self.engine.step()
@@ -98,7 +99,7 @@ class Bench:
         """What the books say the draft model has computed, its store holds: of sequences, and of the prefix cache."""
         kv = self.backend.kv[DRAFT_STORE]
         for sequence in self.engine._scheduler.running:
-            count = sequence.store_lens[DRAFT_STORE]
+            count = sequence.kv.store_lens[DRAFT_STORE]
             assert count <= sequence.computed_len
             self._compare(sequence.token_ids[:count], sequence.slots[:count], kv)
         for token_ids, slots in self._cached():
@@ -188,8 +189,8 @@ def test_control_nodes_that_were_never_computed_are_noticed(
 ) -> None:
     right = scheduler._with_stored
 
-    def wrong(sequence: Sequence, plan: SequencePlan, stored: Stored, path: tuple[int, ...]) -> tuple[int, ...]:
-        return right(sequence, plan, stored._replace(nodes=frozenset(claimed(stored.nodes))), path)
+    def wrong(store_lens: tuple[int, ...], turn: Turn, stored: Stored, path: tuple[int, ...]) -> tuple[int, ...]:
+        return right(store_lens, turn, stored._replace(nodes=frozenset(claimed(stored.nodes))), path)
 
     monkeypatch.setattr(scheduler, "_with_stored", wrong)
     with pytest.raises(AssertionError):
@@ -211,7 +212,7 @@ def draft_rows(bench: Bench) -> list[int]:
 def lengths(bench: Bench, request_id: int) -> tuple[int, int]:
     """Committed tokens, and how many of them the draft model has computed."""
     sequence = bench.sequence(request_id)
-    return sequence.committed_len, sequence.store_lens[DRAFT_STORE]
+    return sequence.committed_len, sequence.kv.store_lens[DRAFT_STORE]
 
 
 def test_behind_an_accepted_path_it_catches_up_with_the_last_level_and_the_bonus() -> None:
@@ -314,13 +315,13 @@ def test_the_draft_models_kv_is_that_of_the_same_tokens_alone(make: object) -> N
     engine = world.engine(num_slots=300, max_len=150)
     trees = [TreeShape.parse(tree) for tree in ("beam:3,3", "branch:2,2,2", "chain:4")]
     for i, request in enumerate(make_requests(9, seed=4)):
-        engine.add(replace(request, drafter="model", tree=trees[i % 3]))
+        engine.add(replace(request, speculation=Speculation("model", tree=trees[i % 3])))
     steps = compared = 0
     while engine.has_work:
         engine.step()
         steps += 1
-        for sequence in engine._scheduler.running[: 9 if steps % 5 == 0 else 0]:
-            count = sequence.store_lens[DRAFT_STORE]
+        for sequence in engine._scheduler.running[: 9 if steps % 4 == 0 else 0]:
+            count = sequence.kv.store_lens[DRAFT_STORE]
             found = world.backend.kv(DRAFT_STORE, np.array(sequence.slots[:count], np.int64))
             wanted = kv_alone(reference, sequence.token_ids[:count])
             for a, b in zip(found, wanted, strict=True):

@@ -106,10 +106,27 @@ def test_more_children_than_ranks_are_no_error() -> None:
 
 
 def test_whoever_remembers_an_estimate_can_see_that_it_changed() -> None:
+    """Noticeably: by more than would change what pays."""
     acceptance = Acceptance(0.5)
-    seen = [acceptance.num_observed]
     acceptance.observe(Draft.chain([1]), Verdict((0,), 9))
-    seen.append(acceptance.num_observed)
-    acceptance.fade()
-    seen.append(acceptance.num_observed)
-    assert len(set(seen)) == 3
+    assert acceptance.version == 0, "one try is a small change"
+    seen = []
+    for change in (
+        *[lambda: acceptance.observe(Draft.chain([1] * 8), Verdict(tuple(range(8)), 9))] * 3,
+        acceptance.fade,
+    ):
+        change()
+        seen.append((acceptance.version, acceptance.reach(1)))
+    assert [version for version, _ in seen] == [1, 2, 3, 4]
+    assert len(dict(seen)) == 4
+
+
+def test_the_estimate_that_a_version_stands_for_is_never_far_off() -> None:
+    acceptance = Acceptance(0.5)
+    published, version = acceptance.reach(1), acceptance.version
+    for _ in range(50):
+        acceptance.observe(Draft.chain([1, 2]), Verdict((0, 1), 9))
+        if acceptance.version != version:
+            published, version = acceptance.reach(1), acceptance.version
+        assert abs(acceptance.reach(1) - published) <= 0.02
+    assert 3 < version < 50

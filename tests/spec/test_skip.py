@@ -23,6 +23,7 @@ from verispec.spec.model_drafter import ModelDrafter, ModelDrafterConfig
 from verispec.spec.none import NoDrafter
 from verispec.spec.registry import DraftSetup, make_drafters
 from verispec.spec.skip import NOT_TUNED, skip_drafter
+from verispec.spec.speculation import Speculation
 from verispec.types import SampleOutput, SamplingParams
 
 NUM_LAYERS = 3
@@ -48,7 +49,7 @@ def world(request: pytest.FixtureRequest) -> World:
 def test_whatever_is_skipped_the_output_is_the_same(world: World, view: View, draft_len: int) -> None:
     """Random views, drafts of 1 to 12 tokens, every sampling parameter, shared prefixes, batches of many kinds."""
     requests = make_requests(8, seed=draft_len, drafter="skip")
-    requests += [replace(r, drafter="none") for r in make_requests(3, seed=100 + draft_len)]
+    requests += [replace(r, speculation=Speculation("none")) for r in make_requests(3, seed=100 + draft_len)]
     engine = world.engine(make_drafters(skip_setup(world.backend, view, draft_len=draft_len)))
     outputs = run(engine, requests, abort_every=9)
     for wanted, found in zip(requests, outputs, strict=True):
@@ -93,7 +94,7 @@ def committed_kv(world: World, drafter: str, view: View, params: SamplingParams)
     watched = Watched(world.backend)
     drafters = make_drafters(skip_setup(watched, view, draft_len=6))  # type: ignore[arg-type]
     engine = world.engine(drafters, backend=watched, prefix_cache=False)  # type: ignore[arg-type]
-    engine.add(Request([5, 9, 5, 9, 5, 30, 41], params, drafter=drafter))
+    engine.add(Request([5, 9, 5, 9, 5, 30, 41], params, speculation=Speculation(drafter)))
     engine.step()
     (sequence,) = engine._scheduler.running
     assert isinstance(sequence, Sequence)
@@ -165,7 +166,7 @@ def fake_run(
         **({} if cost is None else {"cost": cost}),
     )  # fmt: skip
     params = SamplingParams(max_tokens=20, temperature=temperature, seed=1)
-    ids = [engine.add(Request([i, 3, 5], params, drafter="skip")) for i in range(num)]
+    ids = [engine.add(Request([i, 3, 5], params, speculation=Speculation("skip"))) for i in range(num)]
     found = {}
     while engine.has_work:
         for event in engine.step():
@@ -201,7 +202,13 @@ def test_a_draft_ends_behind_a_stopping_token() -> None:
     backend = FakeBackend(vocab_size=4)
     engine = Engine(backend, family=(4, 8, 16), drafters=make_drafters(skip_setup(backend, FULL_VIEW, draft_len=8)))
     engine.add(Request([1, 2], SamplingParams(max_tokens=30, min_tokens=25, temperature=1.0, seed=2, stop_ids=(3,))))
-    engine.add(Request([1, 2], SamplingParams(max_tokens=30, temperature=1.0, seed=4, stop_ids=(3,)), drafter="skip"))
+    engine.add(
+        Request(
+            [1, 2],
+            SamplingParams(max_tokens=30, temperature=1.0, seed=4, stop_ids=(3,)),
+            speculation=Speculation("skip"),
+        )
+    )
     while engine.has_work:
         engine.step()
     for pass_ in backend.passes:
@@ -247,7 +254,7 @@ def test_bad_acceptance_ends_drafting_and_a_new_sequence_tries_again(world: Worl
     drafted = []
     for seed in range(2):
         params = SamplingParams(max_tokens=120, temperature=2.0, seed=seed, ignore_eos=True)
-        ((output,),) = run(engine, [Request([seed, 3], params, drafter="skip")])
+        ((output,),) = run(engine, [Request([seed, 3], params, speculation=Speculation("skip"))])
         assert "not drafting" in output.stats.no_draft_reason
         drafted.append(output.stats.drafted)
     assert 0 < drafted[0] < 100

@@ -22,12 +22,12 @@ from verispec.backends.protocol import PassKind
 from verispec.engine import Engine, Request
 from verispec.engine.sequence import Sequence as EngineSequence
 from verispec.kv import DRAFT_STORE, SlotPool
-from verispec.spec.drafter import AUTO
 from verispec.spec.growth import DraftModel
 from verispec.spec.model_drafter import ModelDrafter, ModelDrafterConfig, Source
 from verispec.spec.none import NoDrafter
-from verispec.spec.plan import Plan
 from verispec.spec.registry import make_drafters
+from verispec.spec.speculation import AUTO, Speculation
+from verispec.spec.turn import Turn
 from verispec.tree import TreeShape
 from verispec.types import Accept, Draft, SampleOutput, SamplingParams
 
@@ -73,7 +73,7 @@ def expected(world: World, count: int, seed: int) -> list[list[object]]:
 
 
 def asking(requests: Sequence[Request], drafter: str, tree: str) -> list[Request]:
-    return [replace(r, drafter=drafter, tree=TreeShape.parse(tree)) for r in requests]
+    return [replace(r, speculation=Speculation(drafter, tree=TreeShape.parse(tree))) for r in requests]
 
 
 def random_shape(rng: np.random.Generator) -> str:
@@ -93,14 +93,13 @@ def totals(outputs: list[list[SampleOutput]]) -> tuple[int, int]:
 def recorded(engine: Engine) -> list[Draft]:
     """Every draft that the engine will verify, as it goes."""
     drafts: list[Draft] = []
-    advance = engine._drafters.advance
+    draft = engine._drafters.draft
 
-    def watched(plan: Plan) -> list[Draft]:
-        found = advance(plan)
-        drafts.extend(found)
-        return found
+    def watched(turns: Sequence[Turn]) -> None:
+        draft(turns)
+        drafts.extend(t.draft for t in turns)  # type: ignore[misc]
 
-    engine._drafters.advance = watched  # type: ignore[method-assign]
+    engine._drafters.draft = watched  # type: ignore[method-assign]
     return drafts
 
 
@@ -111,8 +110,12 @@ def recorded(engine: Engine) -> list[Draft]:
 @pytest.mark.parametrize("tree", SHAPES)
 def test_whatever_tree_is_drafted_the_output_is_the_same(native: World, drafter: str, tree: str) -> None:
     """Beside them run requests that draft nothing, and others that are aborted with their trees."""
-    requests = asking(crowd(15, 0)[:12], drafter, tree) + [replace(r, drafter="none") for r in crowd(15, 0)[12:]]
-    victim = Request([1, 2, 3] * 20, SamplingParams(max_tokens=50, temperature=0.7), drafter, TreeShape.parse(tree))
+    requests = asking(crowd(15, 0)[:12], drafter, tree) + [
+        replace(r, speculation=Speculation("none")) for r in crowd(15, 0)[12:]
+    ]
+    victim = Request(
+        [1, 2, 3] * 20, SamplingParams(max_tokens=50, temperature=0.7), Speculation(drafter, TreeShape.parse(tree))
+    )
     engine = native.engine()
     drafts = recorded(engine)
     outputs = run(engine, requests, abort_every=9, victim=victim)
@@ -143,7 +146,7 @@ def test_shapes_and_drafters_side_by_side(native: World, seed: int) -> None:
     for request in crowd(14, 2):
         drafter = (*DRAFTERS, AUTO, "ngram", "decode", "none")[rng.integers(6)]
         tree = TreeShape.parse(random_shape(rng)) if drafter in (*DRAFTERS, AUTO) and rng.random() < 0.8 else None
-        requests.append(replace(request, drafter=drafter, tree=tree))
+        requests.append(replace(request, speculation=Speculation(drafter, tree=tree)))
     outputs = run(native.engine(), requests, abort_every=5)
     assert [bits(o) for o in outputs] == expected(native, 14, 2)
 
@@ -174,7 +177,7 @@ def test_a_warm_cache_changes_nothing(native: World, drafter: str) -> None:
     """Prefixes that others left, with and without K/V of the draft model."""
     requests = crowd(14, 2)
     engine = native.engine()
-    first = run(engine, [replace(r, drafter="none") for r in requests[:7]])
+    first = run(engine, [replace(r, speculation=Speculation("none")) for r in requests[:7]])
     first += run(engine, asking(requests[7:], drafter, "beam:2,3"))
     warm = run(engine, asking(requests[::-1], drafter, "branch:2,2"))
     assert [bits(o) for o in first] == expected(native, 14, 2)
@@ -188,7 +191,11 @@ def test_rules_of_probabilities_beside_them_change_nothing(native: World, config
     """Every second request is judged by probabilities, in passes of any shape; the others do not notice."""
     requests = asking(crowd(14, 2), "model", "beam:3,3")
     beside = [
-        replace(r, params=replace(r.params, deterministic=False, prompt_logprobs=None), accept=Accept.RECURSIVE)
+        replace(
+            r,
+            params=replace(r.params, deterministic=False, prompt_logprobs=None),
+            speculation=replace(r.speculation or Speculation(), accept=Accept.RECURSIVE),
+        )
         for r in requests
     ]
     engine = native.engine(**config)
@@ -202,7 +209,7 @@ def test_auto_takes_trees_and_changes_nothing(world: World) -> None:
     """Passes cost the same whatever their rows: then a wide tree is the best offer there is."""
     engine = world.engine(cost=CostTable((1, 64), (1.0, 1.05), (0.0, 0.0)))
     drafts = recorded(engine)
-    outputs = run(engine, [replace(r, drafter=AUTO) for r in crowd(8, 1)])
+    outputs = run(engine, [replace(r, speculation=Speculation(AUTO)) for r in crowd(8, 1)])
     assert [bits(o) for o in outputs] == expected(world, 8, 1)
     assert sum(not d.is_chain for d in drafts) > 20
     assert totals(outputs)[1] > 5
@@ -222,7 +229,9 @@ def test_a_linear_tree_is_the_chain_bit_for_bit(
         drafters["skip"]._config = replace(drafters["skip"]._config, exits=False)  # type: ignore[attr-defined]
         engine = native.engine(drafters)
         drafts = recorded(engine)
-        (output,) = run(engine, [Request([5, 9, 5], params, drafter=drafter, tree=TreeShape.parse(tree))])
+        (output,) = run(
+            engine, [Request([5, 9, 5], params, speculation=Speculation(drafter, tree=TreeShape.parse(tree)))]
+        )
         return [d.token_ids for d in drafts], bits(output)
 
     chain = drafted("chain:3")
@@ -293,7 +302,7 @@ def committed_kv(world: World, request: Request) -> tuple[list[int], bytes, list
 @pytest.mark.parametrize("tree", ["branch:2,2,2", "beam:4,5"])
 def test_committed_kv_is_that_of_plain_decoding(world: World, drafter: str, tree: str, temperature: float) -> None:
     params = SamplingParams(max_tokens=90, temperature=temperature, seed=3, ignore_eos=True)
-    request = Request([5, 9, 5, 9, 5, 30, 41], params, drafter="none")
+    request = Request([5, 9, 5, 9, 5, 30, 41], params, speculation=Speculation("none"))
     tokens, kv, _ = committed_kv(world, request)
     found_tokens, found_kv, drafts = committed_kv(world, *asking([request], drafter, tree))
     assert (found_tokens, found_kv) == (tokens, kv)
@@ -302,7 +311,7 @@ def test_committed_kv_is_that_of_plain_decoding(world: World, drafter: str, tree
 
 def test_control_kv_of_another_path_is_other_kv(native: World, monkeypatch: pytest.MonkeyPatch) -> None:
     params = SamplingParams(max_tokens=90, seed=3, ignore_eos=True)
-    request = Request([5, 9, 5, 9, 5, 30, 41], params, drafter="none")
+    request = Request([5, 9, 5, 9, 5, 30, 41], params, speculation=Speculation("none"))
     tokens, kv, _ = committed_kv(native, request)
     monkeypatch.setattr(Draft, "path_to", with_a_sibling(Draft.path_to))
     found_tokens, found_kv, _ = committed_kv(native, *asking([request], "model", "branch:2,2,2"))
@@ -331,7 +340,8 @@ def test_a_draft_model_that_is_the_target_is_always_right(tree: str, temperature
     engine = world.engine({"model": ModelDrafter("it", lambda: Source(model, 0.9, 0.9), config), "none": NoDrafter()})
     params = SamplingParams(max_tokens=40, temperature=temperature, top_p=1 - temperature / 10, ignore_eos=True)
     shape = TreeShape.parse(tree)
-    requests = [Request([i, 7, 3 * i], replace(params, seed=i), tree=shape, is_traced=True) for i in range(3)]
+    speculation = Speculation("model", shape)
+    requests = [Request([i, 7, 3 * i], replace(params, seed=i), speculation, is_traced=True) for i in range(3)]
     ids = [engine.add(r) for r in requests]
     outputs, rounds = {}, 0
     while engine.has_work:
@@ -393,7 +403,9 @@ def test_beam_3_3_drafts_nine_nodes_in_three_passes_and_a_path_of_three_yields_f
     backend = ToyBackend(example_chains(), is_plain=False)
     engine = Engine(backend, family=(16,), drafters=make_drafters(fake_setup(backend)))
     shape = TreeShape.parse("beam:3,3")
-    engine.add(Request([0], SamplingParams(max_tokens=20), drafter=drafter, tree=shape, is_traced=True))
+    engine.add(
+        Request([0], SamplingParams(max_tokens=20), speculation=Speculation(drafter, tree=shape), is_traced=True)
+    )
     (event,) = engine.step()
     draft, verdict, _ = event.trace or pytest.fail("no trace")
     letters = "sabcdefghix"

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
 import pytest
 
+from tests.support.drafters import Eager
 from tests.support.fake_backend import FakeBackend
 from verispec.engine import Engine, Request
 from verispec.errors import InputError
-from verispec.spec.drafter import Drafter, Offer
+from verispec.spec.drafter import Curve, Drafter, Level
 from verispec.spec.none import NoDrafter
-from verispec.spec.plan import SequencePlan
+from verispec.spec.speculation import Speculation
+from verispec.spec.turn import SequenceView, Turn
 from verispec.types import (
     NO_PARENT,
     Accept,
@@ -23,9 +25,7 @@ from verispec.types import (
     Proposal,
     SampleOutput,
     SamplingParams,
-    SequenceView,
     Stored,
-    Verdict,
 )
 
 
@@ -38,23 +38,17 @@ class Handle:
     def release(self) -> None: ...
 
 
-class Liar:
+class Liar(Eager):
     """Drafts one token and adds something to the draft."""
 
     has_probabilities = True
+    most_nodes = 1
 
     def __init__(self, **more: object) -> None:
         self._draft = replace(Draft.chain([0]), **more)  # type: ignore[arg-type]
 
-    def offer(self, sequence: SequenceView, limit: int) -> Offer:
-        return Offer(min(limit, 1), 1.0)
-
-    def draft(self, plans: Sequence[SequencePlan]) -> list[Draft]:
-        return [self._draft for _ in plans]
-
-    def observe(self, plan: SequencePlan, draft: Draft, verdict: Verdict) -> None: ...
-
-    def forget(self, sequence_id: int) -> None: ...
+    def guess(self, sequence: SequenceView, num_nodes: int) -> Draft:
+        return self._draft
 
 
 def run(drafter: Drafter, **request: object) -> SampleOutput:
@@ -88,26 +82,27 @@ def test_a_lie_changes_nothing(lie: str) -> None:
 
 def test_a_rule_may_be_given_by_its_name() -> None:
     expected = run(NoDrafter())
-    assert run(Liar(), accept="match").token_ids == expected.token_ids
-    assert Request([1], accept="recursive").accept is Accept.RECURSIVE  # type: ignore[arg-type]
+    assert run(Liar(), speculation=Speculation.of("it", accept="match")).token_ids == expected.token_ids
+    assert Speculation.of("it", accept="recursive").accept is Accept.RECURSIVE
     with pytest.raises(InputError, match="unknown accept 'perhaps'"):
-        Request([1], accept="perhaps")  # type: ignore[arg-type]
+        Speculation.of("it", accept="perhaps")
 
 
-ODD_OFFERS = {
-    "floats": Offer(0.0, 0.0),  # type: ignore[arg-type]
-    "an array": Offer(np.array([1, 2]), 0.5),  # type: ignore[arg-type]
-    "NaN": Offer(3, math.nan),
-    "no nodes, but other shapes": Offer(0, 0.0, alternatives=(Offer(2, 0.5),)),
-    "nothing like an offer": "three",
+ODD_CURVES = {
+    "no nodes": (Curve((Level(0, 0.5),)),),
+    "half a node": (Curve((Level(0.5, 0.5),)),),  # type: ignore[arg-type]
+    "an array": (Curve((Level(np.array([1, 2]), 0.5),)),),  # type: ignore[arg-type]
+    "NaN": (Curve((Level(3, math.nan),)),),
+    "nothing": (),
+    "nothing like a curve": "three",
 }
 
 
-@pytest.mark.parametrize("odd", ODD_OFFERS)
-def test_an_odd_offer_drafts_nothing(odd: str) -> None:
+@pytest.mark.parametrize("odd", ODD_CURVES)
+def test_an_odd_curve_drafts_nothing(odd: str) -> None:
     class Odd(Liar):
-        def offer(self, sequence: SequenceView, limit: int) -> Offer:
-            return ODD_OFFERS[odd]  # type: ignore[return-value]
+        def curves(self, key: Hashable) -> tuple[Curve, ...]:
+            return ODD_CURVES[odd]  # type: ignore[return-value]
 
     output = run(Odd())
     assert output.token_ids == run(NoDrafter()).token_ids
@@ -115,20 +110,19 @@ def test_an_odd_offer_drafts_nothing(odd: str) -> None:
     assert run(Liar()).stats.drafted > 0  # control
 
 
-def test_offers_are_remembered_by_their_limit() -> None:
-    """One and the same object, offered at every step, is cut to what is left."""
+def test_a_draft_is_cut_to_what_is_left() -> None:
+    """A curve knows nothing of the request's length; what is granted does."""
 
-    class Same(Liar):
-        limits: ClassVar[list[int]] = []
-        always = Offer(300, 0.9)
+    class Long(Liar):
+        most_nodes = 300
+        granted: ClassVar[list[int]] = []
 
-        def offer(self, sequence: SequenceView, limit: int) -> Offer:
-            self.limits.append(limit)
-            return self.always
+        def draft(self, turns: Sequence[Turn]) -> list[Draft]:
+            for turn in turns:
+                left = 3 + 12 - len(turn.sequence.token_ids) - 1
+                assert turn.choice.num_nodes <= left
+                self.granted.append(turn.choice.num_nodes)
+            return super().draft(turns)
 
-        def draft(self, plans: Sequence[SequencePlan]) -> list[Draft]:
-            assert all(plan.draft_quota <= self.limits[-1] for plan in plans)
-            return super().draft(plans)
-
-    assert run(Same()).stats.drafted > 0
-    assert len(set(Same.limits)) > 3
+    assert run(Long()).stats.drafted > 0
+    assert len(set(Long.granted)) > 3

@@ -6,34 +6,31 @@ sequence. `expected` maps a sequence id to its prompt plus the oracle's tokens; 
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 
 from tests.support.fake_backend import FakeBackend
 from verispec.backends.protocol import PassKind
 from verispec.config import EngineConfig
 from verispec.engine import Engine, Request
-from verispec.engine.judging import judge_plan
-from verispec.engine.planner import Load, Planner
 from verispec.spec.decode import DecodeDrafter
-from verispec.spec.drafter import AUTO, Drafter, Offer
+from verispec.spec.drafter import Curve, Drafter, Level
+from verispec.spec.judging import judge
 from verispec.spec.ngram import NgramDrafter
 from verispec.spec.none import NoDrafter
-from verispec.spec.plan import SequencePlan
+from verispec.spec.speculation import AUTO, Speculation
+from verispec.spec.turn import SequenceView, Turn
 from verispec.types import (
     NO_PARENT,
     Draft,
     FinishReason,
     SampleOutput,
     SamplingParams,
-    SequenceView,
     TextPiece,
-    Verdict,
 )
 
 VOCAB_SIZE = 8
@@ -45,20 +42,27 @@ Guess = Callable[[SequenceView, int], Draft]
 
 
 class Adversary:
-    """A drafter made of one function, which may lie in its offer."""
+    """A drafter made of one function, which may lie in what it promises."""
+
+    has_probabilities = False
+    reads_text = True
+    version = 0
 
     def __init__(self, guess: Guess, *, acceptance: float = 1.0, extra_nodes: int = 0) -> None:
         self._guess = guess
         self._acceptance = acceptance
         self._extra_nodes = extra_nodes
 
-    def offer(self, sequence: SequenceView, limit: int) -> Offer:
-        return Offer(limit + self._extra_nodes, self._acceptance)
+    def state(self, sequence: SequenceView) -> Hashable:
+        return "any"
 
-    def draft(self, plans: Sequence[SequencePlan]) -> list[Draft]:
-        return [self._guess(p.sequence, p.draft_quota) for p in plans]
+    def curves(self, key: Hashable) -> tuple[Curve, ...]:
+        return (Curve(tuple(Level(1, self._acceptance) for _ in range(MAX_DRAFT + self._extra_nodes))),)
 
-    def observe(self, plan: SequencePlan, draft: Draft, verdict: Verdict) -> None:
+    def draft(self, turns: Sequence[Turn]) -> list[Draft]:
+        return [self._guess(t.sequence, t.choice.num_nodes) for t in turns]
+
+    def observe(self, turn: Turn) -> None:
         pass
 
     def forget(self, sequence_id: int) -> None:
@@ -66,7 +70,7 @@ class Adversary:
 
 
 class Failing(Adversary):
-    """Raises in one of the four verbs, or in all of them."""
+    """Raises in some of its verbs."""
 
     def __init__(self, guess: Guess, *verbs: str) -> None:
         super().__init__(guess)
@@ -78,10 +82,10 @@ class Failing(Adversary):
 
 
 class Speechless(Adversary):
-    """Offers something that is no offer."""
+    """Promises something that is no curve."""
 
-    def offer(self, sequence: SequenceView, limit: int) -> Offer:
-        return None  # type: ignore[return-value]
+    def curves(self, key: Hashable) -> tuple[Curve, ...]:
+        return (None,)  # type: ignore[return-value]
 
 
 def adversaries(expected: Expected, vocab_size: int = VOCAB_SIZE) -> dict[str, Drafter]:
@@ -153,12 +157,13 @@ def adversaries(expected: Expected, vocab_size: int = VOCAB_SIZE) -> dict[str, D
         "acceptance inf": Adversary(perfect, acceptance=math.inf),
         "acceptance NaN": Adversary(perfect, acceptance=math.nan),
         "acceptance -1": Adversary(perfect, acceptance=-1.0),
-        "not an offer": Speechless(perfect),
-        "offers too much": Adversary(perfect, extra_nodes=50),
-        "fails to offer": Failing(perfect, "offer"),
+        "not a curve": Speechless(perfect),
+        "promises too much": Adversary(perfect, extra_nodes=50),
+        "fails to say": Failing(perfect, "state"),
+        "fails to promise": Failing(perfect, "curves"),
         "fails to draft": Failing(perfect, "draft"),
         "fails to learn": Failing(perfect, "observe", "forget"),
-        "fails": Failing(perfect, "offer", "draft", "observe", "forget"),
+        "fails": Failing(perfect, "state", "draft", "observe", "forget"),
     }
 
 
@@ -168,11 +173,10 @@ DRAFTER_NAMES = (*adversaries({}), AUTO)
 class LetterText:
     """One letter per token, held back by one token, so that the end has something to release."""
 
+    can_stop = False
+
     def __init__(self) -> None:
         self._held = ""
-
-    def fork(self) -> LetterText:
-        return copy.deepcopy(self)
 
     def push(self, token_id: int, *, may_stop: bool = True) -> TextPiece:
         released, self._held = self._held, chr(ord("a") + token_id)
@@ -184,6 +188,8 @@ class LetterText:
 
 class StopText(LetterText):
     """Stops at the second "c", as a stop string would."""
+
+    can_stop = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,13 +211,6 @@ class PushFails(LetterText):
         if next(self._pushes) == 3:
             raise UnicodeError("no such letter")
         return super().push(token_id)
-
-
-class ForkFails(LetterText):
-    """Cannot be asked what it would say."""
-
-    def fork(self) -> LetterText:
-        raise UnicodeError("no second text")
 
 
 class FinishFails(LetterText):
@@ -249,7 +248,7 @@ def alone(
     request: Request, *, max_len: int, nan_token: int | None = None, sabotage: str = ""
 ) -> tuple[SampleOutput, ...]:
     """The oracle: each sample of the request by itself, without drafts, in a fresh engine without a prefix cache."""
-    return _alone(replace(request, drafter="none"), max_len, nan_token, sabotage)
+    return _alone(replace(request, speculation=Speculation("none")), max_len, nan_token, sabotage)
 
 
 def beyond(request: Request, *, max_len: int, nan_token: int | None = None) -> list[tuple[int, ...]]:
@@ -271,18 +270,9 @@ def facts(output: SampleOutput) -> str:
     return repr(parts)
 
 
-class ApartPlanner(Planner):
-    """Never joins fast rows to a canonical pass, as where a canonical shape costs more."""
-
-    def joins(self, exact: Load, fast: Load) -> bool:
-        return False
-
-
 def keep_apart(engine: Engine) -> Engine:
     """The engine, running canonical and fast rows in passes of their own. With flat costs it would join them."""
-    assigner = engine._scheduler._assigner
-    planner = ApartPlanner(assigner.planner.family, assigner.planner.cost)
-    engine._scheduler._assigner = replace(assigner, planner=planner)
+    engine._passes._joins = lambda num_canonical, num_fast: False
     return engine
 
 
@@ -313,7 +303,7 @@ class Bench:
         self.requests: dict[int, Request] = {}
 
     def add(self, prompt: tuple[int, ...], params: SamplingParams = SAMPLED, drafter: str = "none", **options) -> int:
-        request = Request(prompt, params, drafter=drafter, **options)
+        request = Request(prompt, params, Speculation(drafter), **options)
         request_id = self.engine.add(request)
         self.requests[request_id] = request
         texts = beyond(request, max_len=MAX_LEN, nan_token=self.nan_token)
@@ -348,15 +338,11 @@ class Bench:
 
     def launch(self) -> Callable[[], list]:
         """A step up to its commit; the rest is returned."""
-        plan = self.engine._scheduler.plan()
-        drafts = self.engine._drafters.advance(plan)
-        scores = self.engine._verifier.run(plan, drafts)
-
-        def commit() -> list:
-            self.engine._scheduler.commit(plan, drafts, scores, judge_plan(plan, drafts, scores)[0])
-            return list(self.engine._scheduler.changed.values())
-
-        return commit
+        step = self.engine._scheduler.plan()
+        self.engine._drafters.draft(step.turns)
+        landed = self.engine._passes.submit(step).collect()
+        judge(landed.turns)
+        return lambda: self.engine._scheduler.commit(landed, 0.0)
 
     def real_rows(self, kind: PassKind) -> list[int]:
         """Rows of each pass of a kind, padding not counted."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -16,15 +17,17 @@ from tests.support.adversaries import VOCAB_SIZE, alone, facts, keep_apart
 from tests.support.fake_backend import FakeBackend
 from tests.support.faulty_backends import AgreeingFastPasses, FaultyFastPasses, Redraw, WrappedBackend
 from verispec.backends.cost import FLAT_COST, CostTable
-from verispec.backends.protocol import Backend, Pass, PassKind, ReadyTicket, RowsBuilder, TableUpdate, Ticket, Wanted
+from verispec.backends.pass_builder import padded
+from verispec.backends.protocol import Backend, Pass, PassKind, PassResult, TableUpdate, Wanted
 from verispec.config import EngineConfig
 from verispec.engine import Engine, Request
 from verispec.engine.sequence import Sequence as EngineSequence
 from verispec.kv import NUM_RESERVED, RadixPrefixCache
 from verispec.spec.decode import DecodeConfig, DecodeDrafter
-from verispec.spec.drafter import AUTO, Drafter
+from verispec.spec.drafter import Drafter, Held
 from verispec.spec.ngram import NgramConfig, NgramDrafter
 from verispec.spec.none import NoDrafter
+from verispec.spec.speculation import AUTO
 from verispec.text.detokenizer import TextStream
 from verispec.types import FinishReason, SampleOutput, SamplingParams, TokenEvent, TokenLogprob, Totals
 
@@ -61,10 +64,8 @@ _canonical: dict[tuple[int, ...], int] = {}
 def canonical_hash(prefix: tuple[int, ...]) -> int:
     """The K/V of a prefix's last token, by one canonical pass over the prefix in a fresh backend."""
     if prefix not in _canonical:
-        backend, rows = FakeBackend(num_slots=MAX_LEN, context_len=MAX_LEN), RowsBuilder()
-        for i, token_id in enumerate(prefix):
-            rows.add(token_id=token_id, position=i, slot=NUM_RESERVED + i, seq_row=1, prefix_len=i + 1)
-        built = rows.build(len(prefix))
+        backend, count = FakeBackend(num_slots=MAX_LEN, context_len=MAX_LEN), len(prefix)
+        built = padded(prefix, range(count), range(NUM_RESERVED, NUM_RESERVED + count), [1] * count, shape=count)
         update = TableUpdate(built.seq_rows, built.positions, built.slots)
         backend.submit(Pass(PassKind.CANONICAL, built, Wanted(), update, head_shape=0))
         for i in range(len(prefix)):
@@ -73,7 +74,7 @@ def canonical_hash(prefix: tuple[int, ...]) -> int:
 
 
 class Recording(WrappedBackend):
-    """The passes of the last step as the engine made them, and who drew what in which kind; checks their rows."""
+    """The rounds of the last step, and who drew what in which kind; checks their rows."""
 
     engine: Engine
 
@@ -83,16 +84,17 @@ class Recording(WrappedBackend):
         self.passes: list[Pass] = []
         self.drawn: set[tuple[int, int, int, PassKind]] = set()
 
-    def submit(self, pass_: Pass) -> Ticket:
-        owners = {s.seq_row: s for s in self.engine._scheduler.running}
+    def run(self, pass_: Pass) -> PassResult:
+        scheduler = self.engine._scheduler
+        owners = {s.kv.seq_row: s for s in (*scheduler.running, *scheduler.departing)}
         self._check_rows(pass_, owners)
         self.passes.append(pass_)
-        result, wanted = self.inner.submit(pass_).result(), pass_.wanted.draw
+        result, wanted = self.inner.run(pass_), pass_.wanted.draw
         if wanted is not None and result.draw is not None:
-            seq_rows = pass_.rows.seq_rows[wanted.rows].tolist()
-            for seq_row, t, token_id in zip(seq_rows, wanted.sampling.t, result.draw.token_ids, strict=True):
-                self.drawn.add((owners[seq_row].sequence_id, int(t), int(token_id), pass_.kind))
-        return ReadyTicket(result)
+            seq_rows, positions = (a[wanted.rows].tolist() for a in (pass_.rows.seq_rows, pass_.rows.positions))
+            for seq_row, position, token_id in zip(seq_rows, positions, result.draw.token_ids, strict=True):
+                self.drawn.add((owners[seq_row].sequence_id, position + 1, int(token_id), pass_.kind))
+        return result
 
     def _check_rows(self, pass_: Pass, owners: Mapping[int, EngineSequence]) -> None:
         leased = {slot for lease in self.engine._pool.leases for slot in lease.slots}
@@ -105,7 +107,9 @@ class Recording(WrappedBackend):
             assert pass_.head_shape in (0, *self._family), f"a canonical head of {pass_.head_shape} rows"
         else:
             deterministic = [s for s in rows if s.params.deterministic]
-            assert all(s.drafter in ("decode", AUTO) for s in deterministic), "a deterministic row in a fast pass"
+            assert all(s.speculation.method in ("decode", AUTO) for s in deterministic), (
+                "a deterministic row in a fast pass"
+            )
             assert len({s.sequence_id for s in deterministic}) == len(deterministic), "decoding is one row a step"
 
 
@@ -141,7 +145,8 @@ class Watched:
     """An engine whose drafter `decode` has windows of `window_len` tokens, stepped by hand and checked every step.
 
     `agreeing` makes fast passes equal to canonical ones, `redraw` spoils what they draw, `apart` keeps fast rows out of
-    canonical passes. `deep` compares K/V as well.
+    canonical passes. `deep` compares K/V as well. `wrap` puts something between the engine and the
+    backend that is watched, `device` something behind it, `wrap_drafter` something around drafter `decode`.
     """
 
     def __init__(
@@ -157,19 +162,24 @@ class Watched:
         clock: Callable[[], float] = lambda: 0.0,
         apart: bool = False,
         deep: bool = True,
+        wrap: Callable[[Any], Any] = lambda backend: backend,
+        device: Callable[[Any], Any] = lambda backend: backend,
+        wrap_drafter: Callable[[DecodeDrafter], Drafter] = lambda drafter: drafter,
         **options: int,
     ) -> None:
         self.fake = FakeBackend(vocab_size=VOCAB_SIZE, context_len=MAX_LEN, num_slots=num_slots)
         backend: Backend = AgreeingFastPasses(self.fake) if agreeing else self.fake
+        backend = device(backend)
         self.backend = Recording(backend if redraw is None else FaultyFastPasses(backend, redraw), family)
+        self.decode = DecodeDrafter(decode or DecodeConfig(window_len=window_len))
         drafters: dict[str, Drafter] = {
             "none": NoDrafter(),
             "ngram": NgramDrafter(NgramConfig(min_match=1)),
-            "decode": DecodeDrafter(decode or DecodeConfig(window_len=window_len)),
+            "decode": wrap_drafter(self.decode),
         }
         config = EngineConfig(num_slots=num_slots, **{"max_len": min(MAX_LEN, num_slots), **options})
         self.engine = Engine(
-            self.backend,
+            wrap(self.backend),
             family=family,
             drafters=drafters,
             default_drafter="decode",
@@ -242,15 +252,18 @@ class Watched:
         """The books, windows and leases; with `deep` the K/V of everything that counts as canonical."""
         self.engine.check()
         for s in self.engine._scheduler.running:
-            assert s.computed_len == s.committed_len - 1 or not s.window, "a window behind pending tokens"
             stream = self._stream(s)
             assert [e.token_id for e in stream.logprobs] == s.token_ids[s.prompt_len :], "a commit was not reported"
+            window = self.decode.state(s)
+            if not s.kv.num_flights and s.kv.lease is not None:
+                num_kept = 1 + window.target_len if isinstance(window, Held) else 0
+                assert len(s.kv.lease.slots) <= num_kept, "a lease between steps"
         if self.deep:
             everyone = [stream.sequence for samples in self.streams.values() for stream in samples]
             committed = {tuple(s.token_ids[:i]) for s in everyone for i in range(1, s.committed_len + 1)}
             kv = self.fake.kv[0]
             for s in self.engine._scheduler.running:
-                for i in range(s.canonical_len):
+                for i in range(s.kv.canonical_len):
                     assert int(kv[s.slots[i]]) == canonical_hash(tuple(s.token_ids[: i + 1])), "K/V is not canonical"
             for prefix, slot in self.cached_prefixes():
                 assert prefix in committed, "the prefix cache holds what nobody committed"

@@ -12,8 +12,11 @@ import numpy as np
 from verispec.backends.audit import CANDIDATE_SHAPES, KernelProbe
 from verispec.backends.checks import check_pass
 from verispec.backends.outputs import Outputs
-from verispec.backends.protocol import BackendLimits, Pass, PassKind, ReadyTicket
+from verispec.backends.protocol import BackendLimits, Pass, PassKind, PassResult, ReadyTicket
+from verispec.backends.resident import Resident
+from verispec.backends.rounds import run_rounds
 from verispec.kv import NUM_RESERVED, ZERO_SLOT
+from verispec.sampling.rows import Sampler
 
 GOLDEN = 0x9E3779B97F4A7C15
 
@@ -54,17 +57,22 @@ class FakeBackend:
         self.markov = rng.standard_normal((num_stores, vocab_size, vocab_size)).astype(np.float32) * 3
         self.kv = np.zeros((num_stores, num_slots + NUM_RESERVED), np.uint64)
         self.kv[:] = mix(np.arange(num_slots + NUM_RESERVED) + 999)  # rubbish that nobody may read
-        self.table = np.zeros((num_seq_rows + 1, context_len), np.int32)
+        self.resident = Resident(self.limits)
         self.outputs = Outputs(np)
         self.sabotage = sabotage
         self.nan_token = nan_token
         self.passes: list[Pass] = []
 
+    def bind(self, seq_row: int, sampler: Sampler) -> None:
+        self.resident.bind(seq_row, sampler)
+
     def submit(self, pass_: Pass) -> ReadyTicket:
         check_pass(pass_, self.limits)
+        return ReadyTicket(run_rounds(self.resident, pass_, self.run))
+
+    def run(self, pass_: Pass) -> PassResult:
+        """One round; every round is recorded as the pass it is."""
         self.passes.append(pass_)
-        update = pass_.table_update
-        self.table[update.seq_rows, update.positions] = update.slots
         hashes = self._write(pass_)
         wanted = pass_.wanted.head_rows()
         with np.errstate(over="ignore"):
@@ -75,7 +83,7 @@ class FakeBackend:
         if self.nan_token is not None:
             logits[pass_.rows.token_ids[wanted] == self.nan_token] = np.nan
         with np.errstate(invalid="ignore"):  # NaN is a value here, as on a real device
-            return ReadyTicket(self.outputs.collect(pass_.wanted, wanted, logits))
+            return self.outputs.collect(pass_, self.resident, wanted, logits)
 
     def _write(self, pass_: Pass) -> np.ndarray:
         """Compute every row's hash in position order, so that rows see the rows before them, and store it."""
@@ -86,7 +94,7 @@ class FakeBackend:
         hashes = np.zeros(len(rows), np.uint64)
         for row in np.argsort(rows.positions, kind="stable"):
             tail = rows.tails[row, : rows.tail_lens[row]]
-            context = np.concatenate([self.table[rows.seq_rows[row], : rows.prefix_lens[row]], tail])
+            context = np.concatenate([self.resident.table[rows.seq_rows[row], : rows.prefix_lens[row]], tail])
             assert context[-1] == rows.slots[row], "a row's own slot is the last of its context"
             assert ZERO_SLOT not in context, "a masked entry is read as context"
             with np.errstate(over="ignore"):

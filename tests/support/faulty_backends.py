@@ -12,31 +12,48 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from verispec.backends.audit import KernelProbe
+from verispec.backends.checks import check_pass
 from verispec.backends.numpy_backend import NumpyBackend
 from verispec.backends.numpy_model import Layer, NumpyModel
-from verispec.backends.protocol import Backend, BackendLimits, Pass, PassKind, ReadyTicket, Ticket
+from verispec.backends.protocol import Backend, BackendLimits, Pass, PassKind, PassResult, ReadyTicket, Ticket
+from verispec.backends.resident import Resident
+from verispec.backends.rounds import run_rounds
+from verispec.sampling.rows import Sampler
 
 Float32 = NDArray[np.float32]
 Redraw = Callable[[int, int, int], int]  # absolute index t, row of the slot table, token drawn -> token given
 
 
 class WrappedBackend:
-    """Hands everything on to `inner`."""
+    """Hands everything on to `inner`, round by round: `run` is what a test changes."""
 
-    def __init__(self, inner: Backend) -> None:
+    def __init__(self, inner: Any) -> None:
         self.inner = inner
 
     @property
     def limits(self) -> BackendLimits:
         return self.inner.limits
 
+    @property
+    def resident(self) -> Resident:
+        return self.inner.resident
+
+    def bind(self, seq_row: int, sampler: Sampler) -> None:
+        self.inner.bind(seq_row, sampler)
+
     def submit(self, pass_: Pass) -> Ticket:
-        return self.inner.submit(pass_)
+        check_pass(pass_, self.limits)
+        with np.errstate(all="ignore"):
+            return ReadyTicket(run_rounds(self.resident, pass_, self.run))
+
+    def run(self, pass_: Pass) -> PassResult:
+        return self.inner.run(pass_)
 
     def fingerprint(self) -> dict[str, str]:
         return self.inner.fingerprint()
@@ -54,8 +71,8 @@ class WrappedBackend:
 class AgreeingFastPasses(WrappedBackend):
     """Fast passes run as if they were canonical: on a backend that is pure in every shape they agree to the bit."""
 
-    def submit(self, pass_: Pass) -> Ticket:
-        return self.inner.submit(replace(pass_, kind=PassKind.CANONICAL))
+    def run(self, pass_: Pass) -> PassResult:
+        return self.inner.run(replace(pass_, kind=PassKind.CANONICAL))
 
 
 class Bf16FastPasses(WrappedBackend):
@@ -67,12 +84,12 @@ class Bf16FastPasses(WrappedBackend):
         super().__init__(inner)
         self._rounded = [_RoundedModel(model) for model in inner._models]
 
-    def submit(self, pass_: Pass) -> Ticket:
+    def run(self, pass_: Pass) -> PassResult:
         if pass_.kind is not PassKind.FAST:
-            return self.inner.submit(pass_)
+            return self.inner.run(pass_)
         exact, self.inner._models = self.inner._models, self._rounded  # type: ignore[assignment]
         try:
-            return self.inner.submit(pass_)  # it computes at once
+            return self.inner.run(pass_)
         finally:
             self.inner._models = exact
 
@@ -112,14 +129,14 @@ class FaultyFastPasses(WrappedBackend):
         super().__init__(inner)
         self._redraw = redraw
 
-    def submit(self, pass_: Pass) -> Ticket:
-        result, wanted = self.inner.submit(pass_).result(), pass_.wanted.draw
+    def run(self, pass_: Pass) -> PassResult:
+        result, wanted = self.inner.run(pass_), pass_.wanted.draw
         if pass_.kind is not PassKind.FAST or wanted is None or result.draw is None:
-            return ReadyTicket(result)
-        seq_rows = pass_.rows.seq_rows[wanted.rows].tolist()
-        drawn = zip(wanted.sampling.t.tolist(), seq_rows, result.draw.token_ids.tolist(), strict=True)
+            return result
+        seq_rows, positions = (a[wanted.rows].tolist() for a in (pass_.rows.seq_rows, pass_.rows.positions))
+        drawn = zip([p + 1 for p in positions], seq_rows, result.draw.token_ids.tolist(), strict=True)
         token_ids = np.array([self._redraw(*row) if row[2] >= 0 else row[2] for row in drawn], np.int64)
-        return ReadyTicket(replace(result, draw=result.draw._replace(token_ids=token_ids)))
+        return replace(result, draw=result.draw._replace(token_ids=token_ids))
 
 
 class AtRate:

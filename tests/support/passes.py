@@ -7,40 +7,53 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from verispec.backends.pass_builder import padded
 from verispec.backends.protocol import (
     FULL_VIEW,
     Backend,
     Pass,
     PassKind,
     PassResult,
-    RowsBuilder,
+    Rows,
     TableUpdate,
     TopKWanted,
     View,
     Wanted,
 )
 from verispec.kv import NUM_RESERVED
-from verispec.sampling.rows import History, SampleKey, SamplingRows, SamplingRowsBuilder
+from verispec.sampling.rows import SampleKey, Sampler
 from verispec.types import Draft, SamplingParams
 
 NO_UPDATE = TableUpdate(*(np.zeros(0, np.int32) for _ in range(3)))
 
 
-def sampling_rows(
-    params: SamplingParams, ts: Sequence[int], vocab_size: int, *, seed: int = 7, sample_index: int = 0
-) -> SamplingRows:
-    builder = SamplingRowsBuilder()
-    for t in ts:
-        builder.add(
-            params,
-            SampleKey(seed, sample_index),
-            t=t,
-            history=History(frozenset(), {}, 0),
-            path_ids=(),
-            stopping_ids=(),
-            vocab_size=vocab_size,
-        )
-    return builder.build()
+class RowsBuilder:
+    """Rows one by one, in the words of the protocol."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[int, int, int, int]] = []
+        self._tails: list[tuple[int, tuple[int, ...]]] = []
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def add(
+        self, *, token_id: int, position: int, slot: int, seq_row: int, prefix_len: int, tail: tuple[int, ...] = ()
+    ) -> int:
+        assert prefix_len + len(tail) == position + 1
+        self._rows.append((token_id, position, slot, seq_row))
+        if tail:
+            self._tails.append((len(self._rows) - 1, tail))
+        return len(self._rows) - 1
+
+    def build(self, shape: int) -> Rows:
+        columns = np.array(self._rows, np.int32).reshape(-1, 4).T
+        return padded(columns[0], columns[1], columns[2], columns[3], shape=shape, tails=self._tails)
+
+
+def bind(backend: Backend, seq_row: int, params: SamplingParams, *, seed: int = 7, sample_index: int = 0) -> None:
+    """The row samples so from now on."""
+    backend.bind(seq_row, Sampler(params, SampleKey(seed, sample_index)))
 
 
 @dataclass

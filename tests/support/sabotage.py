@@ -10,7 +10,18 @@ import pytest
 
 from verispec.backends.native_backend import NativeBackend
 from verispec.backends.numpy_backend import NumpyBackend
-from verispec.backends.protocol import PADDING_SEQ_ROW, Backend, DrawResult, Pass, PassKind, ReadyTicket
+from verispec.backends.protocol import (
+    PADDING_SEQ_ROW,
+    Backend,
+    BurstResult,
+    DrawResult,
+    DrawWanted,
+    Pass,
+    PassKind,
+    PassResult,
+    ReadyTicket,
+    Wanted,
+)
 
 Submit = Callable[..., ReadyTicket]
 Spoil = Callable[[Pass, DrawResult], DrawResult]
@@ -49,6 +60,18 @@ def indifferent(pass_: Pass, drawn: DrawResult) -> DrawResult:
     return DrawResult(drawn.token_ids, np.full_like(drawn.logprobs, -1.0))
 
 
+def _spoilt(pass_: Pass, result: PassResult, spoil: Spoil) -> BurstResult | None:
+    """Further rounds, each as if a pass of its rows had drawn it; what idled still does."""
+    burst, found = pass_.burst, result.burst
+    if burst is None or found is None or not burst.num_rounds:
+        return found
+    again = replace(pass_, wanted=Wanted(draw=DrawWanted(np.arange(len(burst.rows), dtype=np.int32))))
+    rounds = [spoil(again, DrawResult(*drawn)) for drawn in zip(found.token_ids.T, found.logprobs.T, strict=True)]
+    tokens, logprobs = (np.stack(parts, axis=1) for parts in zip(*rounds, strict=True))
+    idle = found.token_ids < 0
+    return BurstResult(np.where(idle, found.token_ids, tokens), np.where(idle, found.logprobs, logprobs))
+
+
 def sabotage(monkeypatch: pytest.MonkeyPatch, kind: PassKind, spoil: Spoil) -> None:
     """Spoil what passes of one kind draw, until the test is over."""
     for backend in (NumpyBackend, NativeBackend):
@@ -57,6 +80,6 @@ def sabotage(monkeypatch: pytest.MonkeyPatch, kind: PassKind, spoil: Spoil) -> N
             result = submit(self, pass_).result()
             if pass_.kind is not kind or result.draw is None:
                 return ReadyTicket(result)
-            return ReadyTicket(replace(result, draw=spoil(pass_, result.draw)))
+            return ReadyTicket(replace(result, draw=spoil(pass_, result.draw), burst=_spoilt(pass_, result, spoil)))
 
         monkeypatch.setattr(backend, "submit", spoilt)

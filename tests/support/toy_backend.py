@@ -26,11 +26,12 @@ from verispec.backends.protocol import (
     PassResult,
     ReadyTicket,
     StaleHandleError,
-    Wanted,
 )
+from verispec.backends.resident import Resident
+from verispec.backends.rounds import run_rounds
 from verispec.kv import TARGET_STORE
 from verispec.sampling.noise import gumbel_f32, noise_words
-from verispec.sampling.rows import SamplingRows
+from verispec.sampling.rows import Sampler, SamplingRows
 
 Floats = NDArray[np.float32]
 NEVER = -1e4  # the logit of a token without probability
@@ -43,22 +44,30 @@ class ToyBackend:
 
     def __init__(self, chains: Markov, *, is_plain: bool = True, told: NDArray[np.float64] | None = None) -> None:
         self.limits = BackendLimits(chains.vocab_size, 64, 1 << 14, 256, 16, num_stores=2)
+        self.resident = Resident(self.limits)
         self.passes: list[Pass] = []
         self.logits = [_logits(chains.q), _logits(chains.p)]
         self._told = None if told is None else _logits(told)
         self._outputs = _PlainOutputs() if is_plain else Outputs(np)
 
+    def bind(self, seq_row: int, sampler: Sampler) -> None:
+        self.resident.bind(seq_row, sampler)
+
     def submit(self, pass_: Pass) -> ReadyTicket:
         check_pass(pass_, self.limits)
+        return ReadyTicket(run_rounds(self.resident, pass_, self._run))
+
+    def _run(self, pass_: Pass) -> PassResult:
+        """One round; every round is recorded as the pass it is."""
         self.passes.append(pass_)
         is_draft = pass_.store != TARGET_STORE or pass_.view != FULL_VIEW
         wanted = pass_.wanted.head_rows()
         tokens = pass_.rows.token_ids[wanted]
-        result = self._outputs.collect(pass_.wanted, wanted, self.logits[is_draft][tokens])
+        result = self._outputs.collect(pass_, self.resident, wanted, self.logits[is_draft][tokens])
         if is_draft and self._told is not None and pass_.wanted.distribution is not None:
-            told = self._outputs.collect(pass_.wanted, wanted, self._told[tokens])
+            told = self._outputs.collect(pass_, self.resident, wanted, self._told[tokens])
             result = PassResult(result.draw, None, None, result.noisy_top_k, told.distribution)
-        return ReadyTicket(result)
+        return result
 
     def fingerprint(self, store: int = TARGET_STORE) -> dict[str, str]:
         return {"backend": "toy", "store": str(store)}
@@ -107,7 +116,9 @@ def _log_softmax(logits: Floats) -> Floats:
 class _PlainOutputs:
     """Temperature above 0 and nothing else; all rows at once."""
 
-    def collect(self, wanted: Wanted, head_rows: NDArray[np.int32], logits: Floats) -> PassResult:
+    def collect(self, pass_: Pass, resident: Resident, head_rows: NDArray[np.int32], logits: Floats) -> PassResult:
+        wanted = pass_.wanted
+
         def at(rows: NDArray[np.int32]) -> Floats:
             return logits[np.searchsorted(head_rows, rows)]
 
@@ -116,10 +127,12 @@ class _PlainOutputs:
         draw = noisy = handle = None
         if wanted.draw is not None:
             raw = at(wanted.draw.rows)
-            ids = (self._scaled(raw, wanted.draw.sampling) + self._gumbel(wanted.draw.sampling, raw)).argmax(axis=-1)
+            sampling = resident.sampling(pass_.rows, *wanted.draw)
+            ids = (self._scaled(raw, sampling) + self._gumbel(sampling, raw)).argmax(axis=-1)
             draw = DrawResult(ids, _log_softmax(raw)[np.arange(len(ids)), ids])
         if wanted.noisy_top_k is not None:
-            rows, k, sampling = wanted.noisy_top_k
+            rows, k, noise = wanted.noisy_top_k
+            sampling = resident.sampling(pass_.rows, rows, noise)
             log_p = self._scaled(at(rows), sampling)
             values = log_p + self._gumbel(sampling, log_p)
             ids = np.argsort(-values, axis=-1, kind="stable")[:, :k]
@@ -127,7 +140,8 @@ class _PlainOutputs:
             noisy = NoisyTopKResult(np.where(chosen[1] > NEVER / 2, ids, -1), chosen[0], chosen[1])
         if wanted.distribution is not None:
             raw = at(wanted.distribution.rows)
-            handle = _Handle(np.exp(self._scaled(raw, wanted.distribution.sampling)), _log_softmax(raw))
+            sampling = resident.sampling(pass_.rows, wanted.distribution.rows)
+            handle = _Handle(np.exp(self._scaled(raw, sampling)), _log_softmax(raw))
         return PassResult(draw=draw, noisy_top_k=noisy, distribution=handle)
 
     def _scaled(self, logits: Floats, sampling: SamplingRows) -> Floats:

@@ -22,6 +22,7 @@ from verispec.kv import TARGET_STORE
 from verispec.model import expected_tensors
 from verispec.spec.drafter import Drafter
 from verispec.spec.registry import make_drafters
+from verispec.spec.speculation import Speculation
 from verispec.types import SampleOutput, SamplingParams
 
 VOCAB = 80
@@ -56,7 +57,7 @@ class World:
         )
 
     def alone(self, request: Request) -> list[SampleOutput]:
-        return run(self.engine(), [replace(request, drafter="none", tree=None)])[0]
+        return run(self.engine(), [replace(request, speculation=Speculation("none", tree=None))])[0]
 
 
 def sharpened(config: TinyConfig) -> dict[str, np.ndarray]:
@@ -156,5 +157,5 @@ def make_requests(count: int, *, seed: int = 0, drafter: str | None = None) -> l
             {"temperature": 1.5, "min_p": 0.05, "n": 2, "logprobs": 2},
         ][i % 7]
         params = SamplingParams(max_tokens=int(rng.integers(6, 40)) if i else 1, seed=int(i // 2), **extras)  # type: ignore[arg-type]
-        requests.append(Request(prompt, params, drafter=drafter, eos_ids=(0,)))
+        requests.append(Request(prompt, params, Speculation(drafter) if drafter else None, eos_ids=(0,)))
     return requests

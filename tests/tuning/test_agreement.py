@@ -7,12 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.support.passes import NO_UPDATE, Tape, run, run_logprobs, sampling_rows
+from tests.support.passes import NO_UPDATE, RowsBuilder, Tape, bind, run, run_logprobs
 from tests.support.tunable import FAMILY, prompts, tiny_backend
 from verispec.backends.numpy_backend import NumpyBackend
-from verispec.backends.protocol import FULL_VIEW, DrawWanted, RowsBuilder, View, Wanted
+from verispec.backends.protocol import FULL_VIEW, DrawWanted, View, Wanted
 from verispec.errors import InputError
 from verispec.sampling import draw
+from verispec.sampling.rows import SampleKey, plain_rows
 from verispec.tuning import agreement, own_text
 from verispec.tuning.agreement import Evaluator
 from verispec.tuning.own_text import SEED, Beginnings, Line, first_free_slot, token_prompts, write_text
@@ -57,9 +58,7 @@ def test_text_is_what_plain_decoding_gives(lines: tuple[Line, ...]) -> None:
         logprobs = tape.feed(line.token_ids[: line.prompt_len], shape=64)[-1:]
         greedy, sampled = [], []
         for t in range(line.prompt_len, len(line.token_ids)):
-            rows = sampling_rows(
-                SamplingParams(temperature=1.0), [t], logprobs.shape[1], seed=SEED, sample_index=line.seq_row
-            )
+            rows = plain_rows(SamplingParams(temperature=1.0), SampleKey(SEED, line.seq_row), [t])
             greedy.append(int(logprobs.argmax()))
             sampled.append(int(draw.draw(np, logprobs, rows).token_ids[0]))
             logprobs = tape.feed([line.token_ids[t]], shape=SHAPE)
@@ -138,10 +137,8 @@ def one_by_one(line: Line, position: int, view: View) -> tuple[np.ndarray, int]:
         return rows
 
     logprobs = run_logprobs(tape, row(), [0], NO_UPDATE, SHAPE)[0]
-    sampling = sampling_rows(
-        SamplingParams(temperature=1.0), [position + 1], len(logprobs), seed=SEED, sample_index=line.seq_row
-    )
-    drawn = run(tape, row(), Wanted(draw=DrawWanted(np.zeros(1, np.int32), sampling)), NO_UPDATE, SHAPE).draw
+    bind(tape.backend, line.seq_row, SamplingParams(temperature=1.0), seed=SEED, sample_index=line.seq_row)
+    drawn = run(tape, row(), Wanted(draw=DrawWanted(np.zeros(1, np.int32))), NO_UPDATE, SHAPE).draw
     assert drawn is not None
     return logprobs, int(drawn.token_ids[0])
 

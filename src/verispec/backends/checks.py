@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from verispec.backends.protocol import BackendLimits, Pass
+from verispec.backends.protocol import FROM_STATE, BackendLimits, Burst, DrawWanted, Pass
 from verispec.errors import InputError
 from verispec.kv import NUM_RESERVED, ZERO_SLOT
 
@@ -25,7 +25,7 @@ def check_pass(pass_: Pass, limits: BackendLimits) -> None:
             raise InputError(f"{name} has shape {array.shape} in a pass of {num_rows} rows")
     if rows.tails.shape[1] > limits.max_tail:
         raise InputError(f"tails of {rows.tails.shape[1]} slots exceed the maximum depth {limits.max_tail}")
-    _check_range("token_ids", rows.token_ids, 0, limits.vocab_size)
+    _check_range("token_ids", rows.token_ids, FROM_STATE, limits.vocab_size)
     _check_range("positions", rows.positions, 0, limits.context_len)
     _check_range("slots", rows.slots, ZERO_SLOT + 1, total_slots)
     _check_range("seq_rows", rows.seq_rows, 0, limits.num_seq_rows + 1)
@@ -45,6 +45,20 @@ def check_pass(pass_: Pass, limits: BackendLimits) -> None:
     _check_range("wanted rows", head_rows, 0, num_rows)
     if pass_.head_shape < len(head_rows):
         raise InputError(f"{len(head_rows)} rows want logits, but the head's shape is {pass_.head_shape}")
+    if pass_.burst is not None:
+        _check_burst(pass_.burst, pass_.wanted.draw)
+
+
+def _check_burst(burst: Burst, draw: DrawWanted | None) -> None:
+    num_rows = len(burst.rows)
+    if num_rows == 0 or len(burst.rounds) != num_rows:
+        raise InputError(f"a burst has {num_rows} rows and numbers of rounds for {len(burst.rounds)}")
+    if draw is None or not np.isin(burst.rows, draw.rows).all():
+        raise InputError("a burst goes on from rows that draw")
+    if int(burst.rounds.min()) < 0:
+        raise InputError(f"a burst of {int(burst.rounds.min())} rounds")
+    if burst.shape < num_rows:
+        raise InputError(f"{num_rows} rows go on, but the shape of a round is {burst.shape}")
 
 
 def _check_range(name: str, values: np.ndarray, low: int, high: int) -> None:

@@ -11,20 +11,17 @@ from typing import NamedTuple
 import numpy as np
 
 from verispec.backends.audit import Progress, no_progress
+from verispec.backends.pass_builder import PassBuilder
 from verispec.backends.protocol import (
     FULL_VIEW,
     Backend,
     BackendLimits,
-    DrawWanted,
     Pass,
     PassKind,
-    RowsBuilder,
-    TableUpdate,
     View,
-    Wanted,
 )
 from verispec.kv import NUM_RESERVED, TARGET_STORE
-from verispec.sampling.rows import History, SampleKey, SamplingRowsBuilder
+from verispec.sampling.rows import SampleKey, Sampler
 from verispec.types import SamplingParams
 
 SHORT_CONTEXT, LONG_CONTEXT = 32, 512
@@ -269,23 +266,17 @@ def probe_pass(
     """
     limits = backend.limits
     num_sequences = min(shape, _SEQUENCES, limits.num_seq_rows)
-    rows, sampling = RowsBuilder(), SamplingRowsBuilder()
-    positions = np.arange(context, dtype=np.int32)
+    builder = PassBuilder()
+    for seq_row in range(1, num_sequences + 1):
+        backend.bind(seq_row, Sampler(SamplingParams(), SampleKey(0, 0)))
+        slots = NUM_RESERVED + (np.arange(context) + seq_row) % limits.num_slots
+        builder.update_table(seq_row, 0, slots.tolist())
     for i in range(shape):
         seq_row = 1 + i % num_sequences
         slot = NUM_RESERVED + (context - 1 + seq_row) % limits.num_slots
-        rows.add(token_id=0, position=context - 1, slot=slot, seq_row=seq_row, prefix_len=context)
-        sampling.add(
-            SamplingParams(), SampleKey(0, 0), t=context, history=History(frozenset(), {}, 0), path_ids=(),
-            stopping_ids=(), vocab_size=limits.vocab_size,
-        )  # fmt: skip
-    update = TableUpdate(
-        np.repeat(np.arange(1, num_sequences + 1, dtype=np.int32), context),
-        np.tile(positions, num_sequences),
-        np.concatenate([NUM_RESERVED + (positions + s) % limits.num_slots for s in range(1, num_sequences + 1)]).astype(
-            np.int32
-        ),
+        row = builder.add_chain(seq_row, context - 1, (0,), (slot,))
+        if draws:
+            builder.draw.add(row)
+    return builder.build(
+        PassKind.CANONICAL, lambda num_rows: shape, vocab_size=limits.vocab_size, store=store, view=view
     )
-    wanted = Wanted(draw=DrawWanted(np.arange(shape, dtype=np.int32), sampling.build()) if draws else None)
-    built, head_shape = rows.build(shape), shape if draws else 0
-    return Pass(PassKind.CANONICAL, built, wanted, update, head_shape=head_shape, store=store, view=view)

@@ -21,24 +21,18 @@ from numpy.typing import NDArray
 
 from verispec.backends.native_model import StoredModel
 from verispec.backends.native_pack import FLOAT_TYPES, LAYOUTS
+from verispec.backends.pass_builder import PassBuilder
 from verispec.backends.protocol import (
     FULL_VIEW,
     Backend,
-    DrawWanted,
-    LogprobsWanted,
-    NoisyTopKWanted,
     Pass,
     PassKind,
-    RowsBuilder,
-    TableUpdate,
-    TopKWanted,
     View,
-    Wanted,
 )
 from verispec.kv import NUM_RESERVED
 from verispec.model.architecture import Architecture, Rope, expected_tensors
 from verispec.model.blocks import FORMATS, StoredTensor
-from verispec.sampling.rows import History, SampleKey, SamplingRows, SamplingRowsBuilder
+from verispec.sampling.rows import SampleKey, Sampler
 from verispec.types import SamplingParams
 
 PATH = Path(__file__).with_name("native_answers.json")
@@ -97,7 +91,8 @@ def answer(case: Case, make_backend: MakeBackend) -> str:
     backend = make_backend(_model(case), case.kv_dtype)
     digest = hashlib.sha256()
     try:
-        for pass_ in _passes():
+        for step, pass_ in enumerate(_passes()):
+            _bind(backend, step)
             result = backend.submit(pass_).result()
             assert result.draw is not None
             assert result.top_k is not None
@@ -181,54 +176,45 @@ def _make_passes() -> Iterator[Pass]:
     slots = NUM_RESERVED + np.arange(NUM_SLOTS, dtype=np.int32) * 5 % NUM_SLOTS  # not in order
     tables = (slots[: NUM_SLOTS // 2], slots[NUM_SLOTS // 2 :])
     for sequence, length in enumerate(_PROMPT_LENS):
-        rows = RowsBuilder()
+        builder = PassBuilder()
+        builder.update_table(sequence + 1, 0, tables[sequence][:length].tolist())
         for position in range(length):
-            _add(rows, tables, sequence, position)
-        positions = np.arange(length, dtype=np.int32)
-        yield _pass(rows, TableUpdate(np.full_like(positions, sequence + 1), positions, tables[sequence][:length]))
-    nothing = TableUpdate(*np.empty((3, 0), np.int32))
+            _add(builder, tables, sequence, position)
+        yield _pass(builder)
     for step, shape in enumerate((*_DECODED_SHAPES, 2)):
-        rows = RowsBuilder()
+        builder = PassBuilder()
         for i in range(shape):  # a row, then rows that attend to it through their tails
             sequence = (step + i % 2) % NUM_SEQUENCES
-            _add(rows, tables, sequence, _PROMPT_LENS[sequence] + i // 2, tail_len=1 + i // 2)
+            _add(builder, tables, sequence, _PROMPT_LENS[sequence] + i // 2, tail_len=1 + i // 2)
         is_last = step == len(_DECODED_SHAPES)
-        yield _pass(rows, nothing, View(frozenset({0}), frozenset({_NUM_LAYERS - 1})) if is_last else FULL_VIEW)
+        yield _pass(builder, View(frozenset({0}), frozenset({_NUM_LAYERS - 1})) if is_last else FULL_VIEW)
 
 
-def _add(rows: RowsBuilder, tables: Sequence[Slots], sequence: int, position: int, *, tail_len: int = 0) -> None:
-    table = tables[sequence]
-    rows.add(
-        token_id=(31 * position + 7 * sequence) % _VOCAB,
-        position=position,
-        slot=int(table[position]),
-        seq_row=sequence + 1,
-        prefix_len=position + 1 - tail_len,
-        tail=tuple(table[position + 1 - tail_len : position + 1].tolist()),
-    )
+def _add(builder: PassBuilder, tables: Sequence[Slots], sequence: int, position: int, *, tail_len: int = 0) -> None:
+    table, token_id = tables[sequence], (31 * position + 7 * sequence) % _VOCAB
+    if tail_len:
+        tail = table[position + 1 - tail_len : position + 1].tolist()
+        builder.add_node(sequence + 1, position, token_id, tail)
+    else:
+        builder.add_chain(sequence + 1, position, (token_id,), (int(table[position]),))
 
 
-def _pass(rows: RowsBuilder, update: TableUpdate, view: View = FULL_VIEW) -> Pass:
+def _pass(builder: PassBuilder, view: View = FULL_VIEW) -> Pass:
     """Everything is wanted of every row."""
-    shape, every = len(rows), np.arange(len(rows), dtype=np.int32)
-    sampling = _sampling(shape)
-    wanted = Wanted(
-        draw=DrawWanted(every, sampling),
-        logprobs=LogprobsWanted(every, every * 17 % _VOCAB),
-        top_k=TopKWanted(every, _K),
-        noisy_top_k=NoisyTopKWanted(every, _K, sampling),
-    )
-    return Pass(PassKind.CANONICAL, rows.build(shape), wanted, update, head_shape=shape, view=view)
+    shape = len(builder)
+    builder.noisy_k = _K
+    for row in range(shape):
+        builder.draw.add(row)
+        builder.noisy.add(row)
+        builder.want_top(row, _K)
+        builder.given_rows.append(row)
+        builder.given_ids.append(row * 17 % _VOCAB)
+    return builder.build(PassKind.CANONICAL, lambda num_rows: shape, vocab_size=_VOCAB, view=view)
 
 
-@cache
-def _sampling(num_rows: int) -> SamplingRows:
-    builder = SamplingRowsBuilder()
-    history = History(frozenset({1, 2}), {3: 2, 4: 1}, 3)
-    for i in range(num_rows):
-        params = _PARAMS[i % len(_PARAMS)]
-        builder.add(
-            params, SampleKey(params.seed or 0, i % 3), t=10 + i, history=history, path_ids=(5,), stopping_ids=(),
-            vocab_size=_VOCAB,
-        )  # fmt: skip
-    return builder.build()
+def _bind(backend: Backend, step: int) -> None:
+    """Both sequences sample in other ways at every step; half of what they have seen counts as their prompt."""
+    for sequence in range(NUM_SEQUENCES):
+        params = _PARAMS[(step + 3 * sequence) % len(_PARAMS)]
+        key = SampleKey(params.seed or 0, (step + sequence) % 3)
+        backend.bind(sequence + 1, Sampler(params, key, prompt_len=_PROMPT_LENS[sequence] // 2))

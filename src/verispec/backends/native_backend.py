@@ -26,19 +26,22 @@ from verispec.backends.probe_rows import probe_rows
 from verispec.backends.protocol import (
     Backend,
     BackendLimits,
+    Burst,
+    BurstResult,
     DrawResult,
-    DrawWanted,
     NoisyTopKResult,
     Pass,
     PassResult,
     ReadyTicket,
     TopKResult,
-    Wanted,
 )
+from verispec.backends.resident import Fed, Resident
+from verispec.backends.rounds import run_rounds
 from verispec.errors import InputError
 from verispec.kv import NUM_RESERVED, TARGET_STORE
 from verispec.model.architecture import Architecture
-from verispec.sampling.rows import History, SampleKey, SamplingRows, SamplingRowsBuilder
+from verispec.sampling.draw import NO_TOKEN
+from verispec.sampling.rows import SampleKey, Sampler, SamplingRows, plain_rows
 from verispec.sampling.weights import SAMPLING, Totals
 from verispec.sampling.weights import logprobs as logprobs_from
 from verispec.types import SamplingParams
@@ -90,7 +93,7 @@ class NativeBackend:
             for i, model in enumerate(models)
         ]  # fmt: skip
         self._stores = [_KVStore(m.architecture, num_slots, kv_dtype) for m in models]
-        self._table = np.zeros((num_seq_rows + 1, context_len), np.int32)
+        self.resident = Resident(self.limits)
 
     @property
     def isa(self) -> str:
@@ -102,29 +105,71 @@ class NativeBackend:
         """Memory of all packed weights."""
         return sum(model.nbytes for model in self._models)
 
+    def bind(self, seq_row: int, sampler: Sampler) -> None:
+        """A sequence takes this row of the table."""
+        self.resident.bind(seq_row, sampler)
+
     def submit(self, pass_: Pass) -> ReadyTicket:
         """Run the pass now."""
         check_pass(pass_, self.limits)
-        update = pass_.table_update
-        self._table[update.seq_rows, update.positions] = update.slots
+        burst, further = pass_.burst, None
+        if burst is not None and not self.resident.has_edits[pass_.rows.seq_rows[burst.rows]].any():
+            further = self._further  # what penalties and bias need is kept in Python
+        return ReadyTicket(run_rounds(self.resident, pass_, self.run, further))
+
+    def run(self, pass_: Pass) -> PassResult:
+        """One round of a pass that was checked."""
         hidden = self._forward(pass_)
         head_rows = pass_.wanted.head_rows()
         if not len(head_rows):
-            return ReadyTicket(PassResult())
+            return PassResult()
         logits, totals = self._logits(pass_.store, hidden[head_rows])
-        return ReadyTicket(self._outputs(pass_.wanted, head_rows, logits, totals))
+        return self._outputs(pass_, head_rows, logits, totals)
+
+    def _further(self, pass_: Pass, burst: Burst, fed: Fed) -> BurstResult:
+        """All further rounds in one call."""
+        resident, (seq_rows, tokens, t) = self.resident, fed
+        first, first_tokens = t.copy(), tokens.copy()
+        drawn = np.full((len(seq_rows), burst.num_rounds), NO_TOKEN, np.int64)
+        logprobs = np.zeros(drawn.shape, np.float32)
+        stop_ids = resident.stop_ids[seq_rows]
+        arrays: dict[str, NDArray[np.generic]] = {
+            "seq_rows": np.ascontiguousarray(seq_rows, np.int32),
+            "rounds": np.ascontiguousarray(burst.rounds, np.int32),
+            "stop_ids": stop_ids, "min_lens": resident.min_lens[seq_rows], "limits": resident.limits[seq_rows],
+            "tokens": tokens, "t": t, "drawn": drawn, "logprobs": logprobs,
+        }  # fmt: skip
+        struct = native.Burst(
+            num_sequences=len(seq_rows),
+            num_rounds=burst.num_rounds,
+            num_stop_ids=stop_ids.shape[1],
+            **{name: native.address(array) for name, array in arrays.items()},
+        )
+        model, (rows, alive) = self._models[pass_.store], self._rows(pass_)
+        sampling, also_alive = _sampling(resident.sampling(pass_.rows, burst.rows))
+        self._kernels.call(
+            "vs_burst", ctypes.byref(model.struct), ctypes.byref(rows),
+            ctypes.byref(self._stores[pass_.store].struct), *self._skipped(pass_), ctypes.byref(sampling),
+            ctypes.byref(struct),
+        )  # fmt: skip
+        del alive, also_alive
+        rows_of = np.concatenate([first_tokens[:, None], drawn[:, :-1]], axis=1)  # [S, rounds] tokens that had rows
+        i, j = np.nonzero(np.arange(burst.num_rounds) < (t - first)[:, None])
+        resident.slot_tokens[resident.table[seq_rows[i], first[i] + j]] = rows_of[i, j]
+        return BurstResult(drawn, logprobs)
+
+    def _skipped(self, pass_: Pass) -> list[NDArray[np.uint8]]:
+        layers = range(self._models[pass_.store].architecture.num_layers)
+        skipped = (pass_.view.skipped_attention, pass_.view.skipped_mlp)
+        return [np.array([i in chosen for i in layers], np.uint8) for chosen in skipped]
 
     def _forward(self, pass_: Pass) -> Float32:
-        model, view = self._models[pass_.store], pass_.view
-        layers = range(model.architecture.num_layers)
-        skipped = [
-            np.array([i in chosen for i in layers], np.uint8) for chosen in (view.skipped_attention, view.skipped_mlp)
-        ]
+        model = self._models[pass_.store]
         hidden = np.empty((len(pass_.rows), model.architecture.hidden_size), np.float32)
         rows, alive = self._rows(pass_)
         self._kernels.call(
             "vs_forward", ctypes.byref(model.struct), ctypes.byref(rows),
-            ctypes.byref(self._stores[pass_.store].struct), *skipped, hidden,
+            ctypes.byref(self._stores[pass_.store].struct), *self._skipped(pass_), hidden,
         )  # fmt: skip
         del alive
         return hidden
@@ -138,8 +183,8 @@ class NativeBackend:
         struct = native.RowArrays(
             num_rows=len(rows),
             tail_width=rows.tails.shape[1],
-            table_width=self._table.shape[1],
-            table=native.address(self._table),
+            table_width=self.resident.table.shape[1],
+            table=native.address(self.resident.table),
             **addresses,
         )
         return struct, [*arrays]
@@ -152,7 +197,9 @@ class NativeBackend:
         self._kernels.call("vs_logits", struct, hidden, len(hidden), logits, totals)
         return logits, totals
 
-    def _outputs(self, wanted: Wanted, head_rows: NDArray[np.int32], logits: Float32, totals: Float32) -> PassResult:
+    def _outputs(self, pass_: Pass, head_rows: NDArray[np.int32], logits: Float32, totals: Float32) -> PassResult:
+        wanted, resident = pass_.wanted, self.resident
+
         def at(rows: NDArray[np.int32]) -> NDArray[np.int32]:
             return np.searchsorted(head_rows, rows).astype(np.int32)
 
@@ -166,22 +213,28 @@ class NativeBackend:
             top_k = TopKResult(ids, logprobs_from(values, Totals(*totals[rows].T)))
         if wanted.noisy_top_k is not None:
             part = wanted.noisy_top_k
-            noisy = self._noisy_best(logits, at(part.rows), part.sampling, part.k)
+            sampling = resident.sampling(pass_.rows, part.rows, part.noise)
+            noisy = self._noisy_best(logits, at(part.rows), sampling, part.k)
         if wanted.distribution is not None:
             # Not for what is committed under `match`, so the shared code will do.
             rows = at(wanted.distribution.rows)
-            handle = Handle(np, logits[rows], wanted.distribution.sampling, Totals(*totals[rows].T))
+            sampling = resident.sampling(pass_.rows, wanted.distribution.rows)
+            handle = Handle(np, logits[rows], sampling, Totals(*totals[rows].T))
+        draw = None
+        if wanted.draw is not None:
+            sampling = resident.sampling(pass_.rows, wanted.draw.rows, wanted.draw.noise)
+            draw = self._draw(sampling, at(wanted.draw.rows), logits, totals)
         return PassResult(
-            draw=None if wanted.draw is None else self._draw(wanted.draw, at(wanted.draw.rows), logits, totals),
+            draw=draw,
             logprobs=logprobs,
             top_k=top_k,
             noisy_top_k=noisy,
             distribution=handle,
         )
 
-    def _draw(self, wanted: DrawWanted, rows: NDArray[np.int32], logits: Float32, totals: Float32) -> DrawResult:
+    def _draw(self, sampling: SamplingRows, rows: NDArray[np.int32], logits: Float32, totals: Float32) -> DrawResult:
         token_ids, logprobs = np.empty(len(rows), np.int64), np.empty(len(rows), np.float32)
-        struct, alive = _sampling(wanted.sampling)
+        struct, alive = _sampling(sampling)
         self._kernels.call(
             "vs_draw", logits, rows, totals, self.limits.vocab_size, ctypes.byref(struct), token_ids, logprobs
         )
@@ -272,17 +325,11 @@ class NativeBackend:
         return y
 
     def _probe_draw(self, logits: Float32) -> NDArray[np.generic]:
-        builder = SamplingRowsBuilder()
         params = SamplingParams(temperature=0.8, top_p=0.95, top_k=40, seed=1)
-        for _ in logits:
-            builder.add(
-                params, SampleKey(7, 0), t=5, history=History(frozenset(), {}, 0), path_ids=(), stopping_ids=(),
-                vocab_size=logits.shape[1],
-            )  # fmt: skip
         rows = np.arange(len(logits), dtype=np.int32)
-        wanted = DrawWanted(rows, builder.build())
+        sampling = plain_rows(params, SampleKey(7, 0), [5] * len(logits))
         logits = np.ascontiguousarray(logits)
-        drawn = self._draw(wanted, rows, logits, self._probe_totals(logits))
+        drawn = self._draw(sampling, rows, logits, self._probe_totals(logits))
         return np.stack([drawn.token_ids.astype(np.float64), drawn.logprobs.astype(np.float64)], axis=1)
 
     def _probe_attention(self, model: NativeModel, x: Float32) -> Float32:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from verispec.errors import InputError
 
 PATH = Path(__file__).with_name("_native.so")
-ABI = 3
+ABI = 4
 
 
 class Matrix(Structure):
@@ -98,6 +98,18 @@ class Sampling(Structure):
     ]  # fmt: skip
 
 
+class Burst(Structure):
+    """Further rounds of some sequences."""
+
+    _fields_ = [
+        *((name, c_int32) for name in ("num_sequences", "num_rounds", "num_stop_ids")),
+        *(
+            (name, c_void_p)
+            for name in ("seq_rows", "rounds", "stop_ids", "min_lens", "limits", "tokens", "t", "drawn", "logprobs")
+        ),
+    ]
+
+
 _SIGNATURES = {
     "vs_create": (c_void_p, [c_char_p, c_int]),
     "vs_destroy": (None, [c_void_p]),
@@ -107,6 +119,19 @@ _SIGNATURES = {
     "vs_logits": (None, [c_void_p, POINTER(Model), c_void_p, c_int, c_void_p, c_void_p]),
     "vs_totals": (None, [c_void_p, c_void_p, c_int, c_int, c_void_p]),
     "vs_draw": (None, [c_void_p, c_void_p, c_void_p, c_void_p, c_int, POINTER(Sampling), c_void_p, c_void_p]),
+    "vs_burst": (
+        None,
+        [
+            c_void_p,
+            POINTER(Model),
+            POINTER(RowArrays),
+            POINTER(Store),
+            c_void_p,
+            c_void_p,
+            POINTER(Sampling),
+            POINTER(Burst),
+        ],
+    ),
     "vs_top_k": (None, [c_void_p, c_void_p, c_void_p, c_int, c_int, c_int, c_void_p, c_void_p]),
     "vs_noisy_top_k": (None, [c_void_p, c_void_p, c_void_p, c_int, POINTER(Sampling), c_int, *[c_void_p] * 3]),
     "vs_linear": (None, [c_void_p, POINTER(Matrix), c_void_p, c_int, c_void_p]),

@@ -22,13 +22,15 @@ from verispec.backends.numpy_dense import COLUMN_BLOCK, ROW_BLOCK
 from verispec.backends.numpy_model import Float32, NumpyModel, Reader
 from verispec.backends.outputs import Outputs
 from verispec.backends.probe_rows import probe_rows
-from verispec.backends.protocol import BackendLimits, Pass, ReadyTicket
+from verispec.backends.protocol import BackendLimits, Pass, PassResult, ReadyTicket
+from verispec.backends.resident import Resident
+from verispec.backends.rounds import run_rounds
 from verispec.backends.workers import Workers
 from verispec.errors import InputError
 from verispec.kv import NUM_RESERVED, TARGET_STORE
 from verispec.model.architecture import Architecture
 from verispec.sampling import draw
-from verispec.sampling.rows import History, SampleKey, SamplingRowsBuilder
+from verispec.sampling.rows import SampleKey, Sampler, plain_rows
 from verispec.sampling.weights import SAMPLING, totals
 from verispec.types import SamplingParams
 
@@ -63,24 +65,30 @@ class NumpyBackend:
         self._workers = Workers(num_cores() if threads is None else threads)
         self._models = [NumpyModel(m.architecture, m.read, self._workers, context_len=context_len) for m in models]
         self._stores = [_KVStore(m.architecture, num_slots) for m in models]
-        self._table = np.zeros((num_seq_rows + 1, context_len), np.int32)
+        self.resident = Resident(self.limits)
         self._outputs = Outputs(np)
+
+    def bind(self, seq_row: int, sampler: Sampler) -> None:
+        """A sequence takes this row of the table."""
+        self.resident.bind(seq_row, sampler)
 
     def submit(self, pass_: Pass) -> ReadyTicket:
         """Run the pass now."""
         check_pass(pass_, self.limits)
-        update = pass_.table_update
-        self._table[update.seq_rows, update.positions] = update.slots
         with single_threaded_blas(), np.errstate(all="ignore"):  # NaN is a value: the engine ends its request
-            x = self._forward(pass_)
-            head_rows = pass_.wanted.head_rows()
-            logits = self._logits(pass_, x[head_rows])
-            return ReadyTicket(self._outputs.collect(pass_.wanted, head_rows, logits))
+            return ReadyTicket(run_rounds(self.resident, pass_, self.run))
+
+    def run(self, pass_: Pass) -> PassResult:
+        """One round of a pass that was checked."""
+        x = self._forward(pass_)
+        head_rows = pass_.wanted.head_rows()
+        logits = self._logits(pass_, x[head_rows])
+        return self._outputs.collect(pass_, self.resident, head_rows, logits)
 
     def _forward(self, pass_: Pass) -> Float32:
         model, store, view = self._models[pass_.store], self._stores[pass_.store], pass_.view
         rows = pass_.rows
-        buckets = group_contexts(rows, self._table)
+        buckets = group_contexts(rows, self.resident.table)
         x = model.embed(rows.token_ids)
         for i, layer in enumerate(model.layers):
             if i not in view.skipped_attention:
@@ -212,12 +220,6 @@ def _as_in_a_pass(probe: KernelProbe) -> KernelProbe:
 
 
 def _probe_draw(logits: Float32) -> NDArray[np.generic]:
-    builder = SamplingRowsBuilder()
     params = SamplingParams(temperature=0.8, top_p=0.95, top_k=40, seed=1)
-    history = History(frozenset(), {}, 0)
-    for _ in logits:
-        builder.add(
-            params, SampleKey(7, 0), t=5, history=history, path_ids=(), stopping_ids=(), vocab_size=logits.shape[1]
-        )
-    draws = draw.draw(np, logits, builder.build())
+    draws = draw.draw(np, logits, plain_rows(params, SampleKey(7, 0), [5] * len(logits)))
     return np.stack([draws.token_ids.astype(np.float64), draws.logprobs.astype(np.float64)], axis=1)

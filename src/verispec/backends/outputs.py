@@ -11,12 +11,15 @@ import numpy as np
 
 from verispec.backends.protocol import (
     DrawResult,
+    DrawWanted,
     NoisyTopKResult,
+    NoisyTopKWanted,
+    Pass,
     PassResult,
     StaleHandleError,
     TopKResult,
-    Wanted,
 )
+from verispec.backends.resident import Resident
 from verispec.sampling import draw
 from verispec.sampling.maths import Array
 from verispec.sampling.rows import SamplingRows
@@ -62,27 +65,31 @@ class Outputs:
     def __init__(self, xp: Any) -> None:
         self._xp = xp
 
-    def collect(self, wanted: Wanted, head_rows: Any, logits: Array) -> PassResult:
+    def collect(self, pass_: Pass, resident: Resident, head_rows: Any, logits: Array) -> PassResult:
         """`logits[i]` are those of row `head_rows[i]` of the pass; `head_rows` is ascending."""
+        wanted, rows = pass_.wanted, pass_.rows
 
-        def at(rows: Any) -> Array:
-            return logits if len(rows) == len(head_rows) and (rows == head_rows).all() else logits[
-                np.searchsorted(head_rows, rows)
+        def at(chosen: Any) -> Array:
+            return logits if len(chosen) == len(head_rows) and (chosen == head_rows).all() else logits[
+                np.searchsorted(head_rows, chosen)
             ]  # fmt: skip
+
+        def sampling(part: DrawWanted | NoisyTopKWanted) -> SamplingRows:
+            return resident.sampling(rows, part.rows, part.noise)
 
         xp = self._xp
         return PassResult(
-            draw=DrawResult(*draw.draw(xp, at(wanted.draw.rows), wanted.draw.sampling)) if wanted.draw else None,
+            draw=DrawResult(*draw.draw(xp, at(wanted.draw.rows), sampling(wanted.draw))) if wanted.draw else None,
             logprobs=draw.logprobs_of(xp, at(wanted.logprobs.rows), wanted.logprobs.token_ids)
             if wanted.logprobs
             else None,
             top_k=TopKResult(*draw.top_logprobs(xp, at(wanted.top_k.rows), wanted.top_k.k)) if wanted.top_k else None,
             noisy_top_k=NoisyTopKResult(
-                *draw.noisy_top_k(xp, at(wanted.noisy_top_k.rows), wanted.noisy_top_k.sampling, wanted.noisy_top_k.k)
+                *draw.noisy_top_k(xp, at(wanted.noisy_top_k.rows), sampling(wanted.noisy_top_k), wanted.noisy_top_k.k)
             )
             if wanted.noisy_top_k
             else None,
-            distribution=Handle(xp, at(wanted.distribution.rows), wanted.distribution.sampling)
+            distribution=Handle(xp, at(wanted.distribution.rows), resident.sampling(rows, wanted.distribution.rows))
             if wanted.distribution
             else None,
         )

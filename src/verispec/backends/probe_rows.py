@@ -10,22 +10,20 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from verispec.backends.protocol import Rows, RowsBuilder
+from verispec.backends.pass_builder import PassBuilder
+from verispec.backends.protocol import Rows
 
 
 def probe_rows(x: NDArray[np.float32], table: NDArray[np.int32], lengths: Sequence[int], *, turn: int = 0) -> Rows:
     """One row per row of `x` over the sequences 1 and 2 of the table; another `turn` gives each another length."""
-    rows = RowsBuilder()
+    builder = PassBuilder()
     for values in x:
         seed = int(np.frombuffer(values[:4].tobytes(), np.uint32).sum())
         length, context = lengths[(seed + turn) % len(lengths)], table[1 + seed % 2]
         tail_len = min(length, (seed + turn) % 3)
-        rows.add(
-            token_id=0,
-            position=length - 1,
-            slot=int(context[length - 1]),
-            seq_row=1 + seed % 2,
-            prefix_len=length - tail_len,
-            tail=tuple(context[length - tail_len : length].tolist()),
-        )
-    return rows.build(len(x))
+        tail = context[length - tail_len : length].tolist()
+        if tail:
+            builder.add_node(1 + seed % 2, length - 1, 0, tail)
+        else:
+            builder.add_chain(1 + seed % 2, length - 1, (0,), (int(context[length - 1]),))
+    return builder.rows(len(x))

@@ -3,11 +3,14 @@
 A backend loads weights, owns one K/V store per model, and runs passes. It knows nothing of requests, drafts or
 scheduling. The context of a row is `table[seq_row, :prefix_len]` followed by its tail; the row's own slot is the last
 of it, so `prefix_len + tail_len == position + 1` always. Rows are written before any row reads, layer by layer.
+
+What does not change while a sequence runs is told once, by `bind`; everything else a draw depends on (the tokens before
+it) the backend has seen as rows. So a pass of n plain sequences is n tokens, positions and slots.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
@@ -15,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verispec.backends.audit import KernelProbe
-from verispec.kv import DUMP_SLOT, TARGET_STORE, ZERO_SLOT
-from verispec.sampling.rows import SamplingRows
+from verispec.kv import TARGET_STORE
+from verispec.sampling.rows import Sampler
 
 Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]
@@ -66,11 +69,19 @@ class TableUpdate:
     slots: Int32
 
 
+class Noise(NamedTuple):
+    """Which noise draws use: `t` tells rounds apart, `stream` whose they are (`sampling.noise.stream`)."""
+
+    t: NDArray[np.int64]  # [R]
+    stream: NDArray[np.int64]  # [R]
+
+
 class DrawWanted(NamedTuple):
-    """Sample a token at each of these rows."""
+    """Sample a token at each of these rows, as the rows' sequences are bound; by default with the target's own noise,
+    that of the position behind the row."""
 
     rows: Int32  # [R]
-    sampling: SamplingRows
+    noise: Noise | None = None
 
 
 class LogprobsWanted(NamedTuple):
@@ -92,14 +103,13 @@ class NoisyTopKWanted(NamedTuple):
 
     rows: Int32  # [R]
     k: int
-    sampling: SamplingRows
+    noise: Noise | None = None
 
 
 class DistributionWanted(NamedTuple):
     """A handle to the distributions of these rows, which lives until it is released."""
 
     rows: Int32  # [R]
-    sampling: SamplingRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +126,30 @@ class Wanted:
         """Every row that needs logits, once, ascending."""
         parts = (self.draw, self.logprobs, self.top_k, self.noisy_top_k, self.distribution)
         rows = [part.rows for part in parts if part is not None]
+        if len(rows) == 1 and (rows[0][1:] > rows[0][:-1]).all():
+            return rows[0]
         return np.unique(np.concatenate(rows)).astype(np.int32) if rows else np.zeros(0, np.int32)
+
+
+class Burst(NamedTuple):
+    """Further rounds without the host: what is drawn at these rows is fed back, round after round.
+
+    A round has one row per sequence that goes on, padded to `shape`; its slot is the table's at that position. A
+    sequence that draws a stop id, reaches its limit, cannot draw or has had its rounds idles from then on. With no
+    rounds, the backend only remembers where the sequences are: a `FROM_STATE` row of a later pass goes on from there.
+    """
+
+    rows: Int32  # [S], rows of the pass that draw
+    rounds: Int32  # [S], further rounds of each
+    shape: int
+
+    @property
+    def num_rounds(self) -> int:
+        """The most of any sequence."""
+        return int(self.rounds.max())
+
+
+FROM_STATE = -1  # as a row's token: the backend knows token and position; the host has not read them yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +163,7 @@ class Pass:
     head_shape: int
     store: int = TARGET_STORE
     view: View = FULL_VIEW
+    burst: Burst | None = None
 
 
 class DrawResult(NamedTuple):
@@ -171,6 +205,13 @@ class StaleHandleError(RuntimeError):
     """A distribution handle was used after its release."""
 
 
+class BurstResult(NamedTuple):
+    """What the further rounds drew: NO_TOKEN where a sequence idled, or could not draw."""
+
+    token_ids: NDArray[np.int64]  # [S, rounds]
+    logprobs: Float32  # [S, rounds]
+
+
 @dataclass(frozen=True, slots=True)
 class PassResult:
     """Exactly what was wanted, as host arrays."""
@@ -180,6 +221,7 @@ class PassResult:
     top_k: TopKResult | None = None
     noisy_top_k: NoisyTopKResult | None = None
     distribution: DistributionHandle | None = None
+    burst: BurstResult | None = None
 
 
 class Ticket(Protocol):
@@ -221,6 +263,9 @@ class Backend(Protocol):
     def shapes(self) -> tuple[int, ...]:
         """The shapes that may become canonical: what the audit measures."""
 
+    def bind(self, seq_row: int, sampler: Sampler) -> None:
+        """A sequence takes this row of the table: how it samples, and where it stops."""
+
     def submit(self, pass_: Pass) -> Ticket:
         """Start a pass. Raises InputError for arrays that do not fit the limits."""
 
@@ -238,48 +283,3 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Give back memory and threads."""
-
-
-@dataclass(slots=True)
-class RowsBuilder:
-    """Collects rows and pads them to a shape. Padding rows are ordinary rows that write to the dump slot."""
-
-    token_ids: list[int] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
-    slots: list[int] = field(default_factory=list)
-    seq_rows: list[int] = field(default_factory=list)
-    prefix_lens: list[int] = field(default_factory=list)
-    tails: list[tuple[int, ...]] = field(default_factory=list)
-
-    def __len__(self) -> int:
-        return len(self.token_ids)
-
-    def add(
-        self, *, token_id: int, position: int, slot: int, seq_row: int, prefix_len: int, tail: tuple[int, ...] = ()
-    ) -> int:
-        """Add one row; returns its index. Without a tail the row's own slot must be the prefix's last."""
-        self.token_ids.append(token_id)
-        self.positions.append(position)
-        self.slots.append(slot)
-        self.seq_rows.append(seq_row)
-        self.prefix_lens.append(prefix_len)
-        self.tails.append(tail)
-        return len(self.token_ids) - 1
-
-    def build(self, shape: int) -> Rows:
-        """Freeze, padded to `shape` rows."""
-        while len(self) < shape:
-            self.add(token_id=0, position=0, slot=DUMP_SLOT, seq_row=PADDING_SEQ_ROW, prefix_len=0, tail=(DUMP_SLOT,))
-        width = max((len(t) for t in self.tails), default=0)
-        tails = np.full((len(self), width), ZERO_SLOT, np.int32)
-        for i, tail in enumerate(self.tails):
-            tails[i, : len(tail)] = tail
-        return Rows(
-            token_ids=np.array(self.token_ids, np.int32),
-            positions=np.array(self.positions, np.int32),
-            slots=np.array(self.slots, np.int32),
-            seq_rows=np.array(self.seq_rows, np.int32),
-            prefix_lens=np.array(self.prefix_lens, np.int32),
-            tails=tails,
-            tail_lens=np.array([len(t) for t in self.tails], np.int32),
-        )

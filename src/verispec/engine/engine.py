@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
@@ -15,19 +16,19 @@ from numbers import Integral
 from verispec.backends.cost import FLAT_COST, CostTable
 from verispec.backends.protocol import Backend
 from verispec.config import EngineConfig
-from verispec.engine.assignment import Assigner
-from verispec.engine.judging import judge_plan
-from verispec.engine.planner import Planner
+from verispec.engine.policy import Policy
 from verispec.engine.scheduler import Scheduler
-from verispec.engine.sequence import Prompt, Sequence
+from verispec.engine.sequence import Sequence
 from verispec.errors import DeterminismError, InputError, QueueFullError
 from verispec.kv import NUM_RESERVED, NoPrefixCache, PrefixCache, RadixPrefixCache, SlotPool
 from verispec.sampling.rows import SampleKey
-from verispec.spec.drafter import AUTO, Drafter, DrafterSet
-from verispec.spec.plan import Plan
-from verispec.spec.verifier import Scores, Verifier
-from verispec.tree import TreeShape
+from verispec.spec.drafter import Drafter, DrafterSet
+from verispec.spec.judging import judge
+from verispec.spec.passes import Flight, Passes
+from verispec.spec.speculation import AUTO, Speculation
+from verispec.spec.turn import Step
 from verispec.types import (
+    MAX_SEED_BITS,
     Accept,
     FinishReason,
     NoText,
@@ -38,29 +39,30 @@ from verispec.types import (
     Totals,
 )
 
+_HOST_MEMORY = 0.9  # of the running average of host seconds
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
     """What a caller asks for. `text` makes one sink per sample; without it the request is about token ids alone.
 
-    `tree` is the shape of drafts, for drafters that have probabilities; `accept` the rule that judges them. Events of
-    a request that `is_traced` tell of its drafts. The `params.n` samples are those from number `first_sample` on.
+    `speculation` says how it is drafted and judged (None: the engine's default). Events of a request that `is_traced`
+    tell of its drafts; one that is not `is_streamed` has a single event per sample, its last. The `params.n` samples
+    are those from number `first_sample` on. `committed_ids` is output that the client has already, a list per sample:
+    it counts as generated, and generation goes on behind it, to the bit as if it had never stopped. Cached prefixes are
+    shared among requests of the same `salt` only.
     """
 
     prompt_ids: SequenceOf[int]
     params: SamplingParams = field(default_factory=SamplingParams)
-    drafter: str | None = None
-    tree: TreeShape | None = None
-    accept: Accept = Accept.MATCH
+    speculation: Speculation | None = None
     is_traced: bool = False
+    is_streamed: bool = True
     eos_ids: Iterable[int] = ()
     text: Callable[[], TextSink] = NoText
     first_sample: int = 0
-
-    def __post_init__(self) -> None:
-        if self.accept not in tuple(Accept):
-            raise InputError(f"unknown accept {self.accept!r}; known: {', '.join(Accept)}")
-        object.__setattr__(self, "accept", Accept(self.accept))
+    committed_ids: SequenceOf[SequenceOf[int]] = ()
+    salt: str = ""
 
 
 class Engine:
@@ -82,7 +84,7 @@ class Engine:
         cost: CostTable = FLAT_COST,
         no_family_reason: str = "no shape of a pass is row-pure on this backend",
         clock: Callable[[], float] = time.monotonic,
-        random_seed: Callable[[], int] = lambda: secrets.randbits(53),
+        random_seed: Callable[[], int] = lambda: secrets.randbits(MAX_SEED_BITS),
     ) -> None:
         config = config or EngineConfig(num_slots=backend.limits.num_slots)
         shapes = tuple(m for m in sorted(family) if m <= config.row_budget) or tuple(sorted(family))[:1]
@@ -99,17 +101,31 @@ class Engine:
         )
         self._no_family_reason = "" if shapes else no_family_reason
         self._drafters = DrafterSet(drafters, vocab_size=backend.limits.vocab_size, max_tail=backend.limits.max_tail)
-        self._default_drafter = default_drafter or self._drafters.names[0]
-        if self._default_drafter not in self._drafters.names:
+        self._default = Speculation(default_drafter or self._drafters.names[0])
+        if self._default.method not in self._drafters.names:
             raise InputError(f"unknown drafter {default_drafter!r}; known: {', '.join(self._drafters.names)}")
+        policy = Policy(
+            shapes, cost, self._drafters, row_budget=row_budget, max_draft=config.max_draft, max_burst=config.max_burst
+        )
         self._scheduler = Scheduler(
             pool=self._pool,
             cache=self._cache,
-            assigner=Assigner(Planner(shapes, cost), self._drafters, row_budget, config.max_draft),
+            policy=policy,
+            bind=backend.bind,
+            row_budget=row_budget,
             max_running=min(config.max_running, row_budget, backend.limits.num_seq_rows),
             has_family=bool(shapes),
+            feeds=config.depth > 1,
         )
-        self._verifier = Verifier(backend, family=shapes, cost=cost, clock=clock)
+        self._passes = Passes(
+            backend,
+            canonical_shape=policy.canonical_shape,
+            fast_shape=policy.fast_shape,
+            joins=policy.joins,
+            observe=cost.observe_pass,
+            clock=clock,
+        )
+        self._flights: deque[Flight] = deque()
         self._ended_totals = Totals()
         self._live: dict[int, list[Sequence]] = {}
         self._ended: list[TokenEvent] = []
@@ -119,7 +135,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._live or self._ended)
+        return bool(self._live or self._ended or self._flights)
 
     @property
     def num_waiting(self) -> int:
@@ -143,25 +159,27 @@ class Engine:
         params = request.params
         request_id, self._next_request_id = self._next_request_id, self._next_request_id + 1
         seed = self._random_seed() if params.seed is None else params.seed
-        prompt = Prompt.of(request.prompt_ids)
-        limit = self.max_len if params.max_tokens is None else len(prompt.token_ids) + params.max_tokens
+        prompt_ids = tuple(map(int, request.prompt_ids))
+        limit = self.max_len if params.max_tokens is None else len(prompt_ids) + params.max_tokens
         stopping_ids = frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else frozenset(request.eos_ids))
         samples: list[Sequence] = []
-        for sample_index in range(params.n):  # all are made before any is queued: making one may fail
+        now = self._clock()
+        for i in range(params.n):  # all are made before any is queued: making one may fail
             sequence = Sequence(
-                sequence_id=self._next_sequence_id + sample_index,
+                sequence_id=self._next_sequence_id + i,
                 request_id=request_id,
-                sample_key=SampleKey(seed, request.first_sample + sample_index),
+                sample_key=SampleKey(seed, request.first_sample + i),
                 params=params,
-                prompt=prompt,
+                prompt_ids=prompt_ids,
                 stopping_ids=stopping_ids,
                 max_len=min(self.max_len, limit),
-                drafter=request.drafter or self._default_drafter,
-                tree=request.tree,
-                accept=request.accept,
-                is_traced=request.is_traced,
+                speculation=request.speculation or self._default,
                 text_sink=request.text(),
-                stats=SequenceStats(arrival_time=self._clock()),
+                given_ids=tuple(map(int, request.committed_ids[i])) if request.committed_ids else (),
+                is_traced=request.is_traced,
+                is_streamed=request.is_streamed,
+                salt=request.salt,
+                stats=SequenceStats(arrival_time=now),
                 leader=samples[0] if samples and self._config.prefix_cache else None,
             )
             samples.append(sequence)
@@ -172,15 +190,32 @@ class Engine:
         return request_id
 
     def step(self) -> list[TokenEvent]:
-        """Draft, verify, accept, commit: one round for everything that runs. Returns what became visible."""
-        plan = self._scheduler.plan()
-        drafts = self._drafters.advance(plan)
-        scores = self._verifier.run(plan, drafts)
-        verdicts, scores = judge_plan(plan, drafts, scores)
-        self._scheduler.commit(plan, drafts, scores, verdicts)
-        self._drafters.observe(plan, drafts, verdicts)
-        _note_stalls(plan, scores)
-        return self._events()
+        """Draft, verify, accept, commit: one round, or a burst of rounds. Returns what became visible."""
+        start = self._clock()
+        try:
+            while len(self._flights) < self._config.depth and any(step := self._plan()):
+                self._drafters.draft(step.turns)
+                self._flights.append(self._passes.submit(step))
+            step = self._flights.popleft().collect() if self._flights else Step()
+            judge(step.turns)
+        except BaseException:  # a pass failed or was interrupted: what was in the air is given up, and planned again
+            self._abandon()
+            raise
+        events = self._scheduler.commit(step, self._clock())
+        self._drafters.observe(step.turns)
+        self._note_host_seconds(start, step)
+        return self._told(events)
+
+    def _plan(self) -> Step:
+        return self._scheduler.plan_ahead() if self._flights else self._scheduler.plan()
+
+    def _abandon(self) -> None:
+        while self._flights:
+            self._flights.popleft().abandon()
+
+    def _note_host_seconds(self, start: float, step: Step) -> None:
+        seconds = self._clock() - start - max((r.seconds for part in step for r in part), default=0.0)
+        self._scheduler.host_seconds += (1 - _HOST_MEMORY) * (max(0.0, seconds) - self._scheduler.host_seconds)
 
     @property
     def totals(self) -> Totals:
@@ -197,8 +232,7 @@ class Engine:
         for sequence in samples:
             sequence.finish(FinishReason.ABORT)
             self._scheduler.remove(sequence)
-            self._scheduler.changed.pop(sequence.sequence_id, None)
-            self._ended.append(self._event(sequence))
+        self._ended = self._told(self._scheduler.told(samples, self._clock()))
         return bool(samples)
 
     def check(self) -> None:
@@ -206,50 +240,41 @@ class Engine:
         self._pool.check()
         self._cache.check()
         expected = [0] * (self._pool.num_slots + NUM_RESERVED)
-        for holder in (*(s.slots for s in self._scheduler.running), *(lease.slots for lease in self._pool.leases)):
-            for slot in holder:
+        holders = (*self._scheduler.running, *self._scheduler.departing)
+        for held in (*(s.slots for s in holders), *(lease.slots for lease in self._pool.leases)):
+            for slot in held:
                 expected[slot] += 1
         for slot in self._cache.slots():
             expected[slot] += 1
         wrong = [s for s, count in enumerate(expected) if count != self._pool.refs(s)]
         if wrong:
             raise AssertionError(f"slots {wrong[:5]} are referenced {[self._pool.refs(s) for s in wrong[:5]]} times")
-        if any(s.slots or s.lease or s.window for s in self._scheduler.waiting):
+        if any(s.slots or s.kv.lease for s in self._scheduler.waiting):
             raise AssertionError("a waiting sequence holds slots")
-        for s in self._scheduler.running:
-            if not s.is_in_flight and len(s.lease.slots if s.lease else ()) != len(s.window or ()):
-                raise AssertionError("a lease between steps holds one slot per token of its window")
+        for sequence in holders:
+            sequence.kv.check()
 
-    def _events(self) -> list[TokenEvent]:
-        """What nobody has been told yet, also of a commit that was interrupted."""
-        events = self._ended + [self._event(sequence) for sequence in self._scheduler.changed.values()]
-        self._ended = []
-        self._scheduler.changed.clear()
+    def _told(self, events: list[TokenEvent]) -> list[TokenEvent]:
+        """Forget the sequences whose last event this is; what was waiting to be told goes first."""
+        for event in events:
+            if event.output is not None:
+                samples = self._live[event.request_id]
+                sequence = next(s for s in samples if s.sample_key.sample_index == event.sample_index)
+                self._drafters.forget(sequence)
+                self._ended_totals.add(sequence.stats, len(sequence.output))
+                samples.remove(sequence)
+                if not samples:
+                    del self._live[event.request_id]
+        if self._ended:
+            events, self._ended = self._ended + events, []
         return events
-
-    def _event(self, sequence: Sequence) -> TokenEvent:
-        now = self._clock()
-        if sequence.finish_reason is not None:
-            sequence.stats.finish_time = now
-            self._drafters.forget(sequence)
-            samples = self._live[sequence.request_id]
-            samples.remove(sequence)
-            if not samples:
-                del self._live[sequence.request_id]
-        event = sequence.take_event()
-        sequence.stats.record_commit(now, len(event.logprobs))
-        if sequence.finish_reason is not None:
-            self._ended_totals.add(sequence.stats, len(sequence.output))
-        return event
 
     def validate(self, request: Request) -> None:
         """Raise InputError, naming what is wrong, if this engine can never serve the request."""
         vocab_size, num_prompt = self._backend.limits.vocab_size, len(request.prompt_ids)
         if not num_prompt:
             raise InputError("the prompt is empty; it needs at least one token")
-        for token_id in request.prompt_ids:
-            if isinstance(token_id, bool) or not isinstance(token_id, Integral) or not 0 <= int(token_id) < vocab_size:
-                raise InputError(f"token id {token_id!r} is not in the vocabulary of {vocab_size}")
+        _check_ids("", request.prompt_ids, vocab_size)
         room = self.max_len if request.params.max_tokens == 0 else self.max_len - 1
         if num_prompt > room:
             raise InputError(f"the prompt has {num_prompt} tokens; at most {room} fit into a length of {self.max_len}")
@@ -261,9 +286,8 @@ class Engine:
         for token_id in request.params.stop_ids:
             if token_id >= vocab_size:
                 raise InputError(f"stop_ids names token {token_id}; the vocabulary has {vocab_size}")
-        if request.drafter is not None and request.drafter not in self._drafters.names:
-            raise InputError(f"unknown drafter {request.drafter!r}; known: {', '.join(self._drafters.names)}")
         self._check_speculation(request)
+        self._check_committed(request)
         if request.params.deterministic and self._no_family_reason:
             raise DeterminismError(
                 f"deterministic requests cannot be served here: {self._no_family_reason}; "
@@ -272,11 +296,29 @@ class Engine:
         if request.params.n > self._config.max_waiting:
             raise InputError(f"n = {request.params.n} exceeds the queue's {self._config.max_waiting} places")
 
+    def _check_committed(self, request: Request) -> None:
+        """Refuse output so far that this request cannot have had."""
+        committed, params = request.committed_ids, request.params
+        if not committed:
+            return
+        if len(committed) != params.n:
+            raise InputError(f"committed_ids has {len(committed)} lists for n = {params.n} samples")
+        if request.speculation is not None and request.speculation.accept is not Accept.MATCH:
+            raise InputError(f"committed_ids cannot be continued under accept {request.speculation.accept}")
+        most = self.max_len - len(request.prompt_ids) if params.max_tokens is None else params.max_tokens
+        for ids in committed:
+            _check_ids("committed_ids: ", ids, self._backend.limits.vocab_size)
+            if len(ids) > most:
+                raise InputError(f"committed_ids has {len(ids)} tokens; the request can have {most}")
+
     def _check_speculation(self, request: Request) -> None:
-        """Refuse a tree or a rule that this drafter, or a deterministic request, cannot have."""
-        drafter, accept, tree = request.drafter or self._default_drafter, request.accept, request.tree
-        if tree is not None and not self._drafters.has_probabilities(drafter):
-            raise InputError(f"tree {tree} needs a drafter with probabilities (skip, model, auto), not {drafter!r}")
+        """Refuse a drafter, a tree or a rule that cannot be had here, or not by a deterministic request."""
+        speculation = request.speculation or self._default
+        method, tree, accept = speculation.method, speculation.tree, speculation.accept
+        if method not in self._drafters.names:
+            raise InputError(f"unknown drafter {method!r}; known: {', '.join(self._drafters.names)}")
+        if tree is not None and not self._drafters.has_probabilities(method):
+            raise InputError(f"tree {tree} needs a drafter with probabilities (skip, model, auto), not {method!r}")
         if accept is Accept.MATCH:
             return
         if request.params.deterministic:
@@ -284,10 +326,18 @@ class Engine:
                 f"accept {accept} lets tokens depend on the drafter, the tree and the load, so it needs "
                 "deterministic=False"
             )
-        if drafter == AUTO or not self._drafters.has_probabilities(drafter):
-            raise InputError(f"accept {accept} needs the probabilities of drafter skip or model, not {drafter!r}")
+        if method == AUTO or not self._drafters.has_probabilities(method):
+            raise InputError(f"accept {accept} needs the probabilities of drafter skip or model, not {method!r}")
         if accept is Accept.REJECTION and tree is not None and not tree.is_chain:
             raise InputError(f"accept rejection is for chains; tree {tree} needs accept recursive")
+
+
+def _check_ids(where: str, token_ids: SequenceOf[int], vocab_size: int) -> None:
+    if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < vocab_size:
+        return
+    for token_id in token_ids:
+        if isinstance(token_id, bool) or not isinstance(token_id, Integral) or not 0 <= int(token_id) < vocab_size:
+            raise InputError(f"{where}token id {token_id!r} is not in the vocabulary of {vocab_size}")
 
 
 def _max_len(backend: Backend, config: EngineConfig) -> int:
@@ -298,16 +348,3 @@ def _max_len(backend: Backend, config: EngineConfig) -> int:
     if wanted > limits.context_len:
         raise InputError(f"max_len is {wanted}, but the model's context is {limits.context_len}")
     return wanted
-
-
-def _note_stalls(plan: Plan, scores: Scores) -> None:
-    """What the replays of this step cost those who had nothing to do with them: rows of final fast passes."""
-    replayed = [p for p in plan.canonical if p.window]
-    if not replayed or not plan.fast:
-        return
-    for p in plan.fast:
-        p.sequence.stats.longest_stall = max(p.sequence.stats.longest_stall, scores.canonical_seconds)
-    num_rows = sum(p.num_pending + p.draft_quota for p in plan.canonical)
-    for p in replayed:
-        share = (p.num_pending + p.draft_quota) / num_rows
-        p.sequence.stats.stall_caused += scores.canonical_seconds * share

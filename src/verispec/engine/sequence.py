@@ -1,65 +1,90 @@
-"""One request's state (one per sample). Its committed tokens only ever grow, by `append`, which only commit calls.
+"""One request's state (one per sample), in three parts: what it asks and its tokens; its slots; what clients know.
 
-Everything else derives from committed tokens: counts for penalties, text, the finish. Slots are listed by position;
-those below `canonical_len` hold K/V from canonical passes.
+Its committed tokens only ever grow, by `append`, which only commit calls; text and the finish derive from them.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
-from collections.abc import Sequence as SequenceOf
+import contextlib
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from verispec.engine.window import Window
 from verispec.kv import Lease
-from verispec.sampling.rows import History, SampleKey
-from verispec.tree import TreeShape
+from verispec.sampling.rows import SampleKey
+from verispec.spec.speculation import OFF, Speculation
 from verispec.types import (
     Accept,
-    Draft,
     DraftTrace,
     FinishReason,
+    NoText,
     SampleOutput,
     SamplingParams,
     SequenceStats,
     TextSink,
     TokenEvent,
     TokenLogprob,
-    Verdict,
 )
 
 
-class Prompt(NamedTuple):
-    """The prompt's tokens, made once for all samples of a request."""
+@dataclass(slots=True)
+class Slots:
+    """Where a running sequence's K/V lies.
 
-    token_ids: tuple[int, ...]
-    distinct_ids: frozenset[int]
+        position   0 ........ canonical ........ computed ............... committed
+                   | canonical K/V  | fast K/V    | pending: a row next    |
+        slots      [----------------- held ------][-- lease: pending, draft or burst --]
+                   shared with the prefix cache    scratch; `commit` moves its front to `held`, the rest is given back
 
-    @classmethod
-    def of(cls, token_ids: Iterable[int]) -> Prompt:
-        """From any integers."""
-        ids = tuple(map(int, token_ids))
-        return cls(ids, frozenset(ids))
+    `synced_len` positions are in the backend's table. `store_lens` says how many committed tokens have K/V in each
+    store. `epoch` moves with every commit and release: a turn of another epoch is stale. `draft_epoch` moves when a
+    lease was lost that a draft under way may count on. `num_flights` turns are in the air.
+    """
+
+    held: list[int] = field(default_factory=list)
+    lease: Lease | None = None
+    seq_row: int = 0
+    canonical_len: int = 0
+    synced_len: int = 0
+    store_lens: tuple[int, ...] = ()
+    epoch: int = 0
+    draft_epoch: int = 0
+    num_flights: int = 0
+    num_ahead: int = 0  # tokens that turns in the air may commit
+
+    def check(self) -> None:
+        """Raise if the borders are out of order."""
+        num_leased = len(self.lease.slots) if self.lease else 0
+        if not 0 <= self.canonical_len <= len(self.held) or self.synced_len > len(self.held) + num_leased:
+            raise AssertionError("a sequence's slots are out of order")
+
+
+@dataclass(slots=True)
+class Outbox:
+    """What no event carries yet: output from entry `next` on, the text it released, and the draft it came from."""
+
+    next: int = 0
+    pieces: list[str] = field(default_factory=list)
+    num_accepted: int = 0
+    rejected_ids: tuple[int, ...] = ()
+    trace: DraftTrace | None = None
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A sample of a request, from the queue to its last token."""
+    """A sample of a request, from the queue to its last token. `is_streamed`: every commit is told."""
 
     sequence_id: int  # from a counter: arrival order
     request_id: int
     sample_key: SampleKey
     params: SamplingParams
-    prompt: Prompt
+    prompt_ids: tuple[int, ...]
     stopping_ids: frozenset[int]  # tokens that end the request
     max_len: int
-    drafter: str
+    speculation: Speculation
     text_sink: TextSink
-    tree: TreeShape | None = None
-    accept: Accept = Accept.MATCH
+    given_ids: tuple[int, ...] = ()  # output that the client has already
     is_traced: bool = False  # whether events tell of drafts
+    is_streamed: bool = True
+    salt: str = ""
     stats: SequenceStats = field(default_factory=SequenceStats)
     leader: Sequence | None = None  # sample 0 of the same request, whose prompt K/V this one waits to share
 
@@ -70,31 +95,27 @@ class Sequence:
     finish_reason: FinishReason | None = None
     error: str | None = None
 
-    slots: list[int] = field(default_factory=list)
-    canonical_len: int = 0
-    store_lens: tuple[int, ...] = ()  # committed tokens with K/V in each store; that of the target's is not used
-    synced_len: int = 0  # positions whose slots the backend's table has
-    seq_row: int = 0
-    epoch: int = 0
-    lease: Lease | None = None
-    window: Window | None = None  # what regular decoding drafted in the leased slots
-    is_in_flight: bool = False  # whether a plan that holds rows of this sequence has not been committed
+    kv: Slots = field(default_factory=Slots)
+    outbox: Outbox = field(default_factory=Outbox)
+    is_running: bool = False
 
-    _output_counts: Counter[int] = field(default_factory=Counter)
-    # What no event carries yet: output entries, the text they released, and the draft they came from.
-    _unreported: int = 0
-    _unreported_pieces: list[str] = field(default_factory=list)
-    _num_accepted: int = 0
-    _trace: DraftTrace | None = None
-    _rejected_ids: tuple[int, ...] = ()
+    prompt_len: int = field(init=False)
+    uses_probabilities: bool = field(init=False)  # at temperature 0 every rule is `match`
+    scores_only: bool = field(init=False)  # wants the prompt's log-probabilities and no generation
+    is_plain: bool = field(init=False)  # it only decodes: nothing of a round needs the host
+    _makes_text: bool = field(init=False)  # as tokens are committed; otherwise once, at the end
 
     def __post_init__(self) -> None:
-        self.token_ids = list(self.prompt.token_ids)
-
-    @property
-    def prompt_len(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.prompt.token_ids)
+        self.token_ids = [*self.prompt_ids, *self.given_ids]
+        self.prompt_len = len(self.prompt_ids)
+        self.uses_probabilities = self.speculation.accept is not Accept.MATCH and self.params.temperature > 0
+        self.scores_only = self.params.max_tokens == 0
+        self.is_plain = self.speculation.method == OFF and not self.params.logprobs and not self.scores_only
+        if self.speculation.method == OFF:
+            self.stats.no_draft_reason = "drafter none"
+        self._makes_text = self.text_sink.can_stop or (self.is_streamed and not isinstance(self.text_sink, NoText))
+        for index, token_id in enumerate(self.given_ids):
+            self._take_given(index, token_id)
 
     @property
     def committed_len(self) -> int:
@@ -104,17 +125,22 @@ class Sequence:
     @property
     def computed_len(self) -> int:
         """Tokens whose K/V is computed."""
-        return len(self.slots)
+        return len(self.kv.held)
 
     @property
-    def uses_probabilities(self) -> bool:
-        """Whether drafts are judged by probabilities. At temperature 0 every rule is `match`."""
-        return self.accept is not Accept.MATCH and self.params.temperature > 0
+    def slots(self) -> list[int]:
+        """Slots of the computed tokens, by position."""
+        return self.kv.held
 
     @property
-    def scores_only(self) -> bool:
-        """Whether the request wants the prompt's log-probabilities and no generation."""
-        return self.params.max_tokens == 0
+    def draft_epoch(self) -> int:
+        """Moves when a draft under way has lost its slots."""
+        return self.kv.draft_epoch
+
+    @property
+    def num_output(self) -> int:
+        """Generated tokens, given ones included."""
+        return len(self.token_ids) - self.prompt_len
 
     @property
     def needs_prompt_rows(self) -> bool:
@@ -124,114 +150,102 @@ class Sequence:
     @property
     def num_pending(self) -> int:
         """Committed tokens that still need a row. Scoring needs none for the prompt's last token."""
-        return self.committed_len - self.scores_only - self.computed_len
+        return len(self.token_ids) - self.scores_only - len(self.kv.held)
 
-    def history(self) -> History:
-        """Committed tokens as penalties see them."""
-        return History(self.prompt.distinct_ids, self._output_counts, len(self.output))
+    def _take_given(self, index: int, token_id: int) -> None:
+        """A token the client has already counts as generated; its text is known to the client."""
+        if self.finish_reason is not None:
+            return
+        may_stop = index + 1 >= self.params.min_tokens
+        if may_stop and token_id in self.stopping_ids:
+            self.finish(FinishReason.STOP)
+        elif self._makes_text:
+            piece = self.text_sink.push(token_id, may_stop=may_stop)
+            self.text += piece.text
+            if piece.stopped:
+                self.finish(FinishReason.STOP)
+        if self.finish_reason is None and self.prompt_len + index + 1 >= self.max_len:
+            self.finish(FinishReason.LENGTH)
 
     def append(self, entry: TokenLogprob) -> None:
         """Commit one token, and decide whether it is the last. Blocks of tokens come through here one by one."""
-        self.token_ids.append(entry.token_id)
+        token_id = entry[0]
+        self.token_ids.append(token_id)
         self.output.append(entry)
-        self._output_counts[entry.token_id] += 1
-        self._unreported += 1
-        self._unreported_pieces.append("")
-        may_stop = len(self.output) >= self.params.min_tokens
-        if may_stop and entry.token_id in self.stopping_ids:
+        if token_id in self.stopping_ids and self.num_output >= self.params.min_tokens:
             self.finish(FinishReason.STOP)
             return
-        piece = self.text_sink.push(entry.token_id, may_stop=may_stop)
-        self._unreported_pieces[-1] += piece.text
-        if piece.stopped:
-            self.finish(FinishReason.STOP)
-        elif self.committed_len >= self.max_len:
+        if self._makes_text:
+            piece = self.text_sink.push(token_id, may_stop=self.num_output >= self.params.min_tokens)
+            pieces = self.outbox.pieces
+            while len(pieces) < len(self.output) - self.outbox.next - 1:
+                pieces.append("")
+            pieces.append(piece.text)
+            if piece.stopped:
+                self.finish(FinishReason.STOP)
+                return
+        if len(self.token_ids) >= self.max_len:
             self.finish(FinishReason.LENGTH)
-
-    def decode(self, token_id: int, *, target_len: int, drafter: str) -> None:
-        """Add a regularly decoded token to the window, which opens if there is none."""
-        if self.window is None:
-            self.window = Window.behind(self.text_sink, target_len=target_len, drafter=drafter)
-        index = len(self.output) + len(self.window)
-        self.window.push(
-            token_id,
-            stopping_ids=self.stopping_ids,
-            may_stop=index + 1 >= self.params.min_tokens,
-            is_last=self.prompt_len + index + 1 >= self.max_len,
-        )
-        self.stats.drafted += token_id >= 0
-
-    def note_draft(self, draft: Draft, path: SequenceOf[int]) -> None:
-        """Remember what became of a draft, for the next event and the counters."""
-        self.stats.drafted += len(draft)
-        self.stats.accepted += len(path)
-        self._num_accepted = len(path)
-        self._rejected_ids = tuple(t for node, t in enumerate(draft.token_ids) if node not in path)
-
-    def note_trace(self, trace: DraftTrace) -> None:
-        """Remember a judged draft for the next event."""
-        self._trace = trace
-
-    def note_replay(self, window: Window, verdict: Verdict) -> int:
-        """Remember what a replay found, and close the window or cut its front; returns the tokens it confirmed."""
-        confirmed, num_committed = window.num_confirmed(verdict), len(verdict.path) + 1
-        dropped = window.token_ids[confirmed:] if confirmed < num_committed else []
-        self.stats.replays += bool(window.token_ids)
-        self.stats.mismatches += bool(dropped)
-        self.stats.recomputed += len(dropped)
-        self.stats.accepted += confirmed
-        self._num_accepted, self._rejected_ids = confirmed, tuple(dropped)
-        window.drop_front(confirmed)
-        if dropped or not window.token_ids:
-            self.window = None
-        return confirmed
 
     def finish(self, reason: FinishReason) -> None:
         """End the sequence and release the text that was held back."""
         self.finish_reason = reason
         try:
+            if not self._makes_text:
+                self._make_text()
             held = self.text_sink.finish()
-            if self._unreported_pieces:
-                self._unreported_pieces[-1] += held
-            elif held:
-                self._unreported_pieces.append(held)
         except Exception as error:  # the sink belongs to the request, and so does its failure
             self.fail(f"{type(error).__name__}: {error}")
+            return
+        if held:
+            self.outbox.pieces.append(held)
+
+    def _make_text(self) -> None:
+        """The whole text at once. The stopping token has none."""
+        ids = self.token_ids[self.prompt_len :]
+        if self.finish_reason is FinishReason.STOP:
+            ids = ids[:-1]
+        self.outbox.pieces += [self.text_sink.push(token_id).text for token_id in ids]
 
     def fail(self, error: str) -> None:
-        """End the sequence with an error; the tokens committed before it stand."""
+        """End the sequence with an error; the tokens committed before it stand, and so does their text."""
+        if not self._makes_text and self.finish_reason is None:
+            with contextlib.suppress(Exception):
+                self._make_text()
         self.finish_reason = FinishReason.ERROR
         self.error = error
 
     def take_event(self) -> TokenEvent:
         """Everything committed since the last event, and the whole output if the sequence has ended."""
-        pieces = tuple(self._unreported_pieces)
+        outbox, count = self.outbox, len(self.output) - self.outbox.next
+        pieces = outbox.pieces
+        if len(pieces) > count:  # what was held back comes with the last token, if there is one
+            pieces[max(0, count - 1) :] = ["".join(pieces[max(0, count - 1) :])]
+        pieces += [""] * (count - len(pieces))
         self.text += "".join(pieces)
         event = TokenEvent(
-            request_id=self.request_id,
-            sample_index=self.sample_key.sample_index,
-            logprobs=tuple(self.output[len(self.output) - self._unreported :]),
-            pieces=pieces,
-            num_accepted=min(self._num_accepted, self._unreported),
-            rejected_ids=self._rejected_ids,
-            output=self._sample_output(),
-            trace=self._trace,
+            self.request_id,
+            self.sample_key.sample_index,
+            tuple(self.output[outbox.next :]),
+            tuple(pieces),
+            min(outbox.num_accepted, count),
+            outbox.rejected_ids,
+            None if self.finish_reason is None else self._sample_output(self.finish_reason),
+            outbox.trace,
         )
-        self._unreported, self._unreported_pieces, self._num_accepted, self._rejected_ids = 0, [], 0, ()
-        self._trace = None
+        self.outbox = Outbox(len(self.output))
         return event
 
-    def _sample_output(self) -> SampleOutput | None:
-        if self.finish_reason is None:
-            return None
+    def _sample_output(self, finish_reason: FinishReason) -> SampleOutput:
         return SampleOutput(
             sample_index=self.sample_key.sample_index,
             prompt_len=self.prompt_len,
             logprobs=tuple(self.output),
             text=self.text,
-            finish_reason=self.finish_reason,
+            finish_reason=finish_reason,
             seed=self.sample_key.seed,
             stats=self.stats,
             prompt_logprobs=None if self.params.prompt_logprobs is None else tuple(self.prompt_logprobs),
             error=self.error,
+            given_ids=self.given_ids,
         )

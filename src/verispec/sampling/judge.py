@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from verispec.types import NO_PARENT, Draft, Verdict
 
 
-def judge(drafts: Sequence[Draft], draws: Sequence[NDArray[np.int64]]) -> list[Verdict]:
+def judge_by_draws(drafts: Sequence[Draft], draws: Sequence[Sequence[int]]) -> list[Verdict]:
     """Rule `match` over all drafts at once.
 
     `draws[s][0]` is the target's token after the committed ones of draft s, `draws[s][1 + i]` the one after node i.

@@ -1,13 +1,12 @@
 """What sampling needs to know of each row, as flat arrays: the border between requests and logits.
 
-`SamplingRows` is plain data that a backend can move to its device. Penalties and bias are sparse: one entry per (row,
-vocabulary id), computed here from committed tokens plus the path to the row's node, so there is no state to undo.
+A `Sampler` is told once per sequence; a backend makes `SamplingRows` of it for the rows of a pass. Penalties and bias
+are sparse: one entry per (row, vocabulary id).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,12 +24,14 @@ class SampleKey(NamedTuple):
     sample_index: int
 
 
-class History(NamedTuple):
-    """Committed tokens as penalties see them. The caller keeps the counts current; nobody here changes them."""
+class Sampler(NamedTuple):
+    """How a sequence samples and where it stops, for as long as it runs; `limit` is its most tokens, prompt too."""
 
-    prompt_ids: frozenset[int]
-    output_counts: Mapping[int, int]
-    num_output: int
+    params: SamplingParams
+    key: SampleKey
+    prompt_len: int = 0
+    limit: int = 1 << 31
+    stop_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,126 +63,24 @@ class SamplingRows:
         return (self.top_k > 0) | (self.top_p < 1) | (self.log_min_p > -np.inf)
 
 
-class _RowPenalties(NamedTuple):
-    """Penalties of one row: ids that occurred, the factor for all of them, the amount for each."""
-
-    row: int
-    ids: NDArray[np.int64]
-    repetition: float
-    amounts: NDArray[np.float64]
-
-
-class SamplingRowsBuilder:
-    """Collects rows one by one and freezes them into arrays."""
-
-    def __init__(self) -> None:
-        self._keys: list[SampleKey] = []
-        self._t: list[int] = []
-        self._streams: list[int] = []
-        self._params: list[SamplingParams] = []
-        self._penalties: list[_RowPenalties] = []
-        self._histories: dict[
-            int, tuple[History, _Occurred]
-        ] = {}  # by the counts' identity: once per sequence and pass
-        self._bias: list[tuple[int, int, float]] = []
-
-    def __len__(self) -> int:
-        return len(self._t)
-
-    def add(
-        self,
-        params: SamplingParams,
-        key: SampleKey,
-        *,
-        t: int,
-        history: History,
-        path_ids: Sequence[int],
-        stopping_ids: Iterable[int],
-        vocab_size: int,
-        stream: int = 0,
-    ) -> None:
-        """Add the row that samples token `t` after history and path; `stopping_ids` are banned before min_tokens.
-
-        `stream` other than 0 gives noise of its own (`noise.stream`), with `t` as whatever tells its rounds apart.
-        """
-        row = len(self._t)
-        self._keys.append(key)
-        self._t.append(t)
-        self._streams.append(stream)
-        self._params.append(params)
-        if params.has_penalties:
-            self._penalties.append(self._row_penalties(row, params, history, path_ids))
-        bias = {i: b for i, b in params.logit_bias if i < vocab_size}
-        if history.num_output + len(path_ids) < params.min_tokens:
-            bias |= {i: -math.inf for i in stopping_ids if 0 <= i < vocab_size}
-        self._bias += [(row, i, b) for i, b in bias.items()]
-
-    def _row_penalties(
-        self, row: int, params: SamplingParams, history: History, path_ids: Sequence[int]
-    ) -> _RowPenalties:
-        key = id(history.output_counts)
-        if key not in self._histories:
-            self._histories[key] = history, _occurred(params, history)
-        occurred = _with_path(self._histories[key][1], path_ids)
-        amounts = np.where(
-            occurred.counts > 0, params.presence_penalty + params.frequency_penalty * occurred.counts, 0.0
-        )
-        return _RowPenalties(row, occurred.ids, params.repetition_penalty, amounts)
-
-    def build(self) -> SamplingRows:
-        """Freeze."""
-        params = self._params
-        penalties = self._penalties or [_RowPenalties(0, np.zeros(0, np.int64), 1.0, np.zeros(0))]
-        lengths = [len(p.ids) for p in penalties]
-        bias = list(zip(*self._bias, strict=True)) or [(), (), ()]
-        return SamplingRows(
-            seeds=np.array([k.seed for k in self._keys], np.uint64),
-            t=np.array(self._t, np.int64),
-            sample_index=np.array([k.sample_index for k in self._keys], np.int64),
-            stream=np.array(self._streams, np.int64),
-            temperature=np.array([p.temperature for p in params], np.float32),
-            top_k=np.array([p.top_k for p in params], np.int64),
-            top_p=np.array([p.top_p for p in params], np.float32),
-            log_min_p=_log_or_off(np.array([p.min_p for p in params], np.float32)),
-            penalty_rows=np.repeat(np.array([p.row for p in penalties], np.int64), lengths),
-            penalty_ids=np.concatenate([p.ids for p in penalties]),
-            repetition=np.repeat(np.array([p.repetition for p in penalties], np.float32), lengths),
-            penalty=np.concatenate([p.amounts for p in penalties]).astype(np.float32),
-            bias_rows=np.array(bias[0], np.int64),
-            bias_ids=np.array(bias[1], np.int64),
-            bias=np.array(bias[2], np.float32),
-        )
+def plain_rows(params: SamplingParams, key: SampleKey, t: Sequence[int]) -> SamplingRows:
+    """Rows of one request that draw the tokens `t`, without penalties, bias or a least length: for probes."""
+    count, no_ids, no_values = len(t), np.zeros(0, np.int64), np.zeros(0, np.float32)
+    return SamplingRows(
+        seeds=np.full(count, key.seed, np.uint64),
+        t=np.array(t, np.int64),
+        sample_index=np.full(count, key.sample_index, np.int64),
+        stream=np.zeros(count, np.int64),
+        temperature=np.full(count, params.temperature, np.float32),
+        top_k=np.full(count, params.top_k, np.int64),
+        top_p=np.full(count, params.top_p, np.float32),
+        log_min_p=log_or_off(np.full(count, params.min_p, np.float32)),
+        penalty_rows=no_ids, penalty_ids=no_ids, repetition=no_values, penalty=no_values,
+        bias_rows=no_ids, bias_ids=no_ids, bias=no_values,
+    )  # fmt: skip
 
 
-def _log_or_off(min_p: NDArray[np.float32]) -> NDArray[np.float32]:
+def log_or_off(min_p: NDArray[np.float32]) -> NDArray[np.float32]:
     """-inf for 0; what is subnormal counts as the smallest normal number: nothing so unlikely is ever drawn."""
     found = log_f32(np, np.maximum(min_p, np.finfo(np.float32).tiny))
     return np.where(min_p > 0, found, np.float32(-np.inf))
-
-
-class _Occurred(NamedTuple):
-    """Ids that occurred, ascending, and how often in the output."""
-
-    ids: NDArray[np.int64]
-    counts: NDArray[np.int64]
-
-
-def _occurred(params: SamplingParams, history: History) -> _Occurred:
-    ids = set(history.output_counts)
-    if params.repetition_penalty != 1.0:
-        ids |= history.prompt_ids
-    ordered = sorted(ids)
-    counts = [history.output_counts.get(token_id, 0) for token_id in ordered]
-    return _Occurred(np.array(ordered, np.int64), np.array(counts, np.int64))
-
-
-def _with_path(base: _Occurred, path_ids: Sequence[int]) -> _Occurred:
-    """The same after the path's tokens as well."""
-    if not path_ids:
-        return base
-    path = np.array(path_ids, np.int64)
-    ids = np.union1d(base.ids, path)
-    counts = np.zeros(len(ids), np.int64)
-    counts[np.searchsorted(ids, base.ids)] = base.counts
-    np.add.at(counts, np.searchsorted(ids, path), 1)
-    return _Occurred(ids, counts)

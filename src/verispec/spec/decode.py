@@ -1,55 +1,126 @@
-"""Regular decoding as a drafter: N tokens in fast passes under dynamic batching, then one replay in canonical passes.
+"""Decode, verify, rollback: N tokens drawn in fast rounds under dynamic batching, then replayed in one canonical pass.
 
-The engine decodes (its fast pass is where the rows of all sequences meet) and holds the tokens until they are verified;
-this drafter says how many make a window and learns how often they are confirmed.
+    committed tokens | window: drawn in fast rounds, K/V in leased slots
+    ... x x x x  L-1 | w0 w1 w2 ... w(N-1)
+
+Round i draws w(i) at the row of the token before it. A full window is a draft like any other: the verification runs
+the row of token L-1 and of every w canonically, into the same slots, so fast K/V never survives; tokens up to the first
+that the target does not draw itself are committed, and the rest is forgotten. Rollback is forgetting.
+Where the rows of a pass do not suffice for a whole window, its front is verified.
+Windows are dropped, never repaired: when their slots were lost (`draft_epoch`), or when a draw failed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 
 from verispec.errors import InputError
-from verispec.spec.drafter import Offer
-from verispec.spec.plan import SequencePlan
-from verispec.types import NO_DRAFT, Draft, SequenceView, Verdict
+from verispec.spec.drafter import Curve, Held, Refusal
+from verispec.spec.rate import Fading
+from verispec.spec.turn import Pending, SequenceView, Turn
+from verispec.types import Draft
+
+_FINAL = Refusal("what fast passes give this request is final already")
+_FIRST = Refusal("the first token comes with the prompt")
+_OFF = Refusal("the window length is 0")
+_KEY = "window"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeConfig:
-    """N, and what is assumed of acceptance until it is seen: the prior counts as so many tokens."""
+    """N, and what is assumed of acceptance until it is seen: the prior counts as `prior_weight` tokens."""
 
     window_len: int = 32
     prior_acceptance: float = 0.999
     prior_weight: float = 1000.0
-    memory: float = 0.999
+    memory: float = 0.97  # of a replay
 
     def __post_init__(self) -> None:
         if self.window_len < 0:
             raise InputError(f"window_len must be at least 0, not {self.window_len}")
 
 
+@dataclass(slots=True)
+class _Window:
+    """`target_len` tokens are wanted; `is_over`: a stop was drawn or nothing could be, so it is verified as it is."""
+
+    target_len: int
+    draft_epoch: int
+    start: int  # the committed tokens it stands behind
+    token_ids: list[int] = field(default_factory=list)
+    is_over: bool = False
+
+    @property
+    def is_ready(self) -> bool:
+        return self.is_over or len(self.token_ids) >= self.target_len
+
+
 class DecodeDrafter:
-    """Offers windows of regular decoding; the acceptance is one running rate over all sequences."""
+    """One window per sequence; acceptance is one running rate over all sequences."""
+
+    has_probabilities = False
+    reads_text = False
 
     def __init__(self, config: DecodeConfig | None = None) -> None:
         self._config = config or DecodeConfig()
-        self._tried = self._config.prior_weight
-        self._accepted = self._tried * self._config.prior_acceptance
+        weight, prior = self._config.prior_weight, self._config.prior_acceptance
+        self._rate = Fading(weight * prior, weight, self._config.memory)
+        self._windows: dict[int, _Window] = {}
 
-    def offer(self, sequence: SequenceView, limit: int) -> Offer:
-        """A window of regular decoding."""
-        return Offer(min(limit, self._config.window_len), self._accepted / self._tried, by_decoding=True)
+    @property
+    def version(self) -> int:
+        return self._rate.version
 
-    def draft(self, plans: Sequence[SequencePlan]) -> list[Draft]:
-        """Nothing: the engine has what was decoded."""
-        return [NO_DRAFT] * len(plans)
+    def state(self, sequence: SequenceView) -> str | Refusal | Held:
+        """A window under way, or whether one can be opened."""
+        window = self._current(sequence)
+        if window is not None:
+            return Held(len(window.token_ids), window.target_len, window.is_ready)
+        if not sequence.params.deterministic:
+            return _FINAL
+        if len(sequence.token_ids) == sequence.prompt_len or sequence.computed_len + 1 < len(sequence.token_ids):
+            return _FIRST
+        return _KEY if self._config.window_len else _OFF
 
-    def observe(self, plan: SequencePlan, draft: Draft, verdict: Verdict) -> None:
-        """Move the acceptance towards what this replay found."""
-        tried = min(len(draft), len(verdict.path) + 1)  # tokens behind the first mismatch were never tried
-        self._accepted = self._accepted * self._config.memory**tried + len(verdict.path)
-        self._tried = self._tried * self._config.memory**tried + tried
+    def curves(self, key: Hashable) -> tuple[Curve, ...]:
+        return (Curve.chain(self._config.window_len, self._rate.value, by_fast_rounds=True),)
+
+    def draft(self, turns: Sequence[Turn]) -> list[Draft | Pending]:
+        """The window as a chain where it is to be verified; otherwise it goes on growing."""
+        return [self._draft(turn) for turn in turns]
+
+    def _draft(self, turn: Turn) -> Draft | Pending:
+        sequence = turn.sequence
+        window = self._current(sequence)
+        if window is None:
+            target_len = min(turn.choice.num_nodes, len(turn.slots) - 1)
+            window = _Window(target_len, sequence.draft_epoch, len(sequence.token_ids))
+            self._windows[sequence.sequence_id] = window
+        if turn.choice.grows:
+            return Pending(tuple(window.token_ids))
+        return Draft.chain(window.token_ids[: turn.choice.num_nodes])
+
+    def observe(self, turn: Turn) -> None:
+        """Fast rounds grow the window; a replay ends it and moves the acceptance."""
+        sequence_id = turn.sequence.sequence_id
+        if turn.verdict is not None:
+            self._windows.pop(sequence_id, None)
+            self._rate.observe(len(turn.verdict.path), len(turn.draft))
+        elif (window := self._windows.get(sequence_id)) is not None and turn.score.draws:
+            drawn = [token_id for token_id in turn.score.draws if token_id >= 0]
+            window.token_ids += drawn
+            stops = drawn and drawn[-1] in turn.sequence.stopping_ids
+            window.is_over = len(drawn) < turn.num_rounds or bool(stops)
 
     def forget(self, sequence_id: int) -> None:
-        """Nothing kept."""
+        self._windows.pop(sequence_id, None)
+
+    def _current(self, sequence: SequenceView) -> _Window | None:
+        window = self._windows.get(sequence.sequence_id)
+        if window is None:
+            return None
+        if window.draft_epoch != sequence.draft_epoch or window.start != len(sequence.token_ids):
+            del self._windows[sequence.sequence_id]
+            return None
+        return window

@@ -7,26 +7,36 @@ this class with different sources. What it drafts is a hint; what it costs is kn
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from verispec.errors import InputError
 from verispec.spec.draft_exit import DraftExit
-from verispec.spec.drafter import AUTO, Level, Offer
+from verispec.spec.drafter import Curve, Level, Refusal
 from verispec.spec.growth import DraftModel, compute, grow, never
-from verispec.spec.plan import SequencePlan
 from verispec.spec.rate import Acceptance
+from verispec.spec.speculation import AUTO
+from verispec.spec.turn import SequenceView, Turn
 from verispec.tree import MAX_NODES, TreeShape
-from verispec.types import Draft, SequenceView, Stored, Verdict
+from verispec.types import Draft, Stored
 
 logger = logging.getLogger(__name__)
 # What `auto` weighs against a chain.
 TREES = tuple(map(TreeShape.parse, ("branch:2", "branch:2,1,1", "branch:3,2,1", "beam:2,3", "beam:3,4", "beam:4,5")))
-_DEEPEST_TREE = max(tree.depth for tree in TREES)
 _MOST_CAUGHT_UP = 128  # committed tokens that one step computes for the drafter, over all sequences
-_CAUGHT_UP_AT_ONCE = 16  # so many are computed in the first pass of a draft
-_MOST_REMEMBERED = 256  # offers: requests may name any number of shapes
+_CAUGHT_UP_AT_ONCE = 16  # committed tokens that the first pass of a draft may compute
+_NOT_COMPUTED = Refusal("the prompt is not computed yet")
+
+
+class _Key(NamedTuple):
+    """What a sequence asks: its shape of draft (None: a chain), whether others will do, and how it samples."""
+
+    tree: TreeShape | None
+    is_free: bool
+    is_sampled: bool
+    is_forced: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,13 +65,18 @@ class ModelDrafter:
     """`what` names its drafts, `find` gives the source when drafts are first wanted, or why there is none."""
 
     has_probabilities = True
+    reads_text = False
 
     def __init__(self, what: str, find: Callable[[], Source | str], config: ModelDrafterConfig) -> None:
         self._what = what
         self._find = find
         self._config = config
         self._exit = DraftExit()
-        self._offers: dict[tuple[TreeShape, bool, int, bool, bool], tuple[int, Offer]] = {}
+
+    @property
+    def version(self) -> int:
+        """Grows as acceptance moves."""
+        return 0 if isinstance(self._source, str) else sum(a.version for a in self._acceptances)
 
     @cached_property
     def _source(self) -> Source | str:
@@ -77,77 +92,74 @@ class ModelDrafter:
         assert isinstance(self._source, Source)
         return Acceptance(self._source.agreement), Acceptance(self._source.sampled_agreement)
 
-    def offer(self, sequence: SequenceView, limit: int) -> Offer:
-        """The tree that was asked for, or a chain; whoever leaves the choice gets trees as alternatives."""
+    def state(self, sequence: SequenceView) -> _Key | Refusal:
+        """What it asks for; whoever leaves the choice is offered trees beside the chain."""
         if isinstance(self._source, str):
-            return Offer.nothing(self._source)
+            return Refusal(self._source)
         if sequence.computed_len + 1 != len(sequence.token_ids):
-            return Offer.nothing("the prompt is not computed yet")
-        offered = sequence.tree or TreeShape.chain(self._config.max_draft)
-        is_free = sequence.drafter == AUTO and sequence.tree is None
-        deepest = min(limit, self._source.model.backend.limits.max_tail, max(offered.depth, is_free * _DEEPEST_TREE))
-        acceptance = self._acceptance(sequence)
-        is_forced = self._config.force and sequence.drafter != AUTO
-        # The same offer again, as the same object, as long as nothing new was learned: it is asked for at every step.
-        key = (offered, is_free, deepest, sequence.params.temperature > 0, is_forced)
-        known = self._offers.get(key)
-        if known is None or known[0] != acceptance.num_observed:
-            if len(self._offers) >= _MOST_REMEMBERED:
-                self._offers.clear()
-            shapes = dict.fromkeys(t.within(MAX_NODES, deepest) for t in ((offered, *TREES) if is_free else (offered,)))
-            offer, *others = (self._new_offer(acceptance, shape, is_forced) for shape in shapes)
-            known = self._offers[key] = acceptance.num_observed, offer._replace(alternatives=tuple(others))
-        return known[1]
+            return _NOT_COMPUTED
+        speculation = sequence.speculation
+        is_auto = speculation.method == AUTO
+        is_free = is_auto and speculation.tree is None
+        is_forced = self._config.force and not is_auto
+        return _Key(speculation.tree, is_free, sequence.params.temperature > 0, is_forced)
 
-    def _new_offer(self, acceptance: Acceptance, shape: TreeShape, is_forced: bool) -> Offer:
+    def curves(self, key: Hashable) -> tuple[Curve, ...]:
+        """One per shape."""
+        assert isinstance(key, _Key)
+        assert isinstance(self._source, Source)
+        offered = key.tree or TreeShape.chain(self._config.max_draft)
+        deepest = self._source.model.backend.limits.max_tail
+        shapes = dict.fromkeys(t.within(MAX_NODES, deepest) for t in ((offered, *TREES) if key.is_free else (offered,)))
+        return tuple(self._curve(self._acceptances[key.is_sampled], shape, key.is_forced) for shape in shapes)
+
+    def _curve(self, acceptance: Acceptance, shape: TreeShape, is_forced: bool) -> Curve:
         assert isinstance(self._source, Source)
         levels, tokens = [], 1.0
         for depth, (children, count) in enumerate(zip(shape.branching, shape.keep, strict=True)):
             # A beam's slots are shared by all its paths; the one that matters has the better half of them.
             tokens *= acceptance.reach(-(-children // 2) if shape.kind == "beam" and depth else children)
             levels.append(Level(count, tokens))
-        return Offer(
-            shape.num_nodes,
-            acceptance.reach(1),
-            cost=self._source.model.cost,
-            what=self._what,
-            is_forced=is_forced,
-            levels=tuple(levels),
-            shape=shape,
-        )
+        return Curve(tuple(levels), shape, self._source.model.cost, is_forced=is_forced, what=self._what)
 
-    def draft(self, plans: Sequence[SequencePlan]) -> list[Draft]:
+    def draft(self, turns: Sequence[Turn]) -> list[Draft]:
         """One pass per level, over all sequences that have not taken their exit; laggards catch up first."""
         assert isinstance(self._source, Source)
-        model, drafts = self._source.model, [Draft()] * len(plans)
+        model, drafts = self._source.model, [Draft()] * len(turns)
         ready: list[int] = []
         late: list[tuple[int, range]] = []
         room = _MOST_CAUGHT_UP
-        for i, plan in enumerate(plans):
-            last, first = len(plan.sequence.token_ids) - 1, model.first_row(plan)
+        for i, turn in enumerate(turns):
+            last, first = len(turn.sequence.token_ids) - 1, model.first_row(turn)
             if last - first < _CAUGHT_UP_AT_ONCE:
                 ready.append(i)
             elif room:
                 late.append((i, range(first, min(last, first + room))))
                 room -= len(late[-1][1])
         if late:
-            compute(model, [(plans[i], positions) for i, positions in late])
+            compute(model, [(turns[i], positions) for i, positions in late])
         for i, positions in late:
-            plans[i].sequence.stats.no_draft_reason = f"{self._what} is catching up with the prompt"
+            turns[i].note = f"{self._what} is catching up with the prompt"
             drafts[i] = replace(drafts[i], stored=Stored(model.store, positions.stop))
         deepest = model.backend.limits.max_tail
-        shapes = [_shape(plans[i], deepest) for i in ready]
+        shapes = [_shape(turns[i], deepest) for i in ready]
         stops = self._exit.stops if self._config.exits else never
-        for i, draft in zip(ready, grow(model, [plans[i] for i in ready], shapes, stops=stops), strict=True):
+        for i, draft in zip(ready, grow(model, [turns[i] for i in ready], shapes, stops=stops), strict=True):
             drafts[i] = draft
+        for turn in turns:
+            if self._config.exits:
+                turn.exit_state = self._exit.gamma, self._exit.rate
         return drafts
 
-    def observe(self, plan: SequencePlan, draft: Draft, verdict: Verdict) -> None:
-        """Move the acceptance, and for chains the exit, whose state shows in the sequence's counters."""
-        self._acceptance(plan.sequence).observe(draft, verdict)
+    def observe(self, turn: Turn) -> None:
+        """Move the acceptance, and for chains the exit."""
+        draft, verdict = turn.draft, turn.verdict
+        assert isinstance(draft, Draft)
+        if verdict is None:
+            return
+        self._acceptances[turn.sequence.params.temperature > 0].observe(draft, verdict)
         if self._config.exits and draft.is_chain:
-            self._exit.observe(matched=len(verdict.path), drafted=len(draft), most=plan.draft_quota)
-            plan.sequence.stats.exit_threshold, plan.sequence.stats.exit_rate = self._exit.gamma, self._exit.rate
+            self._exit.observe(matched=len(verdict.path), drafted=len(draft), most=turn.choice.num_nodes)
 
     def forget(self, sequence_id: int) -> None:
         """What was learned fades: the next text may be of another kind. The exit's state is carried on."""
@@ -155,11 +167,9 @@ class ModelDrafter:
             for acceptance in self._acceptances:
                 acceptance.fade()
 
-    def _acceptance(self, sequence: SequenceView) -> Acceptance:
-        return self._acceptances[sequence.params.temperature > 0]
 
-
-def _shape(plan: SequencePlan, deepest: int) -> TreeShape:
-    """What was granted of the shape that was offered."""
-    offered = plan.shape or TreeShape.chain(plan.draft_quota)
-    return offered.within(plan.draft_quota, deepest)
+def _shape(turn: Turn, deepest: int) -> TreeShape:
+    """What was granted of the shape that was chosen."""
+    num_nodes = turn.choice.num_nodes
+    chosen = turn.choice.shape or TreeShape.chain(num_nodes)
+    return chosen.within(num_nodes, deepest)

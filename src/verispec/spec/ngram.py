@@ -1,7 +1,7 @@
 """Prompt lookup: what followed the last few tokens the previous time they occurred in this sequence.
 
 The longest match wins, then the most recent one. Text that quotes, repeats or counts is drafted well; other text
-costs a dictionary look-up. Acceptance is tracked per match length over all sequences, so that the planner knows what
+costs a dictionary look-up. Acceptance is tracked per match length over all sequences, so that the policy knows what
 a match is worth; it decides speed only.
 """
 
@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from verispec.errors import InputError
-from verispec.spec.drafter import Offer
-from verispec.spec.plan import SequencePlan
-from verispec.types import NO_DRAFT, Draft, SequenceView, Verdict
+from verispec.spec.drafter import Curve, Refusal
+from verispec.spec.rate import Fading
+from verispec.spec.turn import SequenceView, Turn
+from verispec.types import Draft
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,81 +34,82 @@ class NgramConfig:
 
 @dataclass(slots=True)
 class _Index:
-    """Where each n-gram of a sequence was last followed by something: n-gram -> position after it."""
+    """Where each n-gram of a sequence was last followed by something: n-gram -> position after it.
+
+    `match` is that of the last look-up: its length, the position after it, and the sequence's length then.
+    """
 
     positions: dict[tuple[int, ...], int] = field(default_factory=dict)
     indexed_len: int = 0
-
-
-@dataclass(slots=True)
-class _Rate:
-    """Accepted over tried nodes, older rounds fading out."""
-
-    accepted: float
-    tried: float
-
-    def update(self, accepted: int, tried: int, memory: float) -> None:
-        self.accepted = self.accepted * memory + accepted
-        self.tried = self.tried * memory + tried
+    match: tuple[int, int, int] = (0, 0, 0)
 
 
 class NgramDrafter:
     """One index per live sequence, grown as tokens are committed."""
 
+    has_probabilities = False
+    reads_text = True
+
     def __init__(self, config: NgramConfig | None = None) -> None:
         self._config = config or NgramConfig()
+        self._lengths = range(self._config.max_match, self._config.min_match - 1, -1)
         self._indices: dict[int, _Index] = {}
-        prior = self._config.prior_acceptance
-        lengths = range(self._config.min_match, self._config.max_match + 1)
-        self._rates = {n: _Rate(accepted=4 * prior, tried=4.0) for n in lengths}
+        prior, memory = self._config.prior_acceptance, self._config.memory
+        self._rates = {n: Fading(accepted=4 * prior, tried=4.0, memory=memory) for n in self._lengths}
+        self._nothing = Refusal(f"the last {self._config.min_match} tokens occurred nowhere before")
 
-    def offer(self, sequence: SequenceView, limit: int) -> Offer:
-        """As many nodes as allowed if the last tokens occurred before: a match can be followed without end."""
-        length, _ = self._match(sequence)
-        if not length:
-            return Offer.nothing(f"the last {self._config.min_match} tokens occurred nowhere before")
-        rate = self._rates[length]
-        return Offer(min(limit, self._config.max_draft), rate.accepted / rate.tried)
+    @property
+    def version(self) -> int:
+        return sum(rate.version for rate in self._rates.values())
 
-    def draft(self, plans: Sequence[SequencePlan]) -> list[Draft]:
+    def state(self, sequence: SequenceView) -> int | Refusal:
+        """The length of the match: as many nodes as allowed can follow it, for it can be followed without end."""
+        return self._match(sequence)[0] or self._nothing
+
+    def curves(self, key: object) -> tuple[Curve, ...]:
+        assert isinstance(key, int)
+        return (Curve.chain(self._config.max_draft, self._rates[key].value),)
+
+    def draft(self, turns: Sequence[Turn]) -> list[Draft]:
         """The chain that followed each match."""
-        return [self._follow(p.sequence, p.draft_quota) for p in plans]
+        return [self._follow(t.sequence, t.choice.num_nodes) for t in turns]
 
-    def _follow(self, sequence: SequenceView, quota: int) -> Draft:
+    def _follow(self, sequence: SequenceView, num_nodes: int) -> Draft:
         """Where what follows the match reaches the end of the text, it goes on with its own beginning."""
-        length, position = self._match(sequence)
-        if not length:
-            return NO_DRAFT
+        _, position = self._match(sequence)
         tokens = sequence.token_ids
-        period = len(tokens) - position
-        return Draft.chain(tokens[position + i % period] for i in range(quota))
+        followed = list(tokens[position : position + num_nodes])
+        while len(followed) < num_nodes:
+            followed += followed[: num_nodes - len(followed)]
+        return Draft.chain(followed)
 
-    def observe(self, plan: SequencePlan, draft: Draft, verdict: Verdict) -> None:
+    def observe(self, turn: Turn) -> None:
         """Update the acceptance of the match length this draft came from."""
-        sequence = plan.sequence
-        start = len(sequence.token_ids) - len(verdict.path) - 1
-        length, _ = self._match(sequence, start)
-        if length:
-            tried = min(len(draft), len(verdict.path) + 1)  # nodes behind the first rejection were never tried
-            self._rates[length].update(len(verdict.path), tried, self._config.memory)
+        index = self._indices.get(turn.sequence.sequence_id)
+        if index is not None and index.match[0] and turn.verdict is not None:
+            self._rates[index.match[0]].observe(len(turn.verdict.path), len(turn.draft))
 
     def forget(self, sequence_id: int) -> None:
-        """Drop the index."""
         self._indices.pop(sequence_id, None)
 
-    def _match(self, sequence: SequenceView, end: int | None = None) -> tuple[int, int]:
-        """Longest earlier occurrence of the tokens before `end`: its length and the position after it, or (0, 0)."""
-        tokens = sequence.token_ids
-        end = len(tokens) if end is None else end
-        index = self._indices.setdefault(sequence.sequence_id, _Index())
-        lengths = range(self._config.max_match, self._config.min_match - 1, -1)
+    def _match(self, sequence: SequenceView) -> tuple[int, int]:
+        """Longest earlier occurrence of the last tokens: its length and the position after it, or (0, 0)."""
+        index = self._indices.get(sequence.sequence_id)
+        if index is None:
+            index = self._indices[sequence.sequence_id] = _Index()
+        tokens, positions = sequence.token_ids, index.positions
+        end = len(tokens)
+        if index.match[2] == end:
+            return index.match[:2]
         for position in range(index.indexed_len, end):
-            for n in lengths:
+            for n in self._lengths:
                 if position >= n:
-                    index.positions[tuple(tokens[position - n : position])] = position
-        index.indexed_len = max(index.indexed_len, end)
-        for n in lengths:
-            found = index.positions.get(tuple(tokens[end - n : end])) if end > n else None
-            if found is not None and found < end:
-                return n, found
-        return 0, 0
+                    positions[tuple(tokens[position - n : position])] = position
+        index.indexed_len = end
+        found = (0, 0)
+        for n in self._lengths:
+            if end > n and (position := positions.get(tuple(tokens[end - n :]), 0)):
+                found = n, position
+                break
+        index.match = (*found, end)
+        return found

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
-from verispec.spec.drafter import Offer
-from verispec.spec.plan import SequencePlan
-from verispec.types import NO_DRAFT, Draft, SequenceView, Verdict
+from verispec.spec.drafter import Curve, Refusal
+from verispec.spec.turn import SequenceView, Turn
+from verispec.types import NO_DRAFT, Draft
 
 
 class NoDrafter:
     """Off, as an object; `reason` is what the counters say."""
 
+    has_probabilities = False
+    reads_text = False
+    version = 0
+
     def __init__(self, reason: str = "drafter none") -> None:
-        self._reason = reason
+        self._refusal = Refusal(reason)
 
-    def offer(self, sequence: SequenceView, limit: int) -> Offer:
-        """Nothing to offer."""
-        return Offer.nothing(self._reason)
+    def state(self, sequence: SequenceView) -> Refusal:
+        return self._refusal
 
-    def draft(self, plans: Sequence[SequencePlan]) -> list[Draft]:
-        """Empty drafts."""
-        return [NO_DRAFT] * len(plans)
+    def curves(self, key: Hashable) -> tuple[Curve, ...]:
+        return ()
 
-    def observe(self, plan: SequencePlan, draft: Draft, verdict: Verdict) -> None:
-        """Nothing to learn."""
+    def draft(self, turns: Sequence[Turn]) -> list[Draft]:
+        return [NO_DRAFT] * len(turns)
+
+    def observe(self, turn: Turn) -> None:
+        pass
 
     def forget(self, sequence_id: int) -> None:
-        """Nothing kept."""
+        pass

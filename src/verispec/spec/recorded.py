@@ -8,29 +8,41 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from verispec.spec.drafter import Offer
-from verispec.spec.plan import SequencePlan
-from verispec.types import Draft, SequenceView, Verdict
+from verispec.spec.drafter import Curve, Refusal
+from verispec.spec.turn import SequenceView, Turn
+from verispec.tree import MAX_NODES
+from verispec.types import Draft
 
 
 class RecordedDrafter:
     """`token_ids` is the whole recording, prompt included."""
 
+    has_probabilities = False
+    reads_text = True
+    version = 0
+
     def __init__(self, token_ids: Sequence[int]) -> None:
         self._token_ids = tuple(token_ids)
 
-    def offer(self, sequence: SequenceView, limit: int) -> Offer:
-        """All that is left but the last token, which the target adds itself."""
+    def state(self, sequence: SequenceView) -> int | Refusal:
+        """The tokens that are left but the last, which the target adds itself."""
         num_left = len(self._token_ids) - len(sequence.token_ids) - 1
-        return Offer(min(limit, num_left), 1.0) if num_left > 0 else Offer.nothing("the recording ends here")
+        return min(num_left, MAX_NODES) if num_left > 0 else Refusal("the recording ends here")
 
-    def draft(self, plans: Sequence[SequencePlan]) -> list[Draft]:
+    def curves(self, key: object) -> tuple[Curve, ...]:
+        assert isinstance(key, int)
+        return (Curve.chain(key, 1.0, is_forced=True),)
+
+    def draft(self, turns: Sequence[Turn]) -> list[Draft]:
         """The chain that follows the committed tokens in the recording."""
-        starts = [len(p.sequence.token_ids) for p in plans]
-        return [Draft.chain(self._token_ids[s : s + p.draft_quota]) for p, s in zip(plans, starts, strict=True)]
+        starts = [len(t.sequence.token_ids) for t in turns]
+        return [
+            Draft.chain(self._token_ids[s : s + t.choice.num_nodes][: len(self._token_ids) - s - 1])
+            for t, s in zip(turns, starts, strict=True)
+        ]
 
-    def observe(self, plan: SequencePlan, draft: Draft, verdict: Verdict) -> None:
-        """Nothing to learn."""
+    def observe(self, turn: Turn) -> None:
+        pass
 
     def forget(self, sequence_id: int) -> None:
-        """Nothing kept."""
+        pass

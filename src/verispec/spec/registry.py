@@ -7,15 +7,17 @@ from dataclasses import dataclass
 
 from verispec.backends.cost import CostTable
 from verispec.backends.protocol import Backend
+from verispec.errors import InputError
 from verispec.kv import DRAFT_STORE
 from verispec.spec.decode import DecodeConfig, DecodeDrafter
-from verispec.spec.drafter import AUTO, Drafter
+from verispec.spec.drafter import Drafter
 from verispec.spec.growth import DraftModel
 from verispec.spec.model_drafter import ModelDrafter, ModelDrafterConfig, Source
 from verispec.spec.ngram import NgramConfig, NgramDrafter
 from verispec.spec.none import NoDrafter
 from verispec.spec.skip import NOT_TUNED, skip_drafter
 from verispec.spec.skip_menu import MAX_DRAFT, SkipMenu
+from verispec.spec.speculation import AUTO
 
 SKIP_DRAFTER, MODEL_DRAFTER = "skip", "model"
 NO_DRAFT_MODEL = "there is no draft model; --draft-model names one"
@@ -75,6 +77,12 @@ DRAFTERS: dict[str, Callable[[DraftSetup], Drafter]] = {
     MODEL_DRAFTER: _model,
 }
 DRAFTER_NAMES = (*DRAFTERS, AUTO)
+
+
+def check_method(method: str) -> None:
+    """Raise InputError unless a drafter has this name."""
+    if method not in DRAFTER_NAMES:
+        raise InputError(f"unknown drafter {method!r}; known: {', '.join(DRAFTER_NAMES)}")
 
 
 def make_drafters(setup: DraftSetup | None = None) -> dict[str, Drafter]:

@@ -5,7 +5,6 @@ never looks at a token twice. Appending tokens one by one is its only operation,
 """
 
 import codecs
-import copy
 from typing import Protocol
 
 from verispec.errors import InputError
@@ -70,6 +69,11 @@ class TextStream:
         self.matched_stop: str | None = None
 
     @property
+    def can_stop(self) -> bool:
+        """Whether it looks for stop strings."""
+        return bool(self._matchers)
+
+    @property
     def text(self) -> str:
         """Everything released so far."""
         return "".join(self._released)
@@ -88,15 +92,6 @@ class TextStream:
             data = data.removeprefix(b" ")
             self._strip_pending = False
         return self._take(self._decoder.decode(data), may_stop=may_stop)
-
-    def fork(self) -> "TextStream":
-        """A stream that goes on from here and shares nothing that changes; its `text` begins here."""
-        other = copy.copy(self)
-        other._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        other._decoder.setstate(self._decoder.getstate())
-        other._matchers = [copy.copy(matcher) for matcher in self._matchers]
-        other._released = []
-        return other
 
     def finish(self) -> str:
         """Releases what was held back; half a character becomes U+FFFD.

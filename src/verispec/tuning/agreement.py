@@ -8,29 +8,22 @@ number of views.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from verispec.backends.protocol import (
-    FULL_VIEW,
-    DrawResult,
-    DrawWanted,
-    LogprobsWanted,
-    Rows,
-    RowsBuilder,
-    View,
-    Wanted,
-)
+from verispec.backends.pass_builder import PassBuilder
+from verispec.backends.protocol import FULL_VIEW, Float32, LogprobsWanted, Pass, View, Wanted
 from verispec.errors import InputError
 from verispec.sampling.draw import NO_TOKEN
-from verispec.sampling.rows import SampleKey, SamplingRowsBuilder
-from verispec.tuning.own_text import NO_HISTORY, SEED, Line, first_free_slot
+from verispec.sampling.rows import SampleKey, Sampler
+from verispec.tuning.own_text import SEED, Line, first_free_slot
 from verispec.tuning.passes import Runner
 from verispec.types import SamplingParams
 
-_GREEDY, _SAMPLED = SamplingParams(temperature=0.0), SamplingParams(temperature=1.0)
+_SAMPLED = SamplingParams(temperature=1.0)
 
 
 class Agreement(NamedTuple):
@@ -40,17 +33,19 @@ class Agreement(NamedTuple):
     sampled: float
 
 
+class _Drawn(NamedTuple):
+    """At each row: the most likely token and its log-probability, and the draw at temperature 1."""
+
+    greedy: NDArray[np.int64]
+    logprobs: Float32
+    sampled: NDArray[np.int64]
+
+
 class _Chunk(NamedTuple):
-    """Rows of one pass, and what the full model draws at them: greedily, then at temperature 1."""
+    """A pass, and what the full model says at its rows."""
 
-    rows: Rows
-    wanted: DrawWanted
-    drawn: DrawResult
-
-    @property
-    def num_tokens(self) -> int:
-        """Rows without padding; each draws twice."""
-        return len(self.wanted.rows) // 2
+    pass_: Pass
+    drawn: _Drawn
 
 
 class Evaluator:
@@ -72,8 +67,8 @@ class Evaluator:
         """Draw with the view, and compare."""
         counts = np.zeros(2, np.int64)
         for chunk in self._chunks:
-            drawn = self._draw(chunk.rows, chunk.wanted, view)
-            counts += (drawn.token_ids == chunk.drawn.token_ids).reshape(2, -1).sum(axis=1)
+            drawn = self._draw(chunk.pass_, view)
+            counts += (drawn.greedy == chunk.drawn.greedy).sum(), (drawn.sampled == chunk.drawn.sampled).sum()
         return Agreement(*(int(count) / self.num_tokens for count in counts))
 
     def soft_agreement(self, view: View) -> float:
@@ -87,35 +82,30 @@ class Evaluator:
         return self._known[view]
 
     def _probability_left(self, chunk: _Chunk, view: View) -> NDArray[np.float64]:
-        count = chunk.num_tokens
-        wanted = LogprobsWanted(chunk.wanted.rows[:count], chunk.drawn.token_ids[:count].astype(np.int32))
-        logprobs = self._runner.run(chunk.rows, Wanted(logprobs=wanted), view=view).logprobs
+        wanted = chunk.pass_.wanted.draw
+        assert wanted is not None
+        given = Wanted(logprobs=LogprobsWanted(wanted.rows, chunk.drawn.greedy.astype(np.int32)))
+        logprobs = self._runner.backend.submit(replace(chunk.pass_, wanted=given, view=view)).result().logprobs
         assert logprobs is not None
-        change = logprobs.astype(np.float64) - chunk.drawn.logprobs[:count]
+        change = logprobs.astype(np.float64) - chunk.drawn.logprobs
         return np.exp(np.minimum(np.nan_to_num(change, nan=-np.inf, neginf=-np.inf), 0.0))
 
-    def _draw(self, rows: Rows, wanted: DrawWanted, view: View) -> DrawResult:
-        drawn = self._runner.run(rows, Wanted(draw=wanted), view=view).draw
-        assert drawn is not None
-        return drawn
+    def _draw(self, pass_: Pass, view: View) -> _Drawn:
+        result = self._runner.backend.submit(replace(pass_, view=view)).result()
+        assert result.draw is not None
+        assert result.top_k is not None
+        return _Drawn(result.top_k.token_ids[:, 0], result.top_k.values[:, 0], result.draw.token_ids)
 
     def _chunk(self, places: Sequence[tuple[Line, int]], scratch: int) -> _Chunk:
-        """Rows that read `table[:position]` and themselves, and draw the token behind, once per temperature."""
-        builder, sampling = RowsBuilder(), SamplingRowsBuilder()
+        """Rows that read `table[:position]` and themselves, and draw the token behind, sampled and greedily."""
+        builder = PassBuilder()
         for i, (line, position) in enumerate(places):
-            builder.add(
-                token_id=line.token_ids[position], position=position, slot=scratch + i, seq_row=line.seq_row,
-                prefix_len=position, tail=(scratch + i,),
-            )  # fmt: skip
-        for params in (_GREEDY, _SAMPLED):
-            for line, position in places:
-                sampling.add(
-                    params, SampleKey(SEED, line.seq_row), t=position + 1, history=NO_HISTORY, path_ids=(),
-                    stopping_ids=(), vocab_size=self._runner.backend.limits.vocab_size,
-                )  # fmt: skip
-        rows = self._runner.build(builder)
-        wanted = DrawWanted(np.tile(np.arange(len(places), dtype=np.int32), 2), sampling.build())
-        drawn = self._draw(rows, wanted, FULL_VIEW)
-        if (drawn.token_ids == NO_TOKEN).any():
+            self._runner.backend.bind(line.seq_row, Sampler(_SAMPLED, SampleKey(SEED, line.seq_row)))
+            row = builder.add_node(line.seq_row, position, line.token_ids[position], (scratch + i,))
+            builder.draw.add(row)
+            builder.want_top(row, 1)
+        pass_ = self._runner.build(builder)
+        drawn = self._draw(pass_, FULL_VIEW)
+        if (drawn.sampled == NO_TOKEN).any():
             raise InputError("the model gives NaN for its own text; it cannot be tuned")
-        return _Chunk(rows, wanted, drawn)
+        return _Chunk(pass_, drawn)

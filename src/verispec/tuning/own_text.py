@@ -10,22 +10,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-
 from verispec.backends.audit import Progress, no_progress
-from verispec.backends.protocol import BackendLimits, DrawWanted, RowsBuilder, Wanted
+from verispec.backends.pass_builder import PassBuilder
+from verispec.backends.protocol import BackendLimits
 from verispec.errors import InputError
 from verispec.kv import NUM_RESERVED
 from verispec.sampling.draw import NO_TOKEN
-from verispec.sampling.rows import History, SampleKey, SamplingRowsBuilder
-from verispec.tuning.passes import Runner, table_update
+from verispec.sampling.rows import SampleKey, Sampler
+from verispec.tuning.passes import Runner
 from verispec.types import SamplingParams
 
 Encode = Callable[[str], Sequence[int]]
 TEMPERATURES = (0.0, 1.0)
 SEED = 1
 _LINE_TOKENS = 8  # the fewest that are worth another line
-NO_HISTORY = History(frozenset(), {}, 0)
 
 
 class Beginnings(NamedTuple):
@@ -131,10 +129,13 @@ def write_text(
     The lines' K/V stays where they say. As many rows as one pass can hold are left free behind it.
     """
     lines = _lay_out(runner.backend.limits, prompts, num_tokens, spare=runner.max_rows)
+    for line in lines:
+        key = SampleKey(SEED, line.seq_row)
+        runner.backend.bind(line.seq_row, Sampler(line.params, key, line.prompt_len, stop_ids=tuple(eos_ids)))
     longest = lines[0].params.min_tokens
     for i in range(longest):
         progress("generating text", i / longest)
-        for line, token_id in zip(lines, _next_tokens(runner, lines, eos_ids), strict=True):
+        for line, token_id in zip(lines, _next_tokens(runner, lines), strict=True):
             line.token_ids.append(token_id)
     return tuple(line.done() for line in lines)
 
@@ -169,34 +170,28 @@ def _lay_out(limits: BackendLimits, prompts: Sequence[Sequence[int]], num_tokens
     return writings
 
 
-def _next_tokens(runner: Runner, lines: Sequence[_Writing], eos_ids: Sequence[int]) -> list[int]:
+def _next_tokens(runner: Runner, lines: Sequence[_Writing]) -> list[int]:
     """Compute what is pending of every line, in passes that fit, and draw its next token."""
     waiting = [(line, position) for line in lines for position in line.pending]
     drawn: dict[int, int] = {}
     for start in range(0, len(waiting), runner.max_rows):
-        drawn |= _compute(runner, waiting[start : start + runner.max_rows], eos_ids)
+        drawn |= _compute(runner, waiting[start : start + runner.max_rows])
     return [drawn[line.seq_row] for line in lines]
 
 
-def _compute(runner: Runner, rows: Sequence[tuple[_Writing, int]], eos_ids: Sequence[int]) -> dict[int, int]:
+def _compute(runner: Runner, rows: Sequence[tuple[_Writing, int]]) -> dict[int, int]:
     """One pass; the draws of those lines, by their table rows, whose last token is in it."""
-    builder, sampling = RowsBuilder(), SamplingRowsBuilder()
-    last: dict[int, int] = {}  # row of the pass, by table row
+    builder = PassBuilder()
+    last: list[int] = []  # table rows of the lines that draw
     for line, position in rows:
-        index = builder.add(
-            token_id=line.token_ids[position], position=position, slot=line.first_slot + position,
-            seq_row=line.seq_row, prefix_len=position + 1,
-        )  # fmt: skip
+        slot = line.first_slot + position
+        builder.update_table(line.seq_row, position, (slot,))
+        row = builder.add_chain(line.seq_row, position, (line.token_ids[position],), (slot,))
         line.num_computed = position + 1
         if not line.pending:
-            last[line.seq_row] = index
-            sampling.add(
-                line.params, SampleKey(SEED, line.seq_row), t=position + 1, history=NO_HISTORY, path_ids=(),
-                stopping_ids=eos_ids, vocab_size=runner.backend.limits.vocab_size,
-            )  # fmt: skip
-    wanted = Wanted(draw=DrawWanted(np.array(list(last.values()), np.int32), sampling.build()) if last else None)
-    update = table_update((line.seq_row, position, line.first_slot + position) for line, position in rows)
-    result = runner.run(runner.build(builder), wanted, update=update)
+            last.append(line.seq_row)
+            builder.draw.add(row)
+    result = runner.run(builder)
     token_ids = [] if result.draw is None else result.draw.token_ids.tolist()
     if NO_TOKEN in token_ids:
         raise InputError("the model gives NaN for the built-in prompts; it cannot be tuned")

@@ -1,4 +1,4 @@
-"""How a request is drafted and judged, as users say it: a mapping, a word, or off."""
+"""How a request is drafted and judged: one value, checked once, from the user's words to the turn."""
 
 from __future__ import annotations
 
@@ -7,32 +7,35 @@ from dataclasses import dataclass
 from typing import Any
 
 from verispec.errors import InputError
-from verispec.spec.registry import DRAFTER_NAMES
 from verispec.tree import TreeShape
 from verispec.types import Accept
 
 _KEYS = ("method", "tree", "accept")
 OFF = "none"
+AUTO = "auto"  # the policy chooses among all drafters
 
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """A drafter's name, the shape of its drafts (None: its own choice) and the rule that accepts them."""
+    """A drafter's name, the shape of its drafts (None: its own choice) and the rule that accepts them.
 
-    drafter: str
+    Which names there are, and which can have trees or rules by probabilities, the engine knows.
+    """
+
+    method: str = OFF
     tree: TreeShape | None = None
     accept: Accept = Accept.MATCH
 
     @classmethod
-    def of(cls, drafter: str, *, tree: str | None = None, accept: str = Accept.MATCH) -> Speculation:
+    def of(cls, method: str, *, tree: str | None = None, accept: str = Accept.MATCH) -> Speculation:
         """Checked; every error names its field."""
-        if drafter not in DRAFTER_NAMES:
-            raise InputError(f"unknown drafter {drafter!r}; known: {', '.join(DRAFTER_NAMES)}")
+        if not isinstance(method, str):
+            raise InputError(f"method must be the name of a drafter, not {type(method).__name__}")
         if accept not in tuple(Accept):
             raise InputError(f"unknown accept {accept!r}; known: {', '.join(Accept)}")
         if tree is not None and not isinstance(tree, str):
             raise InputError(f"tree must be text such as chain:4, not {type(tree).__name__}")
-        return cls(drafter, None if tree is None else TreeShape.parse(tree), Accept(accept))
+        return cls(method, None if tree is None else TreeShape.parse(tree), Accept(accept))
 
     @classmethod
     def parse(cls, value: Any, default: Speculation) -> Speculation:
@@ -52,4 +55,4 @@ class Speculation:
         if "method" in value:
             return cls.of(value["method"], tree=value.get("tree"), accept=value.get("accept", Accept.MATCH))
         tree = value.get("tree", None if default.tree is None else str(default.tree))
-        return cls.of(default.drafter, tree=tree, accept=value.get("accept", default.accept))
+        return cls.of(default.method, tree=tree, accept=value.get("accept", default.accept))

@@ -1,0 +1,206 @@
+"""The one builder of passes: rows by sequences, then arrays padded to a shape.
+
+Rows of a chain (a prompt, plain decoding, a draft without branches) stand in the slot table, so they need no tail; only
+nodes of a tree do. Padding rows are ordinary rows that write to the dump slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from verispec.backends.protocol import (
+    FULL_VIEW,
+    Burst,
+    DistributionWanted,
+    DrawWanted,
+    LogprobsWanted,
+    Noise,
+    NoisyTopKWanted,
+    Pass,
+    PassKind,
+    Rows,
+    TableUpdate,
+    TopKWanted,
+    View,
+    Wanted,
+)
+from verispec.kv import DUMP_SLOT, TARGET_STORE, ZERO_SLOT
+
+PADDING_SEQ_ROW = 0  # a table row no sequence uses
+Ints = Sequence[int] | NDArray[np.generic]
+
+
+def padded(
+    token_ids: Ints,
+    positions: Ints,
+    slots: Ints,
+    seq_rows: Ints,
+    *,
+    shape: int,
+    tails: Sequence[tuple[int, Sequence[int]]] = (),
+) -> Rows:
+    """Rows, padded to `shape`. `tails` are those of tree rows, by row: the context behind the prefix, own slot last."""
+    num_rows = len(token_ids)
+    width = max((len(tail) for _, tail in tails), default=0)
+    if shape > num_rows:
+        width = max(1, width)  # padding has its own slot as its tail
+    columns = np.zeros((6, shape), np.int32)  # tokens, positions, slots, sequence rows, prefix and tail lengths
+    columns[0, :num_rows], columns[1, :num_rows], columns[2, :num_rows] = token_ids, positions, slots
+    columns[3, :num_rows] = seq_rows
+    columns[4, :num_rows] = columns[1, :num_rows] + 1
+    columns[2, num_rows:], columns[5, num_rows:] = DUMP_SLOT, 1
+    tail_slots = np.full((shape, width), ZERO_SLOT, np.int32)
+    tail_slots[num_rows:, :1] = DUMP_SLOT
+    for row, tail in tails:
+        tail_slots[row, : len(tail)] = tail
+        columns[4, row] -= len(tail)
+        columns[5, row] = len(tail)
+    return Rows(columns[0], columns[1], columns[2], columns[3], columns[4], tail_slots, columns[5])
+
+
+class Wish:
+    """Rows that want one kind of result, and the noise they use where it is not the target's own."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self._t: list[int] = []
+        self._streams: list[int] = []
+
+    def add(self, row: int, *, t: int = 0, stream: int = 0) -> None:
+        self.rows.append(row)
+        self._t.append(t)
+        self._streams.append(stream)
+
+    def add_all(self, rows: range) -> None:
+        """Rows that use the target's noise."""
+        self.rows += rows
+        self._t += rows
+        self._streams += [0] * len(rows)
+
+    def array(self) -> NDArray[np.int32]:
+        return np.array(self.rows, np.int32)
+
+    def noise(self) -> Noise | None:
+        if not any(self._streams):
+            return None
+        return Noise(np.array(self._t, np.int64), np.array(self._streams, np.int64))
+
+
+class PassBuilder:
+    """Collects rows and wishes, sequence by sequence."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.positions: list[int] = []
+        self.slots: list[int] = []
+        self.seq_rows: list[int] = []
+        self.tails: list[tuple[int, Sequence[int]]] = []
+        self.draw, self.noisy = Wish(), Wish()
+        self.top_rows: list[int] = []
+        self.top_k = 0
+        self.noisy_k = 0
+        self.given_rows: list[int] = []
+        self.given_ids: list[int] = []
+        self.shown_rows: list[int] = []  # whose distributions are wanted
+        self.fed_rows: list[int] = []  # whose draws are fed back, for so many further rounds
+        self.fed_rounds: list[int] = []
+        self._updates: list[tuple[int, int, Sequence[int]]] = []
+        self.table_columns: tuple[list[int], list[int], list[int]] = (
+            [],
+            [],
+            [],
+        )  # of many sequences: rows, positions, slots
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def update_table(self, seq_row: int, start: int, slots: Sequence[int]) -> None:
+        """The slots of positions `start`.. of a sequence, which the backend's table does not have yet."""
+        if slots:
+            self._updates.append((seq_row, start, slots))
+
+    def add_chain(self, seq_row: int, start: int, token_ids: Sequence[int], slots: Sequence[int]) -> int:
+        """Rows at positions `start`.. that stand in the table; returns the first one's index."""
+        first, count = len(self.token_ids), len(token_ids)
+        self.token_ids += token_ids
+        self.positions += range(start, start + count)
+        self.slots += slots
+        self.seq_rows += [seq_row] * count
+        return first
+
+    def add_columns(self, seq_rows: list[int], positions: list[int], token_ids: list[int], slots: list[int]) -> range:
+        """One row of each of many sequences, which draws; returns the rows."""
+        first = len(self.token_ids)
+        self.token_ids += token_ids
+        self.positions += positions
+        self.slots += slots
+        self.seq_rows += seq_rows
+        rows = range(first, len(self.token_ids))
+        self.draw.add_all(rows)
+        return rows
+
+    def add_node(self, seq_row: int, position: int, token_id: int, tail: Sequence[int]) -> int:
+        """A node of a tree: its context is the table up to where the tail begins, then the tail."""
+        row = self.add_chain(seq_row, position, (token_id,), tail[-1:])
+        self.tails.append((row, tail))
+        return row
+
+    def feed_back(self, row: int, num_rounds: int) -> None:
+        """What a row draws is its sequence's next row, for `num_rounds` rounds with the pass's own."""
+        self.fed_rows.append(row)
+        self.fed_rounds.append(num_rounds - 1)
+
+    def want_top(self, row: int, k: int) -> None:
+        """The k most likely ids at a row; the largest k of a pass serves all."""
+        self.top_rows.append(row)
+        self.top_k = max(self.top_k, k)
+
+    def rows(self, shape: int) -> Rows:
+        """The rows alone, padded."""
+        return padded(self.token_ids, self.positions, self.slots, self.seq_rows, shape=shape, tails=self.tails)
+
+    def build(
+        self,
+        kind: PassKind,
+        fit: Callable[[int], int],
+        *,
+        vocab_size: int,
+        store: int = TARGET_STORE,
+        view: View = FULL_VIEW,
+    ) -> Pass:
+        """Freeze; `fit` gives the shape for a number of rows, for the layers, for the head and for further rounds."""
+        ints = np.int32
+        wanted = Wanted(
+            draw=DrawWanted(self.draw.array(), self.draw.noise()) if self.draw.rows else None,
+            logprobs=LogprobsWanted(np.array(self.given_rows, ints), np.array(self.given_ids, ints))
+            if self.given_rows
+            else None,
+            top_k=TopKWanted(np.unique(np.array(self.top_rows, ints)), min(self.top_k, vocab_size))
+            if self.top_rows
+            else None,
+            noisy_top_k=NoisyTopKWanted(self.noisy.array(), min(self.noisy_k, vocab_size), self.noisy.noise())
+            if self.noisy.rows
+            else None,
+            distribution=DistributionWanted(np.array(self.shown_rows, ints)) if self.shown_rows else None,
+        )
+        rows = self.rows(fit(len(self)))
+        num_head = len(wanted.head_rows())
+        burst = None
+        if self.fed_rows:
+            burst = Burst(np.array(self.fed_rows, ints), np.array(self.fed_rounds, ints), fit(len(self.fed_rows)))
+        return Pass(
+            kind, rows, wanted, self._table_update(), head_shape=fit(num_head) if num_head else 0, store=store,
+            view=view, burst=burst,
+        )  # fmt: skip
+
+    def _table_update(self) -> TableUpdate:
+        seq_rows, positions, slots = self.table_columns
+        for seq_row, start, entries in self._updates:
+            seq_rows += [seq_row] * len(entries)
+            positions += range(start, start + len(entries))
+            slots += entries
+        columns = np.array((seq_rows, positions, slots), np.int32)
+        return TableUpdate(columns[0], columns[1], columns[2])

@@ -1,0 +1,357 @@
+"""What a sequence drafts, looked up: a table of choices by drafter, load and context, made anew as acceptance moves.
+
+An entry answers: with these rows running anyway and this many sequences drafting, which number of nodes gives most
+tokens a second, by measured cost T(M, context) and by the drafter's curves? All that draft are taken to draft alike,
+which makes an entry a small sum; the crowd is what it is now, which keeps it honest. Nothing here changes what is
+committed, only when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from verispec.backends.cost import CostTable
+from verispec.spec.drafter import Curve, DrafterSet, Held, Refusal
+from verispec.spec.skip_menu import WORTH_IT
+from verispec.spec.turn import PLAIN, Choice, Turn
+
+_MOST_ENTRIES = 4096
+_REFRESH_EVERY = 512  # passes timed
+_NOT_WORTH_IT = "verifying a draft was not predicted to pay at this load"
+_LONGEST_WAIT = 0.010  # seconds that a stream may wait for a burst
+
+
+_States = Sequence[tuple[str, Hashable | Refusal | Held]]  # of one sequence, by drafter
+
+
+class Crowd(NamedTuple):
+    """What runs anyway: rows of the canonical pass, or of the fast one; the tokens they will commit; the rows of the
+    other pass; and the average context of a row."""
+
+    rows: int
+    tokens: int
+    beside: int
+    context_len: int
+    is_canonical: bool
+
+
+class RoundLoad(NamedTuple):
+    """Sequences that could go on without the host, those that could not, and what bounds their rounds."""
+
+    num_going: int
+    num_waiting: int
+    context_len: int
+    room: int  # the most tokens that one of them has left
+    num_free: int  # slots for each
+    is_streamed: bool
+
+
+class _Entry(NamedTuple):
+    """A choice, its predicted tokens a second, and the drafter's version it was made with."""
+
+    choice: Choice
+    rate: float
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Best:
+    num_nodes: int
+    rate: float
+
+
+class Policy:
+    """Chooses among the canonical shapes `family`, which may be empty, and the shapes of fast passes."""
+
+    def __init__(
+        self,
+        family: Sequence[int],
+        cost: CostTable,
+        drafters: DrafterSet,
+        *,
+        row_budget: int,
+        max_draft: int | None,
+        max_burst: int,
+    ) -> None:
+        self._family = tuple(family)
+        self._cost = cost
+        self._drafters = drafters
+        self._row_budget = row_budget
+        self._max_draft = max_draft
+        self._max_burst = max_burst
+        self._num_observed = cost.num_observed
+        self._entries: dict[Hashable, _Entry] = {}
+        self._canonical_shapes: dict[int, int] = {}
+
+    def choose(
+        self, turns: Sequence[Turn], *, is_canonical: bool, other_rows: int, other_tokens: int, beside: int
+    ) -> None:
+        """Fill in the choices of turns that complete.
+
+        `other_rows` run in the same pass and give `other_tokens`; `beside` rows run in the step's other pass.
+        """
+        if self._cost.num_observed - self._num_observed > _REFRESH_EVERY:  # costs have moved
+            self._num_observed = self._cost.num_observed
+            self._entries.clear()
+            self._canonical_shapes.clear()
+        states = [self._states(turn) for turn in turns]
+        held = [next((s for _, s in found if isinstance(s, Held)), None) for found in states]
+        partial = self._partial(turns, held, other_rows)
+        drafting: dict[str, int] = {}
+        rows, tokens, context = other_rows, other_tokens, 0
+        for turn, window, found in zip(turns, held, states, strict=True):
+            context += turn.start
+            if window is not None:
+                continue
+            rows, tokens = rows + turn.num_pending, tokens + 1
+            for name, state in found:
+                if not isinstance(state, Refusal):
+                    drafting[name] = drafting.get(name, 0) + 1
+        rows += self._replay(turns, states, partial, self._row_budget - rows)
+        beside += sum(t.choice.grows for t in turns)
+        crowd = Crowd(rows, tokens, beside, _bucket(context // len(turns)), is_canonical)
+        left = self._row_budget - rows
+        for turn, window, found in zip(turns, held, states, strict=True):
+            if window is not None:
+                continue
+            turn.choice = self._choice(turn, found, drafting, crowd)
+            if not turn.choice.grows and turn.choice.num_nodes > left:
+                turn.choice = PLAIN._replace(reason="no rows were left for a draft")
+            left -= 0 if turn.choice.grows else turn.choice.num_nodes
+
+    def _replay(self, turns: Sequence[Turn], states: Sequence[_States], partial: set[int], left: int) -> int:
+        """Choices of windows under way; returns the rows of those that are verified now.
+
+        Oldest first. One that does not fit waits; but the first is verified as far as it fits.
+        """
+        taken = 0
+        for turn, found in zip(turns, states, strict=True):
+            for name, state in found:
+                if not isinstance(state, Held):
+                    continue
+                if not state.is_ready and turn.sequence.sequence_id not in partial:
+                    turn.choice = Choice(name, state.target_len, grows=True, num_drawn=state.num_nodes)
+                elif taken and taken + 1 + state.num_nodes > left:
+                    turn.choice = Choice(name, state.num_nodes, waits=True)
+                else:
+                    num_nodes = min(state.num_nodes, max(0, left - taken - 1))
+                    turn.choice = Choice(name, num_nodes, is_replay=True)
+                    taken += 1 + num_nodes
+        return taken
+
+    def _partial(self, turns: Sequence[Turn], held: Sequence[Held | None], other_rows: int) -> set[int]:
+        """Windows that are verified unfinished, because others are verified now; longest first."""
+        ready = [h for h in held if h is not None and h.is_ready]
+        growing = [(h.num_nodes, t) for t, h in zip(turns, held, strict=True) if h and not h.is_ready and h.num_nodes]
+        if not ready or not growing:
+            return set()
+        growing.sort(key=lambda pair: (-pair[0], pair[1].sequence.sequence_id))
+        rows = other_rows + sum(1 + h.num_nodes for h in ready) + held.count(None)
+        context_len = sum(t.start for t in turns) // len(turns)
+        count = self._num_partial([length for length, _ in growing], rows, context_len)
+        return {t.sequence.sequence_id for _, t in growing[:count]}
+
+    def _states(self, turn: Turn) -> _States:
+        sequence = turn.sequence
+        return [
+            (name, self._drafters.state(name, sequence)) for name in self._drafters.members(sequence.speculation.method)
+        ]
+
+    def _choice(self, turn: Turn, states: _States, drafting: dict[str, int], crowd: Crowd) -> Choice:
+        if turn.room < 1:
+            return PLAIN._replace(reason="no room for a draft")
+        refusal = next((s for _, s in states if isinstance(s, Refusal)), "")
+        best = None
+        for name, state in states:
+            if not isinstance(state, Refusal):
+                entry = self._entry(name, state, drafting[name], crowd, is_free=len(states) > 1)
+                best = entry if best is None or entry.rate > best.rate else best
+        if best is None:
+            return PLAIN._replace(reason=str(refusal))
+        return _within(best.choice, turn.room)
+
+    def _entry(self, name: str, key: Hashable, drafting: int, crowd: Crowd, *, is_free: bool) -> _Entry:
+        drafting = min(crowd.rows or 1, 1 << (drafting - 1).bit_length())  # how many draft at once is a rough figure
+        at = (name, key, drafting, crowd, is_free)
+        found = self._entries.get(at)
+        version = self._drafters.version(name)
+        if found is None or found.version != version:
+            if len(self._entries) >= _MOST_ENTRIES:
+                self._entries.clear()
+            found = self._entries[at] = self._made(name, key, drafting, crowd, is_free, version)
+        return found
+
+    def _made(self, name: str, key: Hashable, drafting: int, crowd: Crowd, is_free: bool, version: int) -> _Entry:
+        """The best curve, if it is worth its passes; plain decoding otherwise."""
+        plain = self._rate(crowd, 0, 0.0, 0.0)
+        best = _Entry(PLAIN._replace(reason=_NOT_WORTH_IT), plain, version)
+        for curve in self._drafters.curves(name, key):
+            if curve.by_fast_rounds:
+                rate = self._window_rate(curve, drafting, crowd)
+                because = f"canonical passes predicted {plain:.3g} tokens a second, replays {rate:.3g}"
+                num_nodes = min(self._limit(len(curve.levels)), self._row_budget - 1)
+                if (rate > best.rate or not is_free) and num_nodes > 0:
+                    best = _Entry(Choice(name, num_nodes, grows=True, because=because), rate, version)
+                else:
+                    best = best._replace(choice=best.choice._replace(because=because))
+                continue
+            found = self._best_nodes(curve, drafting, crowd)
+            predicted = found.rate / plain
+            is_worth_it = curve.is_forced or predicted > (1.0 if curve.cost is None else WORTH_IT)
+            if found.num_nodes and is_worth_it and (found.rate > best.rate or curve.is_forced):
+                best = _Entry(Choice(name, found.num_nodes, curve.shape), found.rate, version)
+            elif not best.choice.num_nodes and curve.cost is not None:
+                best = best._replace(choice=best.choice._replace(reason=_why_not(curve, predicted, found.num_nodes)))
+        return best
+
+    def _best_nodes(self, curve: Curve, drafting: int, crowd: Crowd) -> _Best:
+        """Whole levels of the curve, at least one: as many as promise most, or if they are forced as many as fit."""
+        best = _Best(0, 0.0)
+        nodes, tokens, seconds, width = 0, 0.0, 0.0, 1
+        for level in curve.levels[: self._limit(len(curve.levels))]:
+            nodes += level.num_nodes
+            tokens += level.tokens
+            if curve.cost is not None:
+                seconds += _pass_seconds(curve.cost, drafting * width, crowd.context_len)
+            width = level.num_nodes
+            if crowd.rows + nodes > self._row_budget:
+                break
+            rate = self._rate(crowd, drafting * nodes, drafting * tokens, seconds)
+            if rate > best.rate or curve.is_forced:
+                best = _Best(nodes, rate)
+        return best
+
+    def _limit(self, num_levels: int) -> int:
+        return num_levels if self._max_draft is None else min(num_levels, self._max_draft)
+
+    def _rate(self, crowd: Crowd, num_nodes: int, tokens: float, draft_seconds: float) -> float:
+        """Tokens a second of a step with further nodes, which take further seconds to draft."""
+        rows = crowd.rows + num_nodes
+        if crowd.is_canonical and self._family:
+            seconds = self._step_seconds(rows, crowd.beside, crowd.context_len)
+        else:
+            seconds = self._fast_seconds(rows, crowd.context_len)
+        return (crowd.tokens + crowd.beside + tokens) / max(1e-12, seconds + draft_seconds)
+
+    def _window_rate(self, curve: Curve, drafting: int, crowd: Crowd) -> float:
+        """Tokens a second if these sequences draw in fast rounds and replay whole windows."""
+        count = len(curve.levels)
+        if not count or not self._family:
+            return 0.0
+        per_row = min(
+            self._cost.seconds(m, min(m, drafting * count) * crowd.context_len) / min(m, drafting * count)
+            for m in self._family
+        )
+        committed = 1.0 + sum(level.tokens for level in curve.levels)
+        replay = drafting * per_row * (count + 1) / count
+        rows = max(0, crowd.rows - drafting)
+        seconds = self._step_seconds(rows, crowd.beside + drafting, crowd.context_len) + replay
+        tokens = max(0, crowd.tokens - drafting) + crowd.beside + drafting * committed / (count + 1)
+        return tokens / max(1e-12, seconds)
+
+    def joins(self, num_canonical: int, num_fast: int) -> bool:
+        """Whether one canonical pass for all rows is cheaper than a canonical and a fast one."""
+        if not self._family or not num_canonical or num_canonical + num_fast > self._family[-1]:
+            return False
+        return self._joined_seconds(num_canonical, num_fast, 0) < self._apart_seconds(num_canonical, num_fast, 0)
+
+    def _num_partial(self, lengths: Sequence[int], num_rows: int, context_len: int) -> int:
+        """How many unfinished windows, in this order, are best verified together with the rows that run anyway.
+
+        A row of theirs costs now what the larger shape costs more; later it would cost its share of a full pass.
+        """
+        per_row = min(self._cost.seconds(m, m * context_len) / m for m in self._family)
+        best, best_gain, rows = 0, 0.0, 0
+        now = self._canonical_seconds(num_rows, context_len)
+        for k, length in enumerate(lengths, start=1):
+            rows += length + 1
+            if num_rows + rows > self._row_budget:
+                break
+            gain = rows * per_row - (self._canonical_seconds(num_rows + rows, context_len) - now)
+            if gain >= best_gain:
+                best, best_gain = k, gain
+        return best
+
+    def num_rounds(self, load: RoundLoad, host_seconds: float) -> int:
+        """How many rounds the backend runs by itself: as long as a stream may wait, as slots are free, as is left.
+
+        Where some sequences need the host after each round they wait at most twice as long for the others, and only
+        if that is worth more tokens a second.
+        """
+        count = min(self._max_burst, load.room, load.num_free)
+        if count <= 1:
+            return 1
+        together = load.num_going + load.num_waiting
+        seconds = self._fast_seconds(together, load.context_len)
+        if load.num_waiting:
+            short = self._fast_seconds(load.num_going, load.context_len)
+            once = together / (seconds + host_seconds)
+            twice = (together + load.num_going) / (seconds + short + host_seconds)
+            count = 2 if twice > once else 1
+        if load.is_streamed:
+            count = min(count, int(_LONGEST_WAIT / max(1e-6, seconds)))
+        return max(1, count)
+
+    def canonical_shape(self, num_rows: int) -> int:
+        """The cheapest canonical shape for a number of rows."""
+        found = self._canonical_shapes.get(num_rows)
+        if found is None:
+            found = self._canonical_shapes[num_rows] = self._cost.cheapest(m for m in self._family if m >= num_rows)
+        return found
+
+    def fast_shape(self, num_rows: int) -> int:
+        """The shape of a fast pass of so many rows."""
+        return self._cost.fast_shape(num_rows)
+
+    def _step_seconds(self, num_canonical: int, num_fast: int, context_len: int) -> float:
+        if not num_fast:
+            return self._canonical_seconds(num_canonical, context_len)
+        apart = self._apart_seconds(num_canonical, num_fast, context_len)
+        if not num_canonical or num_canonical + num_fast > self._family[-1]:
+            return apart
+        return min(apart, self._joined_seconds(num_canonical, num_fast, context_len))
+
+    def _apart_seconds(self, num_canonical: int, num_fast: int, context_len: int) -> float:
+        return self._canonical_seconds(num_canonical, context_len) + self._fast_seconds(num_fast, context_len)
+
+    def _joined_seconds(self, num_canonical: int, num_fast: int, context_len: int) -> float:
+        return self._canonical_seconds(num_canonical + num_fast, context_len)
+
+    def _canonical_seconds(self, num_rows: int, context_len: int) -> float:
+        if not num_rows:
+            return 0.0
+        if num_rows > self._family[-1]:
+            return self._cost.seconds(num_rows, num_rows * context_len)
+        return self._cost.seconds(self.canonical_shape(num_rows), num_rows * context_len)
+
+    def _fast_seconds(self, num_rows: int, context_len: int) -> float:
+        return self._cost.seconds(self._cost.fast_shape(num_rows), num_rows * context_len) if num_rows else 0.0
+
+
+def _within(choice: Choice, room: int) -> Choice:
+    """The choice, no deeper than what can still be committed."""
+    shape = choice.shape
+    if shape is None:
+        return choice if choice.num_nodes <= room else choice._replace(num_nodes=room)
+    if shape.depth <= room:
+        return choice
+    return choice._replace(num_nodes=min(choice.num_nodes, shape.within(choice.num_nodes, room).num_nodes))
+
+
+def _pass_seconds(cost: CostTable, num_rows: int, context_len: int) -> float:
+    return cost.seconds(cost.fast_shape(num_rows), num_rows * context_len)
+
+
+def _bucket(context_len: int) -> int:
+    """Contexts that differ by less than an eighth change no choice."""
+    step = max(64, 1 << max(0, context_len.bit_length() - 3))
+    return context_len // step * step
+
+
+def _why_not(curve: Curve, predicted: float, num_nodes: int) -> str:
+    """Why a curve's nodes were not chosen."""
+    if not num_nodes:
+        return "the draft does not fit into a pass"
+    return f"{curve.what} predicted {predicted:.2f}x on this model and device; not drafting; --force to draft anyway"

@@ -1,0 +1,274 @@
+"""Turns into passes, and results back into turns. A step has at most one canonical and one fast pass.
+
+Canonical: prompts, plain rows and drafts that are ready, padded to a shape of the family. Fast: rows of requests that
+asked for no determinism, and drafts that grow by fast rounds, together. Rows of both may share one canonical pass where
+that is cheaper: canonical rows do not notice, because they are pure, and the others may run in any shape.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from verispec.backends.pass_builder import PassBuilder
+from verispec.backends.protocol import FROM_STATE, Backend, Pass, PassKind, PassResult, Ticket
+from verispec.spec.turn import Cohort, Pending, Score, Step, Turn
+from verispec.types import Draft, TokenLogprob
+
+Fit = Callable[[int], int]
+Observe = Callable[[Pass, float], None]
+_Start = tuple[int, int, int]  # a turn's first draw, first given row and first row that is shown
+_Records = tuple[Sequence[Turn], Sequence[Cohort]]
+
+
+@dataclass(slots=True)
+class _Part:
+    """One pass of a flight: its turns, where their results begin, its cohorts behind them, and the ticket."""
+
+    turns: list[Turn]
+    cohorts: list[Cohort]
+    builder: PassBuilder
+    starts: list[_Start]
+    pass_: Pass
+    submitted: float
+    ticket: Ticket
+
+
+class Flight:
+    """A step that was submitted. `collect` waits for it and fills in the scores."""
+
+    def __init__(self, step: Step, parts: Sequence[_Part], clock: Callable[[], float], observe: Observe) -> None:
+        self.step = step
+        self._parts = parts
+        self._clock = clock
+        self._observe = observe
+
+    def collect(self) -> Step:
+        """The step, with its scores."""
+        for part in self._parts:
+            result = part.ticket.result()
+            seconds = self._clock() - part.submitted
+            _fill(part, result)
+            if len(self._parts) == 1:  # one of two cannot be timed
+                self._time(part.pass_, result, seconds)
+            for turn in part.turns:
+                turn.seconds = seconds
+            for cohort in part.cohorts:
+                cohort.seconds = seconds
+        return self.step
+
+    def _time(self, pass_: Pass, result: PassResult, seconds: float) -> None:
+        """Tell how long a pass took; the rounds of a burst, if they are of one shape, share its time."""
+        if pass_.burst is None or result.burst is None:
+            self._observe(pass_, seconds)
+        elif pass_.burst.shape == len(pass_.rows):
+            num_rounds = 1 + int((result.burst.token_ids >= 0).any(axis=0).sum())
+            self._observe(pass_, seconds / num_rounds)
+
+    def abandon(self) -> None:
+        """Wait until nothing of it runs any more, whatever comes of it."""
+        for part in self._parts:
+            with contextlib.suppress(Exception):  # it was given up already
+                part.ticket.result()
+
+
+class Passes:
+    """Submits steps.
+
+    `canonical_shape` and `fast_shape` give the shape of a pass for a number of rows; `joins` says whether rows of both
+    kinds, that many of each, should share a canonical pass; `observe` hears how long passes took.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        canonical_shape: Fit,
+        fast_shape: Fit,
+        joins: Callable[[int, int], bool],
+        observe: Observe = lambda pass_, seconds: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._backend = backend
+        self._canonical_shape = canonical_shape
+        self._fast_shape = fast_shape
+        self._joins = joins
+        self._observe = observe
+        self._clock = clock
+
+    def submit(self, step: Step) -> Flight:
+        """Start the step's passes."""
+        canonical: tuple[list[Turn], list[Cohort]] = ([], [])
+        fast: tuple[list[Turn], list[Cohort]] = ([], [])
+        for turn in step.turns:
+            (canonical if turn.is_canonical and not isinstance(turn.draft, Pending) else fast)[0].append(turn)
+        for cohort in step.cohorts:
+            (canonical if cohort.is_canonical else fast)[1].append(cohort)
+        has_fast = any(fast)
+        if has_fast and any(canonical) and self._joins_all(canonical, fast):
+            canonical, has_fast = (canonical[0] + fast[0], canonical[1] + fast[1]), False
+        parts = []
+        if any(canonical):
+            parts.append(self._submit(PassKind.CANONICAL, *canonical, self._canonical_shape))
+        if has_fast:
+            parts.append(self._submit(PassKind.FAST, *fast, self._fast_shape))
+        return Flight(step, parts, self._clock, self._observe)
+
+    def _joins_all(self, canonical: _Records, fast: _Records) -> bool:
+        """Whether one canonical pass is to have all rows. Further rounds of fast rows have no place in one."""
+        if any(record.num_rounds > 1 for part in fast for record in part):
+            return False
+        return self._joins(_num_rows(*canonical), _num_rows(*fast))
+
+    def _submit(self, kind: PassKind, turns: list[Turn], cohorts: list[Cohort], fit: Fit) -> _Part:
+        builder = PassBuilder()
+        starts: list[_Start] = []
+        for turn in turns:
+            starts.append((len(builder.draw.rows), len(builder.given_rows), len(builder.shown_rows)))
+            add_turn(builder, turn)
+        starts.append((len(builder.draw.rows), len(builder.given_rows), len(builder.shown_rows)))
+        for cohort in cohorts:
+            add_cohort(builder, cohort)
+        pass_ = builder.build(kind, fit, vocab_size=self._backend.limits.vocab_size)
+        return _Part(turns, cohorts, builder, starts, pass_, self._clock(), self._backend.submit(pass_))
+
+
+def _num_rows(turns: Sequence[Turn], cohorts: Sequence[Cohort]) -> int:
+    rows = sum(1 if isinstance(t.draft, Pending) else t.num_pending + len(t.draft) for t in turns)
+    return rows + sum(len(c.sequences) for c in cohorts)
+
+
+def add_cohort(builder: PassBuilder, cohort: Cohort) -> None:
+    """One row of every sequence: its last token."""
+    count, seq_rows, slots = cohort.num_rounds, cohort.seq_rows, cohort.lease.slots
+    if cohort.is_ahead:
+        tokens, positions = [FROM_STATE] * len(seq_rows), [0] * len(seq_rows)
+    else:
+        tokens, positions = [s.token_ids[-1] for s in cohort.sequences], cohort.positions
+    table_rows, table_positions, table_slots = builder.table_columns
+    table_rows += seq_rows * count
+    for i in range(count):
+        table_positions += [position + i for position in cohort.positions]
+    table_slots += slots
+    rows = builder.add_columns(seq_rows, positions, tokens, slots[: len(seq_rows)])
+    if count > 1 or cohort.feeds:
+        builder.fed_rows += rows
+        builder.fed_rounds += [count - 1] * len(rows)
+
+
+def add_turn(builder: PassBuilder, turn: Turn) -> None:
+    """A turn's rows: pending tokens, then its draft's nodes; or the one row that a growing draft goes on from."""
+    sequence, draft = turn.sequence, turn.draft
+    builder.update_table(turn.seq_row, turn.table_start, turn.table_slots)
+    if isinstance(draft, Pending):
+        behind = len(draft.token_ids)
+        token_id = draft.token_ids[-1] if behind else sequence.token_ids[-1]
+        row = builder.add_chain(turn.seq_row, turn.start + behind, (token_id,), (turn.slots[behind],))
+        builder.draw.add(row)
+        builder.feed_back(row, turn.num_rounds)
+        return
+    start, count = turn.start, turn.num_pending
+    tokens = sequence.token_ids[start : start + count]
+    row = builder.add_chain(turn.seq_row, start, tokens, turn.slots[:count]) + count - 1
+    if sequence.params.prompt_logprobs is not None:
+        _want_prompt(builder, turn, row - count + 1)
+    if turn.completes:
+        _want_draw(builder, turn, row)
+        if len(draft):
+            _add_nodes(builder, turn, draft)
+
+
+def _add_nodes(builder: PassBuilder, turn: Turn, draft: Draft) -> None:
+    """A chain's slots are in the table: its rows are like a prompt's. Only nodes of a tree need tails."""
+    start, first = turn.start + turn.num_pending, turn.num_pending
+    if draft.is_chain:
+        slots = turn.slots[first : first + len(draft)]
+        row = builder.add_chain(turn.seq_row, start, draft.token_ids, slots)
+        for i in range(len(draft)):
+            _want_draw(builder, turn, row + i)
+        return
+    for node, token_id in enumerate(draft.token_ids):
+        path = draft.path_to(node)
+        tail = [turn.slots[first + i] for i in path]
+        _want_draw(builder, turn, builder.add_node(turn.seq_row, start + len(path) - 1, token_id, tail))
+
+
+def _want_draw(builder: PassBuilder, turn: Turn, row: int) -> None:
+    builder.draw.add(row)
+    if turn.shows_distributions:
+        builder.shown_rows.append(row)
+    if turn.sequence.params.logprobs:
+        builder.want_top(row, turn.sequence.params.logprobs)
+
+
+def _want_prompt(builder: PassBuilder, turn: Turn, first_row: int) -> None:
+    sequence = turn.sequence
+    alternatives = sequence.params.prompt_logprobs
+    for position in range(turn.start, min(turn.start + turn.num_pending, sequence.prompt_len - 1)):
+        row = first_row + position - turn.start
+        builder.given_rows.append(row)
+        builder.given_ids.append(sequence.token_ids[position + 1])
+        if alternatives:
+            builder.want_top(row, alternatives)
+
+
+def _fill(part: _Part, result: PassResult) -> None:
+    """Cut the pass's flat results into scores."""
+    builder = part.builder
+    tokens = result.draw.token_ids.tolist() if result.draw is not None else []
+    logprobs = result.draw.logprobs.tolist() if result.draw is not None else []
+    further = _Further(result)
+    if part.turns:
+        _fill_turns(part, result, tokens, logprobs, further)
+    first = part.starts[-1][0]
+    for cohort in part.cohorts:
+        end = first + len(cohort.sequences)
+        cohort.draws = [[t] for t in tokens[first:end]]
+        cohort.logprobs = [[x] for x in logprobs[first:end]]
+        if cohort.num_rounds > 1 or cohort.feeds:
+            for draws, values in zip(cohort.draws, cohort.logprobs, strict=True):
+                further.extend(draws, values, cohort.num_rounds - 1)
+        first = end
+    assert not part.cohorts or first == len(builder.draw.rows)
+
+
+class _Further:
+    """The draws of further rounds, in the order of the rows that were fed back."""
+
+    def __init__(self, result: PassResult) -> None:
+        self._tokens = [] if result.burst is None else result.burst.token_ids.tolist()
+        self._logprobs = [] if result.burst is None else result.burst.logprobs.tolist()
+        self._next = 0
+
+    def extend(self, draws: list[int], logprobs: list[float], count: int) -> None:
+        draws += self._tokens[self._next][:count]
+        logprobs += self._logprobs[self._next][:count]
+        self._next += 1
+
+
+def _fill_turns(part: _Part, result: PassResult, tokens: list[int], logprobs: list[float], further: _Further) -> None:
+    builder = part.builder
+    given = result.logprobs.tolist() if result.logprobs is not None else []
+    top: dict[int, tuple[tuple[int, float], ...]] = {}
+    if result.top_k is not None:
+        for row, ids, values in zip(sorted(set(builder.top_rows)), *result.top_k, strict=True):
+            top[row] = tuple(zip(ids.tolist(), values.tolist(), strict=True))
+    for i, turn in enumerate(part.turns):
+        start, end = part.starts[i], part.starts[i + 1]
+        score = Score(tokens[start[0] : end[0]], logprobs[start[0] : end[0]])
+        if isinstance(turn.draft, Pending):
+            further.extend(score.draws, score.logprobs, turn.num_rounds - 1)
+        elif top:
+            kept = turn.sequence.params.logprobs or 0
+            score.alternatives = [top.get(row, ())[:kept] for row in builder.draw.rows[start[0] : end[0]]]
+        if end[1] > start[1]:
+            kept = turn.sequence.params.prompt_logprobs or 0
+            score.prompt_logprobs = tuple(
+                TokenLogprob(builder.given_ids[i], given[i], top.get(builder.given_rows[i], ())[:kept])
+                for i in range(start[1], end[1])
+            )
+        if end[2] > start[2]:
+            score.distribution, score.first_row = result.distribution, start[2]
+        turn.score = score

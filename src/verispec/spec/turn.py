@@ -1,0 +1,181 @@
+"""A turn: one sequence in one step. What runs is fixed when it is planned; draft, score and verdict are filled in once.
+
+The scheduler makes turns, drafters fill in drafts, passes fill in scores, `judge` fills in verdicts, and `commit` reads
+it all. Nobody writes into a sequence before that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from verispec.backends.protocol import DistributionHandle
+from verispec.kv import Lease
+from verispec.sampling.rows import SampleKey
+from verispec.spec.speculation import Speculation
+from verispec.tree import TreeShape
+from verispec.types import NO_DRAFT, Draft, SamplingParams, TokenLogprob, Verdict
+
+
+class SequenceView(Protocol):
+    """What drafters and passes may read of a sequence: committed state, which changes by the commit of its turn alone.
+
+    `draft_epoch` changes whenever the leased slots of a draft under way were lost.
+    """
+
+    @property
+    def sequence_id(self) -> int: ...
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+    @property
+    def prompt_len(self) -> int: ...
+    @property
+    def computed_len(self) -> int: ...
+    @property
+    def slots(self) -> Sequence[int]: ...
+    @property
+    def params(self) -> SamplingParams: ...
+    @property
+    def speculation(self) -> Speculation: ...
+    @property
+    def sample_key(self) -> SampleKey: ...
+    @property
+    def stopping_ids(self) -> Collection[int]: ...
+    @property
+    def uses_probabilities(self) -> bool: ...
+    @property
+    def is_traced(self) -> bool: ...
+    @property
+    def is_streamed(self) -> bool: ...
+    @property
+    def draft_epoch(self) -> int: ...
+
+
+class Pending(NamedTuple):
+    """A draft that is not ready: these tokens stand behind the committed ones, and fast rounds will draw further ones.
+
+    Token i's row, and so its K/V, is at the position behind the committed tokens plus i.
+    """
+
+    token_ids: tuple[int, ...] = ()
+
+
+class Choice(NamedTuple):
+    """What the policy chose for a sequence: up to `num_nodes` nodes of a drafter. `reason` says why not more.
+
+    With `grows`, the nodes come from fast rounds over several steps: `num_drawn` of them are there, and slots for all
+    of them are leased at once. `is_replay`: they are verified now. `waits`: they are ready, but the pass has no rows.
+    """
+
+    drafter: str = ""
+    num_nodes: int = 0
+    shape: TreeShape | None = None
+    grows: bool = False
+    num_drawn: int = 0
+    is_replay: bool = False
+    waits: bool = False
+    reason: str = ""
+    because: str = ""
+
+
+PLAIN = Choice()
+
+
+@dataclass(slots=True, eq=False)
+class Score:
+    """What the target says of a turn's rows: entry 0 follows the committed tokens, entry 1 + i node i of the draft.
+
+    Of a growing draft, entry i follows the i-th token drawn. Draws are empty while the prompt is not complete.
+    `prompt_logprobs` are those of the prompt tokens behind each row. `distribution` has the rows from `first_row` on,
+    where probabilities judge the draft or are shown; `node_logprobs` are then the target's, raw, of each node's token.
+    """
+
+    draws: list[int]
+    logprobs: list[float]
+    alternatives: list[tuple[tuple[int, float], ...]] | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    distribution: DistributionHandle | None = None
+    first_row: int = 0
+    node_logprobs: tuple[float, ...] = ()
+
+
+NO_SCORE = Score([], [])
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """`num_pending` committed tokens from position `start` on get rows, then the draft's nodes; row i uses `slots[i]`.
+
+    `table_slots` are the slots of positions `table_start`.. that the backend's table does not have yet. `epoch` tells a
+    stale turn from a current one. `completes`: every pending token has its row, so the target draws a new token.
+    A growing draft is drawn in `num_rounds` rounds without the host.
+    """
+
+    sequence: SequenceView
+    epoch: int
+    seq_row: int
+    is_canonical: bool
+    start: int
+    num_pending: int
+    completes: bool
+    slots: list[int]
+    table_start: int
+    table_slots: Sequence[int]
+    room: int = 0  # tokens of a draft that could still be committed: the one behind it must fit too
+    store_lens: tuple[int, ...] = ()
+    choice: Choice = PLAIN
+    num_rounds: int = 1
+    # Filled in by drafters,
+    draft: Draft | Pending = NO_DRAFT
+    num_draft_passes: int = 0
+    note: str = ""  # why nothing was drafted after all
+    exit_state: tuple[float, float] | None = None  # threshold and rate of the adaptive exit
+    # by the passes,
+    score: Score = NO_SCORE
+    seconds: float = 0.0  # of the pass that verified it
+    # and by the judge.
+    verdict: Verdict | None = None
+
+    @property
+    def judges_by_probability(self) -> bool:
+        """Whether probabilities judge the draft: the request asked for it, and the drafter has them."""
+        return isinstance(self.draft, Draft) and self.sequence.uses_probabilities and bool(self.draft.proposals)
+
+    @property
+    def shows_distributions(self) -> bool:
+        """Whether the target's distributions are needed: to judge the draft, or to show it."""
+        return self.judges_by_probability or (
+            self.sequence.is_traced and isinstance(self.draft, Draft) and len(self.draft) > 0
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Cohort:
+    """The turns of all sequences that only decode, as columns: `num_rounds` rounds of one row each.
+
+    Its slots belong to `lease` until they are committed: round by round, one for each sequence.
+    `is_ahead`: planned while earlier rounds of the same sequences were in the air, so their tokens and positions are
+    known to the backend alone. `feeds`: the backend remembers where it left the sequences.
+    """
+
+    sequences: list[SequenceView]
+    epochs: list[int]
+    seq_rows: list[int]
+    positions: list[int]  # of the first round, at most
+    is_canonical: bool
+    lease: Lease
+    num_rounds: int = 1
+    is_ahead: bool = False
+    feeds: bool = False
+    # Filled in by the pass: a list per sequence, -1 where it had ended or could not draw.
+    draws: list[list[int]] = field(default_factory=list)
+    logprobs: list[list[float]] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+class Step(NamedTuple):
+    """What runs between two commits: the turns of single sequences, and up to two cohorts, canonical and fast."""
+
+    turns: Sequence[Turn] = ()
+    cohorts: Sequence[Cohort] = ()

@@ -1,0 +1,427 @@
+"""Bursts and flights: rounds that a backend runs by itself, and steps that are planned before the last has landed.
+
+A burst of n rounds gives the bits of n single rounds, which are the oracle's, wherever it begins and ends. What is in
+the air runs as late as it may here, over slots that are poisoned as soon as they are free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+
+from tests.support.adversaries import VOCAB_SIZE, collect, facts
+from tests.support.decoding import PROMPT, Watched, letters, oracle
+from tests.support.fake_backend import FakeBackend
+from tests.support.faulty_backends import WrappedBackend
+from tests.support.late_backend import LateBackend
+from tests.support.world import World, bits, make_requests, native_world, numpy_world, run
+from verispec.backends.cost import CostTable
+from verispec.backends.protocol import Backend, Pass, PassResult, ReadyTicket, Ticket
+from verispec.config import EngineConfig
+from verispec.engine import Engine, Request
+from verispec.engine.policy import Policy, RoundLoad
+from verispec.sampling.rows import Sampler
+from verispec.spec.drafter import DrafterSet
+from verispec.spec.ngram import NgramConfig, NgramDrafter
+from verispec.spec.none import NoDrafter
+from verispec.spec.speculation import Speculation
+from verispec.types import FinishReason, SamplingParams
+
+ROUNDS = (1, 2, 3, 5, 16)
+# Passes are so cheap that a stream may wait for any burst.
+CHEAP = CostTable((1, 64), (1e-6, 1e-6), (0.0, 0.0))
+PLAIN = SamplingParams(max_tokens=20, temperature=1.0, seed=5)
+
+
+class Bursts:
+    """An engine under watch on a late backend."""
+
+    def __init__(self, num_rounds: int, *, depth: int = 1, failing: Callable[[int], bool] | None = None, **options):
+        self.late: LateBackend
+
+        def wrap(backend: Backend) -> Backend:
+            self.late = LateBackend(backend, failing=failing or (lambda number: False))
+            return self.late
+
+        options = {"max_burst": num_rounds, "depth": depth, "cost": CHEAP, **options}
+        self.watched = Watched(16, wrap=wrap, **options)
+
+    def fill_the_air(self) -> None:
+        """Step until two flights are in the air after a step."""
+        for _ in range(50):
+            self.watched.step()
+            if self.late.num_in_air:
+                return
+        raise AssertionError("nothing stays in the air")
+
+
+def ends(drafter: str) -> Iterator[Request]:
+    """Requests that end in every way, at many places, and that sample in every way."""
+    long = Request(PROMPT, PLAIN, Speculation(drafter), text=letters())
+    tokens = oracle(long)[0].token_ids
+    for i in (1, 4, 9):
+        pair = "".join(chr(ord("a") + t) for t in tokens[i : i + 2])
+        yield replace(long, params=replace(PLAIN, max_tokens=i + 1))
+        yield replace(long, params=replace(PLAIN, stop_ids=(tokens[i],)))
+        yield replace(long, text=letters(pair))
+        yield replace(long, eos_ids=(tokens[i],), params=replace(PLAIN, min_tokens=i + 3))
+        yield replace(long, params=replace(PLAIN, seed=i, repetition_penalty=1.4, frequency_penalty=0.5))
+        yield replace(long, params=replace(PLAIN, seed=i, presence_penalty=0.7, logit_bias=((i % 8, 2.5),), n=2))
+        yield replace(long, prompt_ids=(*PROMPT, i % 8), params=replace(PLAIN, temperature=0.0, logprobs=0))
+
+
+# A burst of n is n single rounds.
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("drafter", ["none", "decode"])
+@pytest.mark.parametrize("num_rounds", ROUNDS)
+def test_a_burst_is_its_single_rounds(num_rounds: int, drafter: str, depth: int) -> None:
+    """`Watched` compares every event with the oracle, which runs alone, round by round."""
+    bursts = Bursts(num_rounds, depth=depth, max_running=4)
+    for request in ends(drafter):
+        bursts.watched.add(request)
+    outputs = bursts.watched.finish()
+    assert {o.finish_reason for o in outputs.values()} == {FinishReason.LENGTH, FinishReason.STOP}
+    assert max(bursts.late.rounds) == min(num_rounds, 16 if drafter == "none" else 15)  # as long as a window
+    if drafter == "none":  # a step of windows has two passes anyway
+        assert bursts.late.most_in_air == depth
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("num_rounds", [2, 5, 16])
+def test_aborts_and_preemption_at_borders(num_rounds: int, depth: int) -> None:
+    """Slots for two sequences of four, and every third request is aborted at a border of its own."""
+    settings = {"num_slots": 50, "row_budget": 8, "max_running": 4, "prefix_cache": False}
+    bursts = Bursts(num_rounds, depth=depth, **settings)
+    watched = bursts.watched
+    for i, request in enumerate([*ends("none"), *ends("none")]):
+        request_id = watched.add(request)
+        if i % 3 == 2:
+            for _ in range(i % 4):
+                watched.step()
+            watched.abort(request_id - 1)
+    watched.finish()
+    assert watched.totals.preemptions > 3
+    assert max(bursts.late.rounds) > 1
+
+
+@pytest.fixture(scope="module", params=["numpy", "native"])
+def world(request: pytest.FixtureRequest) -> World:
+    """A tiny real model."""
+    return {"numpy": numpy_world, "native": native_world}[request.param]("llama")
+
+
+@pytest.mark.parametrize("drafter", ["none", "decode"])
+def test_bursts_of_real_models_are_their_single_rounds(world: World, drafter: str) -> None:
+    """Not a bit of tokens and log-probabilities differs, streamed or not, with aborts in between."""
+    requests = [replace(r, is_streamed=i % 2 > 0) for i, r in enumerate(make_requests(7, drafter=drafter))]
+    expected = [bits(outputs) for outputs in run(world.engine(max_burst=1), requests)]
+    victim = Request([1, 2, 3], SamplingParams(max_tokens=60), Speculation("none"))
+    for num_rounds, depth in ((2, 1), (3, 2), (5, 1), (16, 2)):
+        engine = world.engine(cost=CHEAP, max_burst=num_rounds, depth=depth)
+        found = run(engine, requests, abort_every=7, victim=victim)
+        assert [bits(outputs) for outputs in found] == expected
+
+
+class SpoiledRounds(WrappedBackend):
+    """The last round of a burst gives another token: what the comparisons here have to find."""
+
+    def submit(self, pass_: Pass) -> Ticket:
+        result: PassResult = self.inner.submit(pass_).result()
+        if result.burst is not None and result.burst.token_ids.size:
+            last = result.burst.token_ids[:, -1]
+            last[last >= 0] = (last[last >= 0] + 1) % VOCAB_SIZE
+        return ReadyTicket(result)
+
+
+def test_control_a_wrong_round_is_found() -> None:
+    watched = Watched(16, cost=CHEAP, max_burst=5, wrap=SpoiledRounds)
+    for request in ends("none"):
+        watched.add(request)
+    with pytest.raises(AssertionError, match=r"not what the oracle gives|no canonical pass drew"):
+        watched.finish()
+
+
+# Where bursts end.
+
+
+def test_a_burst_is_no_longer_than_what_is_left() -> None:
+    """20 tokens: 1 by the prompt's pass, then 16 and 3, in two bursts."""
+    bursts = Bursts(16)
+    bursts.watched.ask(params=PLAIN, speculation=Speculation("none"))
+    bursts.watched.finish()
+    assert bursts.late.rounds == [1, 16, 3]
+
+
+def test_a_stop_string_wastes_no_more_than_one_burst() -> None:
+    """The string ends at some token of a burst; the rounds behind it are cut off, and nothing of them is held."""
+    request = next(r for r in ends("none") if r.text().can_stop)
+    num_output = len(oracle(request)[0].token_ids)
+    for num_rounds in ROUNDS:
+        bursts = Bursts(num_rounds)
+        bursts.watched.add(request)
+        output = bursts.watched.finish()[0]
+        assert len(output.token_ids) == num_output
+        assert sum(bursts.late.rounds) - num_output <= num_rounds - 1
+
+
+def test_a_new_request_waits_for_one_burst_at_most() -> None:
+    bursts = Bursts(5)
+    bursts.watched.ask(params=replace(PLAIN, max_tokens=60), speculation=Speculation("none"))
+    for _ in range(3):
+        bursts.watched.step()
+    request_id = bursts.watched.ask((4, 2), PLAIN, speculation=Speculation("none"))
+    assert request_id in {event.request_id for event in bursts.watched.step()}
+    bursts.watched.finish()
+
+
+def test_where_slots_are_short_bursts_shrink_before_anything_is_evicted_or_preempted() -> None:
+    """64 slots: 20 are cached, two sequences need 22 each to their end. Nobody has to go for the sake of a burst."""
+    bursts = Bursts(16, num_slots=64, max_len=22)
+    watched = bursts.watched
+    watched.ask((7,) * 19, replace(PLAIN, max_tokens=2), speculation=Speculation("none"))
+    watched.finish()
+    cached = len(list(watched.cached_prefixes()))
+    for i in range(2):
+        watched.ask((i,), replace(PLAIN, max_tokens=21), speculation=Speculation("none"))
+    watched.step()
+    while watched.engine.has_work:
+        watched.step()
+        assert len(list(watched.cached_prefixes())) >= cached
+    assert watched.totals.preemptions == 0
+    assert max(bursts.late.rounds) > 1
+
+
+@pytest.mark.parametrize("needs", ["logprobs", "prompt in pieces", "ngram"])
+def test_who_needs_the_host_has_single_rounds(needs: str) -> None:
+    bursts = Bursts(16, family=(4,), row_budget=4)
+    params = replace(PLAIN, logprobs=2) if needs == "logprobs" else PLAIN
+    prompt = tuple(range(8)) * 5 if needs == "prompt in pieces" else PROMPT
+    method = "ngram" if needs == "ngram" else "none"
+    bursts.watched.ask(prompt, replace(params, max_tokens=9), speculation=Speculation(method))
+    for _ in range(8):
+        bursts.watched.step()
+    assert set(bursts.late.rounds) == {1}
+    bursts.watched.finish()
+
+
+# One that needs the host among many that do not.
+
+
+def policy(cost: CostTable, max_burst: int = 16) -> Policy:
+    drafters = DrafterSet({"none": NoDrafter()}, vocab_size=VOCAB_SIZE, max_tail=16)
+    return Policy((64,), cost, drafters, row_budget=64, max_draft=None, max_burst=max_burst)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "host_seconds", "expected"),
+    [
+        (0.001, 0.0, 1),  # 32 in 1 ms, or 63 in 2 ms: the host costs nothing
+        (0.001, 0.002, 2),  # 32 in 3 ms, or 63 in 4 ms
+        (0.006, 0.010, 1),  # it would pay, but 12 ms are too long for a stream
+    ],
+)
+def test_rounds_between_those_of_a_sequence_that_needs_the_host(
+    seconds: float, host_seconds: float, expected: int
+) -> None:
+    cost = CostTable((1, 64), (seconds, seconds), (0.0, 0.0))
+    load = RoundLoad(num_going=31, num_waiting=1, context_len=10, room=20, num_free=9, is_streamed=True)
+    assert policy(cost).num_rounds(load, host_seconds) == expected
+    alone = load._replace(num_waiting=0)
+    assert policy(cost).num_rounds(alone, host_seconds) == min(9, int(0.010 / seconds))
+
+
+@pytest.mark.parametrize("host_seconds", [0.0, 1.0])
+def test_one_ngram_sequence_among_31_plain_ones_waits_at_most_twice_as_long(host_seconds: float) -> None:
+    """Its rounds are counted against those of the others: with single rounds for all they would be as many."""
+    backend = LateBackend(FakeBackend(vocab_size=VOCAB_SIZE, num_slots=2000))
+    drafters = {"none": NoDrafter(), "ngram": NgramDrafter(NgramConfig(min_match=1))}
+    config = EngineConfig(num_slots=2000, max_running=32, max_burst=16)
+    engine = Engine(backend, family=(1, 32, 64), drafters=drafters, config=config, cost=CHEAP, clock=lambda: 0.0)
+    plain, host = Speculation("none"), Speculation("ngram")
+    requests = [Request((i % 8, 3, 1), replace(PLAIN, max_tokens=60), plain) for i in range(32)]
+    requests[9] = replace(requests[9], params=replace(PLAIN, max_tokens=30), speculation=host)
+    ids = [engine.add(request) for request in requests]
+    outputs, waits, waited = {}, [], 0
+    while engine.has_work:
+        engine._scheduler.host_seconds = host_seconds
+        before = len(backend.rounds)
+        events = engine.step()
+        waited += sum(backend.rounds[before:])
+        for event in events:
+            if event.request_id == ids[9] and event.logprobs:
+                waits.append(waited)
+                waited = 0
+            if event.output is not None:
+                outputs[event.request_id] = event.output
+        if ids[9] in outputs:
+            break
+    assert max(waits) == (2 if host_seconds else 1)
+    outputs |= {request_id: output for (request_id, _), output in collect(engine).items()}
+    assert max(backend.rounds) == 16, "once it has ended the others are by themselves"
+    for request_id, request in zip(ids, requests, strict=True):
+        assert facts(outputs[request_id]) == facts(oracle(request)[0])
+
+
+# Two flights in the air.
+
+
+@pytest.mark.parametrize("num_rounds", [1, 4])
+@pytest.mark.parametrize("num_steps", range(4))
+def test_an_abort_with_two_flights_in_the_air(num_rounds: int, num_steps: int) -> None:
+    """Its slots and its row wait for both; meanwhile nobody gets them, and the others go on as if nothing were."""
+    bursts = Bursts(num_rounds, depth=2, max_running=3)
+    watched = bursts.watched
+    aborted, *_ = [
+        watched.ask((i, 1), replace(PLAIN, max_tokens=30), speculation=Speculation("none")) for i in range(3)
+    ]
+    bursts.fill_the_air()
+    for _ in range(num_steps):
+        watched.step()
+    assert bursts.late.num_in_air == 1, "and the next step submits a second one"
+    watched.abort(aborted)
+    watched.check()
+    later = watched.ask((5, 5, 5), PLAIN, speculation=Speculation("none"))
+    outputs = watched.finish()
+    assert outputs[aborted].finish_reason is FinishReason.ABORT
+    assert outputs[later].finish_reason is FinishReason.LENGTH
+    assert bursts.late.most_in_air == 2
+
+
+def test_aborted_requests_have_one_last_event_each() -> None:
+    """Also if several are aborted between two steps."""
+    engine = Bursts(4, depth=2).watched.engine
+    ids = [engine.add(Request(PROMPT, PLAIN, Speculation("none"))) for _ in range(3)]
+    engine.step()
+    for request_id in ids:
+        assert engine.abort(request_id)
+        assert not engine.abort(request_id)
+    ended = [event.request_id for event in engine.step() if event.output is not None]
+    assert ended == ids
+
+
+@pytest.mark.parametrize("num_rounds", [1, 3])
+def test_preemption_waits_until_nothing_is_in_the_air(num_rounds: int) -> None:
+    """Few slots: steps are planned ahead while there are some, and sequences preempted when there are none."""
+    bursts = Bursts(num_rounds, depth=2, num_slots=60, row_budget=8, max_running=4)
+    for i in range(12):
+        bursts.watched.ask((i % 8, 1), replace(PLAIN, max_tokens=30, seed=i), speculation=Speculation("none"))
+    bursts.watched.finish()
+    assert bursts.watched.totals.preemptions > 3
+    assert bursts.late.most_in_air == 2
+
+
+@pytest.mark.parametrize("num_rounds", [1, 4])
+def test_what_ends_with_two_flights_in_the_air_is_published_as_it_was_committed(num_rounds: int) -> None:
+    """A stop string ends a sequence whose next rounds are in the air. `Watched` looks at every cached slot."""
+    bursts = Bursts(num_rounds, depth=2)
+    watched = bursts.watched
+    other = watched.ask((6, 6), replace(PLAIN, max_tokens=60), speculation=Speculation("none"))
+    stopped = [watched.add(r) for r in ends("none") if r.text().can_stop and r.params == PLAIN]
+    was_in_air = False
+    while any(watched.streams[i][0].output is None for i in stopped):
+        ended = {event.request_id for event in watched.step() if event.output is not None}
+        was_in_air |= bool(ended & {*stopped}) and bursts.late.num_in_air > 0
+    assert was_in_air
+    whole = (*PROMPT, *watched.streams[stopped[-1]][0].output.token_ids)
+    watched.step()
+    watched.step()
+    assert max(len(p) for p, _ in watched.cached_prefixes() if p == whole[: len(p)]) >= len(whole) - 1
+    again = watched.ask(whole, PLAIN, speculation=Speculation("none"))
+    outputs = watched.finish()
+    assert outputs[again].stats.cached_tokens == len(whole) - 1
+    assert outputs[other].finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("num_rounds", [1, 4])
+def test_a_flight_that_fails_takes_the_one_behind_it_down_and_nothing_else(num_rounds: int) -> None:
+    """Each pass fails in turn, after it has written its K/V and moved the backend's state on."""
+    for number in range(1, 14):
+        bursts = Bursts(num_rounds, depth=2, failing=number.__eq__, deep=False)
+        watched = bursts.watched
+        for i in range(3):
+            watched.ask((i, 1), replace(PLAIN, max_tokens=12 + i), speculation=Speculation("none"))
+        num_failed = 0
+        while watched.engine.has_work:
+            try:
+                watched.step()
+            except RuntimeError:
+                num_failed += 1
+                watched.engine.check()
+        watched.finish()
+        assert num_failed == (number <= len(bursts.late.rounds))
+        if num_rounds == 1:
+            assert num_failed == 1
+
+
+def test_a_failed_flight_holds_nothing_when_its_requests_are_gone() -> None:
+    bursts = Bursts(4, depth=2, failing=(3).__eq__)
+    watched = bursts.watched
+    request_id = watched.ask(params=replace(PLAIN, max_tokens=40), speculation=Speculation("none"))
+    watched.step()  # the prompt, and nothing can be planned ahead of it
+    watched.step()
+    with pytest.raises(RuntimeError):
+        watched.step()
+    watched.abort(request_id)
+    watched.finish()
+
+
+# Rows of the backend's tables, used again.
+
+EDITED = SamplingParams(
+    max_tokens=40, temperature=0.9, seed=99, repetition_penalty=2.0, presence_penalty=1.0, logit_bias=((1, 4.0),),
+    stop_ids=(0, 3), min_tokens=30, top_k=2, top_p=0.6, min_p=0.4,
+)  # fmt: skip
+
+
+class Forgetful(WrappedBackend):
+    """`bind` leaves one array as the row's last owner, if there was one, had it."""
+
+    def __init__(self, inner: Backend, kept: str) -> None:
+        super().__init__(inner)
+        self._kept = kept
+        self._bound: set[int] = set()
+
+    def bind(self, seq_row: int, sampler: Sampler) -> None:
+        before = np.array(getattr(self.resident, self._kept)[seq_row])
+        self.inner.bind(seq_row, sampler)
+        if seq_row in self._bound:
+            getattr(self.resident, self._kept)[seq_row] = before
+        self._bound.add(seq_row)
+
+
+def preempt_at(border: int, wrap: Callable[[Backend], Backend] = lambda backend: backend) -> Watched:
+    """Two sequences swap their rows at a border: both are taken out, and come back in the other order."""
+    watched = Watched(16, cost=CHEAP, max_burst=3, max_running=2, prefix_cache=False, wrap=wrap)
+    watched.ask(params=replace(PLAIN, temperature=2.0), speculation=Speculation("none"))
+    watched.ask((1, 1), EDITED, speculation=Speculation("none"))
+    for _ in range(border):
+        watched.step()
+    running = list(watched.engine._scheduler.running)
+    rows = [s.kv.seq_row for s in running]
+    for sequence in running:
+        watched.engine._scheduler._preempt(sequence)
+    watched.step()
+    if len(running) == 2:
+        assert [s.kv.seq_row for s in running] == rows[::-1]
+    return watched
+
+
+@pytest.mark.parametrize("border", range(1, 8))
+def test_a_new_row_at_any_border_changes_no_bit(border: int) -> None:
+    watched = preempt_at(border)
+    watched.finish()
+    assert watched.totals.preemptions > 0
+
+
+@pytest.mark.parametrize(
+    "kept", ["seeds", "temperature", "top_k", "top_p", "log_min_p", "min_lens", "limits", "stop_ids", "has_edits"]
+)
+def test_control_every_array_of_a_recycled_row_is_written(kept: str) -> None:
+    with pytest.raises((AssertionError, IndexError)):
+        preempt_at(2, partial(Forgetful, kept=kept)).finish(200)
