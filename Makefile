@@ -16,7 +16,7 @@ run: setup ## Install, fetch the default model once, and stream an answer (PROMP
 	@$(BIN)/verispec generate --model "$(MODEL)" -- "$(PROMPT)"
 
 test: setup model lint ## The whole test suite
-	$(BIN)/pytest -n auto --dist loadfile -m "not hf and not cuda and not long"
+	$(BIN)/pytest -n auto --dist loadfile --durations 15 -m "not hf and not cuda and not long"
 
 test-hf: $(HF_BIN)/.installed model ## Compare with torch and transformers (installs them into .venv-hf)
 	$(HF_BIN)/pytest -m hf tests/hf

@@ -632,14 +632,13 @@ def test_a_sample_that_failed_has_no_receipt(llm: LLM) -> None:
     request = llm.request(PROMPT, SamplingParams(max_tokens=9))
 
     class Broken:
+        can_stop = True
+
         def push(self, token_id: int, *, may_stop: bool = True) -> Any:
             raise RuntimeError("oh")
 
         def finish(self) -> str:
             return ""
-
-        def fork(self) -> Broken:
-            return self
 
     (failed,) = llm.run([replace(request, text=Broken)], receipts=True)
     assert failed.error is not None

@@ -42,6 +42,8 @@ RULES = {"chain:1": Accept.REJECTION, "chain:3": Accept.REJECTION}  # others are
 class StopAfter(NoText):
     """Ends a sample behind so many tokens, however many more its drafts have room for."""
 
+    can_stop = True
+
     def __init__(self) -> None:
         self._left = NUM_TOKENS
 

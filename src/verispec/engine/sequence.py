@@ -113,7 +113,7 @@ class Sequence:
         self.is_plain = self.speculation.method == OFF and not self.params.logprobs and not self.scores_only
         if self.speculation.method == OFF:
             self.stats.no_draft_reason = "drafter none"
-        self._makes_text = self.text_sink.can_stop or (self.is_streamed and not isinstance(self.text_sink, NoText))
+        self._makes_text = self.text_sink.can_stop or (self.is_streamed and type(self.text_sink) is not NoText)
         for index, token_id in enumerate(self.given_ids):
             self._take_given(index, token_id)
 
