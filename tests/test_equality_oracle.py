@@ -55,7 +55,8 @@ def test_a_crowd_changes_nothing(world: World, drafter: str, config: dict[str, i
         assert sum(o.stats.preemptions for outs in outputs for o in outs) > 0
     if drafter in ("ngram", "decode") and not config:
         assert sum(o.stats.accepted for outs in outputs for o in outs) > 0
-    assert (engine.totals.replays > 20) is (drafter == "decode")
+    if drafter != "auto":
+        assert (engine.totals.replays > 10) is (drafter == "decode")
 
 
 def counted_rounds(engine: Engine) -> list[tuple[int, bool]]:

@@ -171,7 +171,7 @@ def test_restraint_is_told(tiny: Cli, model: Path) -> None:
     """Without --force a draft model as large as the model is not used, and the figures say why."""
     done = tiny("--max-tokens", "6", "--draft-model", str(model), "--drafter", "model", draft=False)
     assert re.search(
-        r"nothing drafted: the draft model predicted 0\.\d\dx on this model and device; not drafting; "
+        r"nothing drafted: the draft model predicted \d\.\d\dx on this model and device; not drafting; "
         r"--force to draft anyway\n",
         done.err,
     )

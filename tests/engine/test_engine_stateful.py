@@ -4,6 +4,7 @@ Pools are tiny, so that sequences are preempted and cached prefixes evicted; pro
 they share prefixes; free slots are poisoned, so that reading a stale one changes the output.
 """
 
+import itertools
 import logging
 import random
 from collections import Counter
@@ -381,6 +382,12 @@ def test_control_rows_that_depend_on_their_index_are_noticed() -> None:
 def test_control_fast_passes_alone_give_other_log_probabilities_in_a_crowd() -> None:
     together, by_themselves = crowd_and_alone(deterministic=False)
     assert [o.stats.passes for o in together] == [1] * 5, "only the prompt ran in a canonical pass"
-    pairs = [(a, b) for a, b in zip(together, by_themselves, strict=True) if a.token_ids == b.token_ids]
-    assert pairs, "some texts agree"
-    assert any(a.digest != b.digest for a, b in pairs), "but their log-probabilities do not"
+    same = [
+        (x.logprob, y.logprob)
+        for a, b in zip(together, by_themselves, strict=True)
+        for x, y in itertools.takewhile(
+            lambda xy: xy[0].token_id == xy[1].token_id, zip(a.logprobs, b.logprobs, strict=False)
+        )
+    ]
+    assert len(same) > 5, "texts begin alike"
+    assert any(x != y for x, y in same), "but their log-probabilities do not"

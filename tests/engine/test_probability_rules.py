@@ -358,7 +358,7 @@ def test_every_parameter_with_every_rule_ends_as_it_should(drafter: str) -> None
             assert len(output.token_ids) == (first or request.params.max_tokens)
             assert all(len(e.alternatives) == request.params.logprobs for e in output.logprobs)
             accepted += output.stats.accepted
-    assert accepted > 30
+    assert accepted >= 20
     pool = engine._pool
     assert pool.num_free + pool.num_evictable == pool.num_slots
 

@@ -195,39 +195,6 @@ class TestArguments:
             stream.push(0)
 
 
-class TestFork:
-    @given(text=SMALL_ALPHABET, borders=BORDERS, stop=STOPS, place=st.integers(0, 10**6), strips=st.booleans())
-    @example(text="a👍b", borders=[2, 3], stop=("👍b",), place=1, strips=False)  # in half a character
-    @example(text="aab", borders=[1, 2], stop=("aab",), place=2, strips=False)  # in half a stop string
-    @example(text=" a", borders=[0], stop=(), place=0, strips=True)  # before the space that is stripped
-    def test_a_fork_goes_on_as_the_original_would_and_changes_nothing_in_it(
-        self, text: str, borders: list[int], stop: tuple[str, ...], place: int, strips: bool
-    ) -> None:
-        tokens = cut(text.encode(), borders)
-        tokenizer, at = FakeTokenizer(tokens, strips_leading_space=strips), place % (len(tokens) + 1)
-        forked, alone = TextStream(tokenizer, stop), TextStream(tokenizer, stop)
-        for token_id in range(at):
-            assert forked.push(token_id) == alone.push(token_id)
-        fork, before = forked.fork(), (forked.text, forked.matched_stop)
-        pieces = [fork.push(token_id) for token_id in range(at, len(tokens))]
-        released = fork.finish()
-        assert (forked.text, forked.matched_stop) == before
-        assert pieces == [alone.push(token_id) for token_id in range(at, len(tokens))]
-        assert (released, fork.matched_stop) == (alone.finish(), alone.matched_stop)
-        assert before[0] + fork.text == alone.text, "the text of a fork begins where it was made"
-        assert pieces == [forked.push(token_id) for token_id in range(at, len(tokens))]
-        assert (forked.finish(), forked.text) == (released, alone.text)
-
-    def test_a_fork_of_a_fork_and_of_a_stopped_stream(self) -> None:
-        stream = TextStream(FakeTokenizer([b"x", b"\xc3", b"\xa9", b"END"]), ("éEND",))
-        stream.push(0)
-        stream.push(1)
-        deeper = stream.fork().fork()
-        assert [deeper.push(2), deeper.push(3)] == [("", False), ("", True)]
-        assert (deeper.fork().push(0), deeper.fork().matched_stop) == (("", True), "éEND")
-        assert (stream.finish(), stream.text) == ("\N{REPLACEMENT CHARACTER}", "x\N{REPLACEMENT CHARACTER}")
-
-
 def count_calls(num_tokens: int) -> int:
     """Python-level calls and lines of the last hundred tokens, as a clock that does not jitter."""
     chooser = random.Random(7)
