@@ -183,7 +183,7 @@ static const Table* find(const char* name) {
 
 using namespace vs;
 
-VS_API int vs_abi() { return 4; }
+VS_API int vs_abi() { return 5; }
 
 // "" is the best instruction set here; null if it is unknown, or unknown to this CPU.
 VS_API Engine* vs_create(const char* isa, int num_threads) {
@@ -309,8 +309,8 @@ VS_API void vs_norm(Engine* engine, const float* x, const float* weight, int num
   engine->pool.run(1, [&](Crew crew) { engine->table->norm(crew, x, weight, num_rows, width, eps, y); });
 }
 
-VS_API void vs_silu(Engine* engine, const float* gate_up, int num_rows, int mlp, float* y) {
-  engine->pool.run(1, [&](Crew crew) { engine->table->silu(crew, gate_up, num_rows, mlp, y); });
+VS_API void vs_activate(Engine* engine, int activation, const float* gate_up, int num_rows, int mlp, float* y) {
+  engine->pool.run(1, [&](Crew crew) { engine->table->activate(crew, activation, gate_up, num_rows, mlp, y); });
 }
 
 VS_API void vs_attend(Engine* engine, const Model* model, const Rows* rows, const Store* store, int layer, const float* q,

@@ -37,21 +37,27 @@ struct Matrix {
   const void* data;
 };
 
+enum Activation : int32_t { kSilu = 0, kGeluTanh = 1 };
+
 struct Layer {
   Matrix q, k, v, o, gate, up, down;
   const float *attn_norm, *mlp_norm;
   const float* qkv_bias;  // or null
   const float *q_norm, *k_norm;  // or null
+  const float *attn_post_norm, *mlp_post_norm;  // or null
+  const float* cos_sin;  // [context][head_dim]: cosines, then sines
+  float query_scalar;    // scores are divided by its square root
+  int32_t window;        // positions a row sees, its own included; 0: all
+  int32_t activation;
 };
 
 struct Model {
   int32_t num_layers, hidden, num_heads, num_kv_heads, head_dim, mlp, vocab, kv_is_half;
-  float norm_eps;
+  float norm_eps, embed_scale;
   const Layer* layers;
   const float* final_norm;
   Matrix head;
-  Matrix embed;          // the head itself where they are tied
-  const float* cos_sin;  // [context][head_dim]: cosines, then sines
+  Matrix embed;  // the head itself where they are tied
 };
 
 // The rows of a pass, as in the Python protocol.
@@ -116,7 +122,7 @@ struct Table {
   void (*logits)(Crew, const Model&, const float* x, int num_rows, float* y, Totals* totals, void* scratch);
   void (*linear)(Crew, const Matrix&, const float* x, int num_rows, float* y, void* scratch);
   void (*norm)(Crew, const float* x, const float* weight, int num_rows, int width, float eps, float* y);
-  void (*silu)(Crew, const float* gate_up, int num_rows, int mlp, float* y);
+  void (*activate)(Crew, int activation, const float* gate_up, int num_rows, int mlp, float* y);
   void (*attend)(Crew, const Model&, const Rows&, const Store&, int layer, const float* q, float* out, void* scratch);
   void (*totals)(Crew, const float* logits, int num_rows, int vocab, Totals* out);
   void (*draw)(Crew, const float* logits, const int32_t* logit_rows, const Totals* totals, int vocab, const Sampling&,

@@ -30,6 +30,7 @@ struct Buffers {
   float* qkv;      // [rows][(heads + 2 kv_heads) * head_dim]
   float* attended; // [rows][heads * head_dim]
   float* gate_up;  // [rows][2 mlp]
+  float* added;    // [rows][hidden]: what a sub-layer adds, where a norm comes before
   float* scores;   // [threads][kScoreRows][max context]: scores of four heads, then the context's places as int64
   int max_in;
   Input input() const { return {normed, high, low, scales, offsets, sums}; }
@@ -63,6 +64,7 @@ static Buffers carve(const Model& model, int num_rows, int num_threads, int max_
   b.qkv = reinterpret_cast<float*>(take(rows * (model.num_heads + 2 * model.num_kv_heads) * model.head_dim * 4));
   b.attended = reinterpret_cast<float*>(take(rows * wide * 4));
   b.gate_up = reinterpret_cast<float*>(take(rows * 2 * model.mlp * 4));
+  b.added = reinterpret_cast<float*>(take(rows * model.hidden * 4));
   b.scores = reinterpret_cast<float*>(
       take(size_t(num_threads) * kScoreRows * round_up(max_context, kLanes) * 4));
   *total = offset;
@@ -121,8 +123,16 @@ static void norm_row(const float* x, const float* weight, int width, float eps, 
   for (int j = 0; j < width; ++j) y[j] = x[j] * scale * weight[j];
 }
 
-static void silu_block(const float* gate, const float* up, int count, float* y) {
-  for (int i = 0; i < count; ++i) y[i] = gate[i] / (1.0f + exp_f32(-gate[i])) * up[i];
+// Both are the gate times the sigmoid of something: x * (1 + tanh(u)) / 2 is x * sigmoid(2u).
+static void activate_block(int activation, const float* gate, const float* up, int count, float* y) {
+  if (activation == kSilu) {
+    for (int i = 0; i < count; ++i) y[i] = gate[i] / (1.0f + exp_f32(-gate[i])) * up[i];
+  } else {
+    for (int i = 0; i < count; ++i) {
+      const float x = gate[i], inner = 1.5957691216057308f * (x + 0.044715f * (x * x * x));  // 2 sqrt(2 / pi)
+      y[i] = x / (1.0f + exp_f32(-inner)) * up[i];
+    }
+  }
 }
 
 // ---- products ----
@@ -389,7 +399,7 @@ static void finish_qkv(const Model& model, const Layer& layer, const Rows& rows,
   const int d = model.head_dim, num_q = model.num_heads, num_kv = model.num_kv_heads;
   if (layer.qkv_bias)
     for (int i = 0; i < (num_q + 2 * num_kv) * d; ++i) qkv[i] += layer.qkv_bias[i];
-  const float* cos_sin = model.cos_sin + size_t(rows.positions[row]) * d;
+  const float* cos_sin = layer.cos_sin + size_t(rows.positions[row]) * d;
   for (int h = 0; h < num_q + num_kv; ++h) {
     float* head = qkv + h * d;
     const float* weight = h < num_q ? layer.q_norm : layer.k_norm;
@@ -471,12 +481,11 @@ static float softmax(float* s, int count) {
 
 template <bool kHalf, int H>
 static void attend_heads(const void* k, const void* v, const int64_t* at, int num_context, const float* q, int d,
-                         float* out, float* scores, int score_stride) {
+                         float scale, float* out, float* scores, int score_stride) {
   const int padded = round_up(d, kLanes);
   float query[H * kMaxHead], result[H * kMaxHead], totals[H];
   for (int h = 0; h < H; ++h)
     for (int i = 0; i < padded; ++i) query[h * kMaxHead + i] = i < d ? q[h * d + i] : 0.0f;
-  const float scale = 1.0f / __builtin_sqrtf(float(d));
   score_heads<kHalf, H>(k, at, num_context, query, padded, scale, scores, score_stride);
   for (int h = 0; h < H; ++h) totals[h] = softmax(scores + size_t(h) * score_stride, num_context);
   sum_heads<kHalf, H>(v, at, num_context, scores, score_stride, padded, result);
@@ -484,7 +493,8 @@ static void attend_heads(const void* k, const void* v, const int64_t* at, int nu
     for (int i = 0; i < d; ++i) out[h * d + i] = result[h * kMaxHead + i] / totals[h];
 }
 
-// The heads of one row that share one K/V head.
+// The heads of one row that share one K/V head. With a window the sums begin at its first position, which depends on the
+// row's own position alone.
 template <bool kHalf>
 static void attend_group(const Model& model, const Rows& rows, const Store& kv, int index, int row, int kv_head,
                          const float* q, float* out, float* scores, int score_stride, int64_t* at) {
@@ -493,13 +503,17 @@ static void attend_group(const Model& model, const Rows& rows, const Store& kv, 
   const int32_t* table = rows.table + size_t(rows.seq_rows[row]) * rows.table_width;
   const int32_t* tail = rows.tails + size_t(row) * rows.tail_width;
   const int64_t base = int64_t(index) * kv.slots_per_layer;
-  for (int p = 0; p < num_context; ++p) {
+  const Layer& layer = model.layers[index];
+  const int first = layer.window && num_context > layer.window ? num_context - layer.window : 0;
+  for (int p = first; p < num_context; ++p) {
     const int32_t slot = p < prefix_len ? table[p] : tail[p - prefix_len];
-    at[p] = ((base + slot) * model.num_kv_heads + kv_head) * stride;
+    at[p - first] = ((base + slot) * model.num_kv_heads + kv_head) * stride;
   }
+  const int seen = num_context - first;
+  const float scale = 1.0f / __builtin_sqrtf(layer.query_scalar);
   for (int h = 0; h < group;) {
     const int left = group - h;
-#define VS_HEADS(n) attend_heads<kHalf, n>(kv.k, kv.v, at, num_context, q + h * d, d, out + h * d, scores, score_stride), h += n
+#define VS_HEADS(n) attend_heads<kHalf, n>(kv.k, kv.v, at, seen, q + h * d, d, scale, out + h * d, scores, score_stride), h += n
     if (left >= 4)
       VS_HEADS(4);
     else if (left == 3)
@@ -548,7 +562,19 @@ static void prepare(Crew& crew, int width, bool quantises, const float* x, const
   });
 }
 
-static void activate(Crew& crew, const Matrix& down, const float* gate_up, int mlp, int num_rows, const Buffers& b) {
+// x += norm(what a sub-layer gave).
+static void add_normed(Crew& crew, const float* weight, int width, float eps, int num_rows, const Buffers& b, float* x) {
+  run(crew, num_rows, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      float *from = b.added + size_t(row) * width, *to = x + size_t(row) * width;
+      norm_row(from, weight, width, eps, from);
+      for (int i = 0; i < width; ++i) to[i] += from[i];
+    }
+  });
+}
+
+static void activate(Crew& crew, int activation, const Matrix& down, const float* gate_up, int mlp, int num_rows,
+                     const Buffers& b) {
   const int num_blocks = (mlp + kBlock - 1) / kBlock;
   run(crew, int64_t(num_rows) * num_blocks, [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; ++task) {
@@ -556,7 +582,7 @@ static void activate(Crew& crew, const Matrix& down, const float* gate_up, int m
       const float* gate = gate_up + row * 2 * mlp + at;
       const int count = mlp - int(at) < kBlock ? mlp - int(at) : kBlock;
       float* y = b.normed + row * b.max_in + at;
-      silu_block(gate, gate + mlp, count, y);
+      activate_block(activation, gate, gate + mlp, count, y);
       if (is_quantised(down)) quantise_block(y, b, row * b.max_in + at);
     }
   });
@@ -571,7 +597,7 @@ static int longest_context(const Rows& rows) {
   return longest;
 }
 
-static int num_phases(const Model& model) { return 1 + 10 * model.num_layers; }
+static int num_phases(const Model& model) { return 1 + 12 * model.num_layers; }
 
 static void forward(Crew crew, const Model& model, const Rows& rows, const Store& kv, const uint8_t* skip_attention,
                     const uint8_t* skip_mlp, float* x, void* scratch) {
@@ -581,7 +607,11 @@ static void forward(Crew crew, const Model& model, const Rows& rows, const Store
   const int M = rows.num_rows, D = model.hidden, wide = model.num_heads * model.head_dim;
   const int qkv_width = wide + 2 * model.num_kv_heads * model.head_dim;
   run(crew, M, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) unpack_row(model.embed, rows.token_ids[row], x + size_t(row) * D);
+    for (int64_t row = begin; row < end; ++row) {
+      float* y = x + size_t(row) * D;
+      unpack_row(model.embed, rows.token_ids[row], y);
+      for (int i = 0; i < D; ++i) y[i] *= model.embed_scale;
+    }
   });
   for (int i = 0; i < model.num_layers; ++i) {
     const Layer& layer = model.layers[i];
@@ -596,17 +626,19 @@ static void forward(Crew crew, const Model& model, const Rows& rows, const Store
       });
       attend(crew, model, rows, kv, i, b.qkv, qkv_width, b.attended, b.scores, score_stride);
       prepare(crew, wide, is_quantised(layer.o), b.attended, nullptr, 0.0f, M, b);
-      const Part o[] = {{&layer.o, x}};
-      multiply_all(crew, o, b.input(), b.max_in, M, D, true);
+      const Part o[] = {{&layer.o, layer.attn_post_norm ? b.added : x}};
+      multiply_all(crew, o, b.input(), b.max_in, M, D, !layer.attn_post_norm);
+      if (layer.attn_post_norm) add_normed(crew, layer.attn_post_norm, D, model.norm_eps, M, b, x);
     }
     if (!skip_mlp[i]) {
       const bool quantises = is_quantised(layer.gate) || is_quantised(layer.up);
       prepare(crew, D, quantises, x, layer.mlp_norm, model.norm_eps, M, b);
       const Part gate_up[] = {{&layer.gate, b.gate_up}, {&layer.up, b.gate_up + model.mlp}};
       multiply_all(crew, gate_up, b.input(), b.max_in, M, 2 * model.mlp, false);
-      activate(crew, layer.down, b.gate_up, model.mlp, M, b);
-      const Part down[] = {{&layer.down, x}};
-      multiply_all(crew, down, b.input(), b.max_in, M, D, true);
+      activate(crew, layer.activation, layer.down, b.gate_up, model.mlp, M, b);
+      const Part down[] = {{&layer.down, layer.mlp_post_norm ? b.added : x}};
+      multiply_all(crew, down, b.input(), b.max_in, M, D, !layer.mlp_post_norm);
+      if (layer.mlp_post_norm) add_normed(crew, layer.mlp_post_norm, D, model.norm_eps, M, b, x);
     }
   }
 }
@@ -643,11 +675,11 @@ static void norm(Crew crew, const float* x, const float* weight, int num_rows, i
   });
 }
 
-static void silu(Crew crew, const float* gate_up, int num_rows, int mlp, float* y) {
+static void activate_rows(Crew crew, int activation, const float* gate_up, int num_rows, int mlp, float* y) {
   run(crew, num_rows, [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
       const float* gate = gate_up + size_t(r) * 2 * mlp;
-      silu_block(gate, gate + mlp, mlp, y + size_t(r) * mlp);
+      activate_block(activation, gate, gate + mlp, mlp, y + size_t(r) * mlp);
     }
   });
 }
@@ -679,8 +711,8 @@ static void elementary(Crew crew, int which, const float* x, int64_t count, floa
 #define VS_TABLE(isa) VS_TABLE2(isa)
 extern const Table VS_TABLE(VS_ISA);
 const Table VS_TABLE(VS_ISA) = {
-    VS_TEXT(VS_ISA), num_phases, scratch_nbytes, forward,     logits, linear, norm,
-    silu,            attend_rows, totals,        draw,        top_k,  noisy_top_k, elementary,
+    VS_TEXT(VS_ISA), num_phases,  scratch_nbytes, forward, logits, linear,      norm,
+    activate_rows,   attend_rows, totals,         draw,    top_k,  noisy_top_k, elementary,
 };
 
 }  // namespace vs

@@ -15,7 +15,7 @@ Engine* vs_create(const char* isa, int num_threads);
 const char* vs_isa(const Engine*);
 void vs_linear(Engine*, const Matrix*, const float*, int, float*);
 void vs_norm(Engine*, const float*, const float*, int, int, float, float*);
-void vs_silu(Engine*, const float*, int, int, float*);
+void vs_activate(Engine*, int, const float*, int, int, float*);
 void vs_attend(Engine*, const Model*, const Rows*, const Store*, int, const float*, float*);
 void vs_totals(Engine*, const float*, int, int, Totals*);
 void vs_draw(Engine*, const float*, const int32_t*, const Totals*, int, const Sampling*, int64_t*, float*);
@@ -76,9 +76,12 @@ static void check_linear(Engine* engine, int format, const char* name, size_t bl
   print(name, y.data(), y.size() * 4);
 }
 
-static void check_attention(Engine* engine, bool is_half) {
+static void check_attention(Engine* engine, bool is_half, int window) {
   const int num_slots = 70, num_rows = 3, d = 24, stride = 32, heads = 6, kv_heads = 2;
+  Layer layer = {};
+  layer.query_scalar = d, layer.window = window;
   Model model = {};
+  model.layers = &layer, model.num_layers = 1;
   model.num_heads = heads, model.num_kv_heads = kv_heads, model.head_dim = d, model.kv_is_half = is_half;
   model.hidden = heads * d, model.mlp = heads * d;
   std::vector<uint8_t> parts[2];
@@ -100,7 +103,7 @@ static void check_attention(Engine* engine, bool is_half) {
   const std::vector<float> q = floats(size_t(num_rows) * heads * d);
   std::vector<float> out(q.size());
   vs_attend(engine, &model, &rows, &store, 0, q.data(), out.data());
-  print(is_half ? "attention half" : "attention", out.data(), out.size() * 4);
+  print(window ? "attention window" : is_half ? "attention half" : "attention", out.data(), out.size() * 4);
 }
 
 static void check_sampling(Engine* engine) {
@@ -139,8 +142,10 @@ int main(int argc, char** argv) {
   std::vector<float> y(x.size());
   vs_norm(engine, x.data(), weight.data(), 5, 100, 1e-5f, y.data());
   print("norm", y.data(), y.size() * 4);
-  vs_silu(engine, x.data(), 5, 50, y.data());
-  print("silu", y.data(), 5 * 50 * 4);
+  for (int activation : {kSilu, kGeluTanh}) {
+    vs_activate(engine, activation, x.data(), 5, 50, y.data());
+    print(activation == kSilu ? "silu" : "gelu tanh", y.data(), 5 * 50 * 4);
+  }
   const char* labels[] = {"exp", "log", "noise", "float16"};
   for (int which = 0; which < 4; ++which) {
     std::vector<float> in = floats(4096), out(in.size());
@@ -148,8 +153,9 @@ int main(int argc, char** argv) {
     vs_elementary(engine, which, in.data(), int64_t(in.size()), out.data());
     print(labels[which], out.data(), out.size() * 4);
   }
-  check_attention(engine, false);
-  check_attention(engine, true);
+  check_attention(engine, false, 0);
+  check_attention(engine, true, 0);
+  check_attention(engine, true, 19);
   check_sampling(engine);
   return 0;
 }

@@ -29,7 +29,7 @@ from verispec.types import NO_PARENT, Draft, FinishReason, SamplingParams
 STEEP_COST = CostTable((1, 64), (1.0, 64.0), (0.0, 0.0))  # a pass costs its rows
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3"])
+@pytest.fixture(scope="module", params=["llama", "gemma3"])
 def world(request: pytest.FixtureRequest) -> World:
     return numpy_world(request.param)
 

@@ -62,10 +62,14 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
     "numpy-llama-mha": lambda: numpy_backend("llama", num_kv_heads=4, tied_head=True),
     "numpy-qwen2": lambda: numpy_backend("qwen2"),
     "numpy-qwen3": lambda: numpy_backend("qwen3"),
+    "numpy-gemma3": lambda: numpy_backend("gemma3", num_layers=3, window=21, tied_head=True),
+    "numpy-gemma3-wide": lambda: numpy_backend("gemma3", window=140),
     "native-llama": lambda: native_backend("llama"),
     "native-llama-mha": lambda: native_backend("llama", num_kv_heads=4, tied_head=True, kv_dtype="float32"),
     "native-qwen2": lambda: native_backend("qwen2", isa="portable"),
     "native-qwen3": lambda: native_backend("qwen3"),
+    "native-gemma3": lambda: native_backend("gemma3", num_layers=3, window=21, tied_head=True),
+    "native-gemma3-wide": lambda: native_backend("gemma3", window=140, kv_dtype="float32"),
 }
 
 

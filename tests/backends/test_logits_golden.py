@@ -83,7 +83,9 @@ def test_gguf_gives_the_logits_of_transformers(case: str, tmp_path: Path) -> Non
     write_golden_folder(tmp_path, golden(case)["config"], tensors := golden_tensors(case))
     with open_checkpoint(tmp_path) as checkpoint:
         arch = checkpoint.architecture
-    ours = {name: tensors[hf_name(name)] for name in expected_tensors(arch)}
+    ours = {name: tensors[hf_name(name, arch.family)] for name in expected_tensors(arch)}
+    if arch.family == "gemma3":  # the converter adds the 1
+        ours = {name: values + np.float32(name.endswith("norm")) for name, values in ours.items()}
     write_gguf(tmp_path / "model.gguf", tiny_config(arch), ours, type_name="F32")
     assert error(tmp_path / "model.gguf", case) < TOLERANCE
 
@@ -91,10 +93,13 @@ def test_gguf_gives_the_logits_of_transformers(case: str, tmp_path: Path) -> Non
 def tiny_config(arch: Architecture) -> TinyConfig:
     fields = ("family", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "mlp_size")
     fields += ("vocab_size", "context_len", "norm_eps", "tied_head")
-    scaling = arch.rope.scaling
+    local, full = arch.layers[0], arch.layers[-1]
+    scaling = full.rope.scaling
     if isinstance(scaling, Llama3Scaling):
-        scaling = FrequencyFactors(tuple(llama3_factors(arch.rope.theta, arch.head_dim, scaling)))
-    return TinyConfig(**{f: getattr(arch, f) for f in fields}, theta=arch.rope.theta, scaling=scaling)
+        scaling = FrequencyFactors(tuple(llama3_factors(full.rope.theta, arch.head_dim, scaling)))
+    windows = {"window": local.window, "local_theta": local.rope.theta, "pattern": arch.num_layers // 2}
+    changes = windows if arch.family == "gemma3" else {}
+    return TinyConfig(**{f: getattr(arch, f) for f in fields}, theta=full.rope.theta, scaling=scaling, **changes)
 
 
 def llama3_factors(theta: float, head_dim: int, scaling: Llama3Scaling) -> list[float]:
@@ -112,6 +117,13 @@ def llama3_factors(theta: float, head_dim: int, scaling: Llama3Scaling) -> list[
 def other_rope(**changes: Any) -> Change:
     def change(config: dict[str, Any], tensors: Tensors) -> None:
         config["rope_parameters"].update(changes)
+
+    return change
+
+
+def other_layer_rope(kind: str, **changes: Any) -> Change:
+    def change(config: dict[str, Any], tensors: Tensors) -> None:
+        config["rope_parameters"][kind].update(changes)
 
     return change
 
@@ -143,6 +155,16 @@ MISTAKES: dict[str, tuple[str, Change]] = {
     "no q norm": ("qwen3", other_tensors("q_norm", np.ones_like)),
     "no k norm": ("qwen3", other_tensors("k_norm", np.ones_like)),
     "gate and up swapped": ("qwen3", swap_gate_and_up),
+    "no window": ("gemma3", lambda config, tensors: config.update(sliding_window=256)),
+    "a window of one more": ("gemma3", lambda config, tensors: config.update(sliding_window=25)),
+    "windows elsewhere": ("gemma3", lambda config, tensors: config["layer_types"].reverse()),
+    "one base for all layers": ("gemma3", other_layer_rope("sliding_attention", rope_theta=1e6)),
+    "scaling in windows too": ("gemma3", other_layer_rope("sliding_attention", rope_type="linear", factor=4.0)),
+    "no scaling": ("gemma3", other_layer_rope("full_attention", rope_type="default")),
+    "query scalar": ("gemma3", lambda config, tensors: config.update(query_pre_attn_scalar=18)),
+    "norms without their 1": ("gemma3", other_tensors("input_layernorm", lambda w: w - 1)),
+    "plain norm behind attention": ("gemma3", other_tensors("post_attention_layernorm", np.zeros_like)),
+    "plain norm behind the MLP": ("gemma3", other_tensors("post_feedforward_layernorm", np.zeros_like)),
     "norm_eps": ("qwen3", lambda config, tensors: config.update(rms_norm_eps=1e-3)),
 }
 

@@ -31,7 +31,8 @@ def resident_kb(name: str) -> int:
 
 def load(path: Path) -> dict[str, int]:
     """Load a model of zeros whose every tensor is somewhere in one file of Q4_K blocks; what that took, in kB."""
-    shapes, fmt, file = expected_tensors(CONFIG.architecture), FORMATS["Q4_K"], MappedFile(path)
+    shapes = {name: tensor.shape for name, tensor in expected_tensors(CONFIG.architecture).items()}
+    fmt, file = FORMATS["Q4_K"], MappedFile(path)
     offsets, total = {}, 0
     for name, shape in shapes.items():
         offsets[name] = total
@@ -65,7 +66,7 @@ def in_a_process(path: Path, *how: str) -> dict[str, int]:
 
 @pytest.fixture
 def weights(tmp_path: Path) -> Path:
-    num_values = sum(math.prod(shape) for shape in expected_tensors(CONFIG.architecture).values())
+    num_values = sum(math.prod(tensor.shape) for tensor in expected_tensors(CONFIG.architecture).values())
     path = tmp_path / "weights"
     with path.open("wb") as file:
         file.truncate(num_values)  # zeros, more than enough of them

@@ -1,6 +1,6 @@
 """Makes the logits that tests/backends/test_logits_golden.py compares with, from tiny models in transformers.
 
-    python tests/goldens/make_logit_goldens.py
+    python tests/goldens/make_logit_goldens.py [CASE ...]
 
 Each model is saved by `save_pretrained`, loaded again and run in float32 with eager attention. Kept are config.json and
 the names and shapes in the safetensors file as transformers wrote them, the inputs, and the logits. The weights are
@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import re
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -44,6 +45,19 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+# Two windows before each layer that sees everything; the third kept position is already beyond a window.
+_GEMMA = {
+    "head_dim": 16,
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "sliding_window": 24,
+    "query_pre_attn_scalar": 16,
+    "tie_word_embeddings": True,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 4.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
 # Class of transformers and what differs from the sizes above. Names are file names, and seeds come from them.
 CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "llama-llama3-rope": ("Llama", {"rope_parameters": _LLAMA3}),
@@ -55,6 +69,7 @@ CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", {"head_dim": 32, "sliding_window": None, "rope_parameters": {"rope_theta": 1e6}}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True, "rope_parameters": {"rope_theta": 1e6}, "rms_norm_eps": 1e-6}),
     "qwen3": ("Qwen3", {"head_dim": 32, "rope_parameters": {"rope_theta": 1e6}, "rms_norm_eps": 1e-6}),
+    "gemma3": ("Gemma3", _GEMMA),
 }
 
 
@@ -68,8 +83,8 @@ def weights(seed: str, name: str, shape: Sequence[int]) -> npt.NDArray[np.float3
     raw = np.random.PCG64(key).random_raw(math.prod(shape))
     uniform = (raw >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-23) - np.float32(1)  # [-1, 1), 24 bits
     values = uniform.reshape(shape)
-    if "norm" in name:
-        return np.float32(1) + np.float32(0.5) * values
+    if "norm" in name:  # Gemma stores them without their 1
+        return np.float32(not seed.startswith("gemma")) + np.float32(0.5) * values
     if name.endswith("bias"):
         return values
     gain = 4.0 if name.startswith("lm_head") else 1.5 if "q_proj" in name or "k_proj" in name else 1.0
@@ -93,8 +108,8 @@ def make(case: str) -> None:
     import transformers
 
     family, changes = CASES[case]
-    config = getattr(transformers, f"{family}Config")(**{"tie_word_embeddings": False, **_SIZES, **changes})
-    made = getattr(transformers, f"{family}ForCausalLM")(config)
+    class_ = getattr(transformers, f"{family}ForCausalLM")
+    made = class_(class_.config_class(**{"tie_word_embeddings": False, **_SIZES, **changes}))
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             parameter.copy_(torch.from_numpy(weights(case, name, parameter.shape)))
@@ -144,14 +159,14 @@ def _log_softmax(logits: npt.NDArray[np.generic]) -> npt.NDArray[np.float64]:
 
 
 def main() -> None:
-    """Make every golden."""
+    """Make the named goldens, or all."""
     import torch
     import transformers
 
     torch.set_num_threads(2)
     transformers.utils.logging.disable_progress_bar()
     FOLDER.mkdir(exist_ok=True)
-    for case in CASES:
+    for case in sys.argv[1:] or CASES:
         make(case)
 
 

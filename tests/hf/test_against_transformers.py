@@ -41,11 +41,15 @@ CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e5}, "tie_word_embeddings": True}),
     "llama-llama3": ("Llama", {"rope_parameters": LLAMA3}),
     "llama-linear": ("Llama", {"rope_parameters": LINEAR}),
-    "mistral": ("Mistral", {"head_dim": 12, "sliding_window": 100}),
+    "mistral": ("Mistral", {"head_dim": 12, "sliding_window": 33}),
     "qwen2": ("Qwen2", {}),
     "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"head_dim": 40}),
     "qwen3-tied": ("Qwen3", {"head_dim": 24, "tie_word_embeddings": True}),
+    "gemma3": (
+        "Gemma3",
+        {"head_dim": 20, "sliding_window": 17, "query_pre_attn_scalar": 30, "tie_word_embeddings": True},
+    ),
 }
 # Per seed: hidden size, MLP size, layers, heads, K/V heads; and how transformers saves the model.
 SIZES = {11: (48, 80, 2, 6, 2), 12: (96, 200, 4, 4, 4), 13: (160, 288, 3, 10, 1)}
@@ -81,8 +85,11 @@ def pair(request: pytest.FixtureRequest, torch: Any, tmp_path_factory: pytest.Te
     family, changes = CASES[case]
     options = dict(zip(SIZE_NAMES, SIZES[seed], strict=True))
     options |= {"vocab_size": 300 + seed, "max_position_embeddings": 128, "tie_word_embeddings": False}
-    config = getattr(transformers, f"{family}Config")(**{**options, **changes})
-    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    if family == "Gemma3":  # windows and full attention in turn, however few layers there are
+        kinds = ["sliding_attention", "full_attention"] * options["num_hidden_layers"]
+        options["layer_types"] = kinds[: options["num_hidden_layers"]]
+    class_ = getattr(transformers, f"{family}ForCausalLM")
+    model = class_(class_.config_class(**{**options, **changes}))
     randomise(torch, model, seed)
     if seed == BFLOAT16:
         model.to(torch.bfloat16)
@@ -105,7 +112,7 @@ def randomise(torch: Any, model: Any, seed: int) -> None:
         for name, parameter in model.named_parameters():
             random = torch.randn(parameter.shape)
             if "norm" in name:
-                parameter.copy_(1 + 0.2 * random)
+                parameter.copy_(0.2 * random if "Gemma" in type(model).__name__ else 1 + 0.2 * random)
             elif name.endswith("bias"):
                 parameter.copy_(0.5 * random)
             else:
@@ -190,8 +197,12 @@ def assert_same_frequencies(arch: Architecture, model: Any) -> None:
     The blend of Llama 3 subtracts nearly equal numbers and then weighs the rest `factor` times as much, so that what
     torch rounds differently (it divides by multiplying with the reciprocal) grows to some ten ulp.
     """
-    rtol = 5e-6 if isinstance(arch.rope.scaling, Llama3Scaling) else 2.0**-22
-    np.testing.assert_allclose(inverse_frequencies(arch), model.model.rotary_emb.inv_freq.numpy(), rtol=rtol, atol=0)
+    theirs = model.model.rotary_emb
+    for spec in arch.layers:
+        kind = "full_attention" if spec.window is None else "sliding_attention"
+        wanted = getattr(theirs, f"{kind}_inv_freq" if arch.family == "gemma3" else "inv_freq")
+        rtol = 5e-6 if isinstance(spec.rope.scaling, Llama3Scaling) else 2.0**-22
+        np.testing.assert_allclose(inverse_frequencies(spec.rope, arch.head_dim), wanted.numpy(), rtol=rtol, atol=0)
 
 
 def test_noise_on_torch(torch: Any) -> None:

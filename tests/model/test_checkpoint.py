@@ -106,33 +106,41 @@ def test_gguf_rope_scaling(tmp_path: Path) -> None:
     factors = FrequencyFactors(tuple(1.0 + i for i in range(8)))
     for scaling in (None, LinearScaling(4.0), factors):
         write_gguf(path, TinyConfig(scaling=scaling))
-        assert open_checkpoint(path).architecture.rope.scaling == scaling
+        assert open_checkpoint(path).architecture.layers[0].rope.scaling == scaling
     for metadata, scaling in (
         ({"llama.rope.scale_linear": 2.0}, LinearScaling(2.0)),
         ({"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 2.0}, None),
         ({"llama.rope.scaling.factor": 1.0}, None),
     ):
         write_gguf(path, TinyConfig(), metadata=metadata)
-        assert open_checkpoint(path).architecture.rope.scaling == scaling
+        assert open_checkpoint(path).architecture.layers[0].rope.scaling == scaling
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "context_len"),
+    ("family", "changes", "windows"),
     [
-        ("mistral", {"sliding_window": 128}, 128),
-        ("mistral", {"sliding_window": None}, 256),
-        ("mistral", {"sliding_window": 4096}, 256),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 64}, 64),
-        ("qwen2", {"use_sliding_window": False, "sliding_window": 64}, 256),
-        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 32}, 32),
-        ("llama", {"sliding_window": 64}, 256),
+        ("mistral", {"sliding_window": 128}, (128, 128, 128)),
+        ("mistral", {"sliding_window": None}, (None, None, None)),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, (None, 64, 64)),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 64}, (None, None, None)),
+        ("qwen2", {"use_sliding_window": False, "sliding_window": 64, "max_window_layers": 0}, (None, None, None)),
+        (
+            "qwen3",
+            {"layer_types": ["full_attention", "sliding_attention", "full_attention"], "sliding_window": 32},
+            (None, 32, None),
+        ),
+        ("llama", {"sliding_window": 64}, (None, None, None)),
+        ("gemma3", {"layer_types": None, "_sliding_window_pattern": 3}, (21, 21, None)),
+        ("gemma3", {"layer_types": None}, (21, 21, 21)),
     ],
 )
-def test_an_active_sliding_window_limits_the_context(
-    family: str, changes: dict[str, Any], context_len: int, tmp_path: Path
+def test_windows_are_those_of_transformers(
+    family: str, changes: dict[str, Any], windows: tuple[int | None, ...], tmp_path: Path
 ) -> None:
-    write_folder(tmp_path, TinyConfig(family=family), config_changes=changes)
-    assert open_checkpoint(tmp_path).architecture.context_len == context_len
+    write_folder(tmp_path, TinyConfig(family=family, num_layers=3), config_changes=changes)
+    arch = open_checkpoint(tmp_path).architecture
+    assert tuple(spec.window for spec in arch.layers) == windows
+    assert arch.context_len == 256
 
 
 def test_gguf_sliding_window_limits_the_context(tmp_path: Path) -> None:
@@ -215,8 +223,8 @@ def test_unsupported_gguf_files_are_refused_by_name(metadata: dict[str, Any], na
 
 def test_unsupported_gguf_architecture_and_mixed_rope_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
-    write_gguf(path, TinyConfig(), arch="gemma3")
-    with pytest.raises(UnsupportedModelError, match="'gemma3'; supported in GGUF files: llama, qwen2, qwen3"):
+    write_gguf(path, TinyConfig(), arch="gemma2")
+    with pytest.raises(UnsupportedModelError, match="'gemma2'; supported in GGUF files: llama, qwen2, qwen3, gemma3"):
         open_checkpoint(path)
     write_gguf(path, TinyConfig(scaling=FrequencyFactors((2.0,) * 8)), metadata={"llama.rope.scaling.factor": 2.0})
     with pytest.raises(UnsupportedModelError, match="together"):

@@ -198,6 +198,14 @@ class TestMetadata:
         assert tokenizer.eos_ids == (2, 5, 0)
         assert tokenizer.bos_id is None
 
+    def test_the_end_of_a_turn_is_an_end_where_it_is_a_control_token(self) -> None:
+        metadata = small_metadata("gpt-2")
+        pieces = [*metadata["tokenizer.ggml.tokens"], "<end_of_turn>"]
+        types = [1] * (len(pieces) - 1)
+        for kind, ends in ((3, (0, len(pieces) - 1)), (1, (0,))):
+            edit = change(tokens=pieces, token_type=[*types, kind], eos_token_id=0)
+            assert tokenizer_from_gguf(edit(metadata)).eos_ids == ends
+
     def test_bos_by_kind_and_by_flag(self) -> None:
         assert [SMALL[kind].add_bos for kind in SMALL_KINDS] == [False, False, True, True]
         assert tokenizer_from_gguf(change(add_bos_token=True)(small_metadata("gpt-2"))).encode("") == [0]

@@ -107,12 +107,15 @@ class _RoundedModel:
 
     def __init__(self, model: NumpyModel) -> None:
         self._model = model
-        self.layers = [replace(layer, o=_rounded(layer.o)) for layer in model.layers]  # type: ignore[arg-type]
+        self.layers, self.windows = model.layers, model.windows
         self.embed = _rounded(model.embed)
         self.logits = model.logits
 
     def qkv(self, layer: Layer, x: Float32, positions: NDArray[np.int32]) -> tuple[Float32, ...]:
         return tuple(map(bf16, self._model.qkv(layer, x, positions)))
+
+    def attention_output(self, layer: Layer, attended: Float32) -> Float32:
+        return bf16(self._model.attention_output(layer, bf16(attended)))
 
     def mlp(self, layer: Layer, x: Float32) -> Float32:
         return bf16(self._model.mlp(layer, x))

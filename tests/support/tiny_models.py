@@ -17,10 +17,12 @@ import numpy.typing as npt
 from verispec.model import (
     Architecture,
     FrequencyFactors,
+    LayerSpec,
     LinearScaling,
     Llama3Scaling,
     Rope,
     expected_tensors,
+    make_layers,
 )
 
 Tensors = dict[str, npt.NDArray[np.float32]]
@@ -35,6 +37,7 @@ _GGUF_NAMES = {
     "v": "attn_v.weight", "o": "attn_output.weight", "q_bias": "attn_q.bias", "k_bias": "attn_k.bias",
     "v_bias": "attn_v.bias", "q_norm": "attn_q_norm.weight", "k_norm": "attn_k_norm.weight",
     "gate": "ffn_gate.weight", "up": "ffn_up.weight", "down": "ffn_down.weight",
+    "attn_post_norm": "post_attention_norm.weight", "mlp_post_norm": "post_ffw_norm.weight",
 }  # fmt: skip
 _HF_NAMES = {
     "embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "head": "lm_head.weight",
@@ -44,17 +47,25 @@ _HF_NAMES = {
     "v_bias": "self_attn.v_proj.bias", "q_norm": "self_attn.q_norm.weight", "k_norm": "self_attn.k_norm.weight",
     "gate": "mlp.gate_proj.weight", "up": "mlp.up_proj.weight", "down": "mlp.down_proj.weight",
 }  # fmt: skip
+_HF_GEMMA_NAMES = _HF_NAMES | {
+    "attn_post_norm": "post_attention_layernorm.weight", "mlp_norm": "pre_feedforward_layernorm.weight",
+    "mlp_post_norm": "post_feedforward_layernorm.weight",
+}  # fmt: skip
 _HF_CLASSES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class TinyConfig:
-    """Sizes of a tiny model. Rows are whole blocks of 32 by default; `k_quant_config` has rows of 256."""
+    """Sizes of a tiny model. Rows are whole blocks of 32 by default; `k_quant_config` has rows of 256.
+
+    Of a gemma every `pattern`th layer sees everything, the others a `window`, with `local_theta`.
+    """
 
     family: str = "llama"
     num_layers: int = 2
@@ -69,13 +80,29 @@ class TinyConfig:
     theta: float = 10000.0
     scaling: LinearScaling | Llama3Scaling | FrequencyFactors | None = None
     tied_head: bool = False
+    window: int = 21
+    pattern: int = 2
+    local_theta: float = 100.0
     seed: int = 0
+
+    def layer(self, index: int) -> LayerSpec:
+        is_gemma = self.family == "gemma3"
+        is_local = is_gemma and (index + 1) % self.pattern > 0
+        return LayerSpec(
+            rope=Rope(self.local_theta) if is_local else Rope(self.theta, self.scaling),
+            query_scalar=self.head_dim,
+            window=self.window if is_local else None,
+            qkv_bias=self.family == "qwen2",
+            qk_norm=self.family in ("qwen3", "gemma3"),
+            activation="gelu_tanh" if is_gemma else "silu",
+            post_norms=is_gemma,
+        )
 
     @property
     def architecture(self) -> Architecture:
         return Architecture(
             family=self.family,  # type: ignore[arg-type]
-            num_layers=self.num_layers,
+            layers=make_layers(self.num_layers, self.layer),
             hidden_size=self.hidden_size,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
@@ -84,10 +111,8 @@ class TinyConfig:
             vocab_size=self.vocab_size,
             context_len=self.context_len,
             norm_eps=self.norm_eps,
-            rope=Rope(theta=self.theta, scaling=self.scaling),
-            qkv_bias=self.family == "qwen2",
-            qk_norm=self.family == "qwen3",
             tied_head=self.tied_head,
+            embed_scale=self.hidden_size**0.5 if self.family == "gemma3" else 1.0,
         )
 
 
@@ -101,7 +126,7 @@ def make_tensors(config: TinyConfig) -> Tensors:
     """Random weights under verispec's names, scaled so that activations stay near 1."""
     rng = np.random.default_rng(config.seed)
     tensors: Tensors = {}
-    for name, shape in expected_tensors(config.architecture).items():
+    for name, (shape, _) in expected_tensors(config.architecture).items():
         noise = rng.standard_normal(shape, dtype=np.float32)
         if name.endswith("norm"):
             tensors[name] = 1 + np.float32(0.1) * noise
@@ -117,9 +142,10 @@ def gguf_name(name: str) -> str:
     return _GGUF_NAMES[name] if "." not in name else "blk.{1}.".format(*name.split(".")) + _GGUF_NAMES[_part(name)]
 
 
-def hf_name(name: str) -> str:
+def hf_name(name: str, family: str = "llama") -> str:
     """Hugging Face's name for a tensor of ours."""
-    return _HF_NAMES[name] if "." not in name else "model.layers.{1}.".format(*name.split(".")) + _HF_NAMES[_part(name)]
+    names = _HF_GEMMA_NAMES if family == "gemma3" else _HF_NAMES
+    return names[name] if "." not in name else "model.layers.{1}.".format(*name.split(".")) + names[_part(name)]
 
 
 def _part(name: str) -> str:
@@ -170,6 +196,12 @@ def gguf_metadata(config: TinyConfig) -> dict[str, Any]:
         f"{arch}.rope.freq_base": config.theta,
         f"{arch}.rope.dimension_count": config.head_dim,
     }
+    if config.family == "gemma3":
+        metadata |= {
+            f"{arch}.attention.sliding_window": config.window,
+            f"{arch}.attention.sliding_window_pattern": config.pattern,
+            f"{arch}.rope.freq_base_swa": config.local_theta,
+        }
     if isinstance(config.scaling, LinearScaling):
         metadata |= {f"{arch}.rope.scaling.type": "linear", f"{arch}.rope.scaling.factor": config.scaling.factor}
     return metadata
@@ -249,11 +281,33 @@ def hf_config(config: TinyConfig, *, transformers: int = 5) -> dict[str, Any]:
         "tie_word_embeddings": config.tied_head,
     }
     rope = _hf_rope(config)
+    if config.family == "gemma3":
+        return values | _hf_gemma(config, rope, transformers=transformers)
     if transformers >= 5:
         values["rope_parameters"] = {"rope_theta": config.theta, **(rope or {"rope_type": "default"})}
     else:
         values |= {"rope_theta": config.theta, "rope_scaling": rope}
     return values
+
+
+def _hf_gemma(config: TinyConfig, rope: dict[str, Any] | None, *, transformers: int) -> dict[str, Any]:
+    common = {
+        "model_type": "gemma3_text", "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": config.head_dim,
+        "sliding_window": config.window,
+    }  # fmt: skip
+    if transformers < 5:
+        local = {"rope_local_base_freq": config.local_theta, "sliding_window_pattern": config.pattern}
+        return common | local | {"rope_theta": config.theta, "rope_scaling": rope}
+    kinds = [
+        "sliding_attention" if config.layer(i).window is not None else "full_attention"
+        for i in range(config.num_layers)
+    ]
+    full = {"rope_theta": config.theta, **(rope or {"rope_type": "default"})}
+    sliding = {"rope_theta": config.local_theta, "rope_type": "default"}
+    return common | {
+        "layer_types": kinds,
+        "rope_parameters": {"full_attention": full, "sliding_attention": sliding},
+    }
 
 
 def _hf_rope(config: TinyConfig) -> dict[str, Any] | None:
@@ -310,9 +364,11 @@ def write_folder(
     folder.mkdir(parents=True, exist_ok=True)
     entries, expected = [], {}
     for name, values in (tensors or make_tensors(config)).items():
-        stored = _to_stored(values, type_name)
-        expected[name] = dequantise(stored.view(np.uint8), type_name)
-        entries.append((hf_name(name), type_name, stored))
+        # Gemma's norms are stored without the 1 that is part of each weight.
+        one = np.float32(config.family == "gemma3" and name.endswith("norm"))
+        stored = _to_stored(values - one, type_name)
+        expected[name] = dequantise(stored.view(np.uint8), type_name) + one
+        entries.append((hf_name(name, config.family), type_name, stored))
     if num_shards == 1:
         write_safetensors(folder / "model.safetensors", entries)
     else:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -30,7 +31,7 @@ from verispec.backends.protocol import (
     View,
 )
 from verispec.kv import NUM_RESERVED
-from verispec.model.architecture import Architecture, Rope, expected_tensors
+from verispec.model.architecture import Architecture, LayerSpec, Rope, expected_tensors
 from verispec.model.blocks import FORMATS, StoredTensor
 from verispec.sampling.rows import SampleKey, Sampler
 from verispec.types import SamplingParams
@@ -42,6 +43,7 @@ _VOCAB = 331
 _PROMPT_LENS = (37, 23)  # rows of the first passes: whole tiles of rows, and every rest
 _DECODED_SHAPES = (1, 2, 3, 4, 5, 8)
 _K = 5
+_GEMMA_TYPES, _WINDOW = ("F32", "Q8_0"), 21
 # Where the half-precision scales of a block stand, and the exponent they get: values near 1 in every type.
 _SCALES = {
     "Q4_0": ((0,), 0x2C00), "Q4_1": ((0, 2), 0x2C00), "Q5_0": ((0,), 0x2800), "Q5_1": ((0, 2), 0x2800),
@@ -62,22 +64,28 @@ MakeBackend = Callable[[StoredModel, str], Backend]
 
 
 class Case(NamedTuple):
-    """One tiny model: the type of all its matrices, whether they are quantised at load, and the type of its K/V."""
+    """One tiny model: the type of all its matrices, whether they are quantised at load, and the type of its K/V.
+
+    A gemma has what no other family has: windows, GELU, norms behind sub-layers and a scaled embedding.
+    """
 
     type_name: str
     quantises: bool
     kv_dtype: str
+    is_gemma: bool = False
 
     @property
     def name(self) -> str:
         """What the digest is kept under."""
-        return f"{self.type_name}{' as Q8_0' if self.quantises else ''}, {self.kv_dtype} K/V"
+        gemma, quantised = "gemma3 " * self.is_gemma, " as Q8_0" * self.quantises
+        return f"{gemma}{self.type_name}{quantised}, {self.kv_dtype} K/V"
 
 
 def cases(kv_dtype: str) -> list[Case]:
-    """Every stored type as it is, the float types also quantised: together they use every kernel."""
+    """Every stored type as it is, the float types also quantised, two as gemma: together they use every kernel."""
     kinds = [(name, False) for name in LAYOUTS] + [(name, True) for name in FLOAT_TYPES]
-    return [Case(name, quantises, kv_dtype) for name, quantises in kinds]
+    plain = [Case(name, quantises, kv_dtype) for name, quantises in kinds]
+    return plain + [Case(name, False, kv_dtype, is_gemma=True) for name in _GEMMA_TYPES]
 
 
 def wrong_answers(kv_dtype: str, make_backend: MakeBackend) -> tuple[str, ...]:
@@ -141,23 +149,30 @@ def _model(case: Case) -> StoredModel:
     is_float = case.type_name in FLOAT_TYPES and not case.quantises
     groups = ((1, 7), (2, 3), (3, 2)) if is_float else ((2, 4), (4, 2), (8, 1))
     num_kv_heads, group = groups[index % 3]
+    head_dim = 24 if is_float else 32
+    layers = (
+        LayerSpec(
+            rope=Rope(theta=10000.0), query_scalar=head_dim, qkv_bias=bool(index % 2), qk_norm=not index % 2
+        ),
+    ) * _NUM_LAYERS  # fmt: skip
+    if case.is_gemma:
+        full = LayerSpec(rope=Rope(theta=1e6), query_scalar=40, qk_norm=True, activation="gelu_tanh", post_norms=True)
+        layers = (replace(full, rope=Rope(theta=10000.0), window=_WINDOW), full)
     architecture = Architecture(
-        family="qwen2" if index % 2 else "qwen3",
-        num_layers=_NUM_LAYERS,
+        family="gemma3" if case.is_gemma else "qwen2" if index % 2 else "qwen3",
+        layers=layers,
         hidden_size=104 if is_float else 256,
         num_heads=num_kv_heads * group,
         num_kv_heads=num_kv_heads,
-        head_dim=24 if is_float else 32,
+        head_dim=head_dim,
         mlp_size=90 if is_float else 256,
         vocab_size=_VOCAB,
         context_len=CONTEXT_LEN,
         norm_eps=1e-5,
-        rope=Rope(theta=10000.0),
-        qkv_bias=bool(index % 2),
-        qk_norm=not index % 2,
         tied_head=index % 3 > 0,
+        embed_scale=10.0 if case.is_gemma else 1.0,
     )
-    shapes = expected_tensors(architecture)
+    shapes = {name: spec.shape for name, spec in expected_tensors(architecture).items()}
     return StoredModel(
         architecture,
         lambda name: _read(name, shapes[name]),

@@ -294,7 +294,7 @@ class NativeBackend:
         probes = [KernelProbe(name, m.num_in, partial(self._linear, m)) for name, m in matrices.items()]
         probes += [
             KernelProbe("norm", arch.hidden_size, partial(self._probe_norm, layer, arch)),
-            KernelProbe("silu", 2 * arch.mlp_size, partial(self._probe_silu, arch)),
+            KernelProbe("activation", 2 * arch.mlp_size, partial(self._probe_activation, layer, arch)),
             KernelProbe("attention", arch.num_heads * arch.head_dim, partial(self._probe_attention, model)),
         ]
         vocab_size = self.limits.vocab_size
@@ -314,9 +314,9 @@ class NativeBackend:
         )
         return y
 
-    def _probe_silu(self, arch: Architecture, x: Float32) -> Float32:
+    def _probe_activation(self, layer: native.Layer, arch: Architecture, x: Float32) -> Float32:
         y = np.empty((len(x), arch.mlp_size), np.float32)
-        self._kernels.call("vs_silu", np.ascontiguousarray(x), len(x), arch.mlp_size, y)
+        self._kernels.call("vs_activate", layer.activation, np.ascontiguousarray(x), len(x), arch.mlp_size, y)
         return y
 
     def _probe_totals(self, x: Float32) -> Float32:
@@ -333,12 +333,13 @@ class NativeBackend:
         return np.stack([drawn.token_ids.astype(np.float64), drawn.logprobs.astype(np.float64)], axis=1)
 
     def _probe_attention(self, model: NativeModel, x: Float32) -> Float32:
-        """Attention of the first layer over scratch K/V."""
+        """Attention of every kind of layer over scratch K/V; the outputs of all are joined."""
         arch = model.architecture
         num_slots = min(self.limits.num_slots, self.limits.context_len, max(_PROBED_LENGTHS))
         lengths = [min(length, num_slots) for length in _PROBED_LENGTHS]
         rng = np.random.default_rng(1)
-        store = _KVStore(arch, num_slots, self._kv_dtype, num_layers=1)
+        kinds = arch.distinct_layers()
+        store = _KVStore(arch, num_slots, self._kv_dtype, num_layers=kinds[-1] + 1)
         for part in (store.k, store.v):
             real = part[:, NUM_RESERVED:, :, : arch.head_dim]
             real[:] = rng.standard_normal(real.shape).astype(part.dtype)
@@ -350,12 +351,13 @@ class NativeBackend:
             num_rows=len(x), tail_width=rows.tails.shape[1], table_width=num_slots, table=native.address(table),
             **{name: native.address(array) for name, array in arrays.items()},
         )  # fmt: skip
-        out = np.empty((len(x), arch.num_heads * arch.head_dim), np.float32)
-        self._kernels.call(
-            "vs_attend", ctypes.byref(model.struct), ctypes.byref(struct), ctypes.byref(store.struct), 0,
-            np.ascontiguousarray(x), out,
-        )  # fmt: skip
-        return out
+        outputs = np.empty((len(kinds), len(x), arch.num_heads * arch.head_dim), np.float32)
+        for i, out in zip(kinds, outputs, strict=True):
+            self._kernels.call(
+                "vs_attend", ctypes.byref(model.struct), ctypes.byref(struct), ctypes.byref(store.struct), i,
+                np.ascontiguousarray(x), out,
+            )  # fmt: skip
+        return np.concatenate(outputs, axis=1)
 
     def close(self) -> None:
         """End the threads; drop weights and stores."""

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from verispec.errors import InputError
 
 PATH = Path(__file__).with_name("_native.so")
-ABI = 4
+ABI = 5
+ACTIVATIONS = ("silu", "gelu_tanh")  # by the kernels' number
 
 
 class Matrix(Structure):
@@ -36,12 +37,20 @@ class StoredMatrix(Structure):
 
 
 class Layer(Structure):
-    """One layer's weights."""
+    """What one layer does, and its weights."""
 
     _fields_ = [
         *((name, Matrix) for name in ("q", "k", "v", "o", "gate", "up", "down")),
-        *((name, c_void_p) for name in ("attn_norm", "mlp_norm", "qkv_bias", "q_norm", "k_norm")),
-    ]
+        *(
+            (name, c_void_p)
+            for name in (
+                "attn_norm", "mlp_norm", "qkv_bias", "q_norm", "k_norm", "attn_post_norm", "mlp_post_norm", "cos_sin"
+            )
+        ),
+        ("query_scalar", c_float),
+        ("window", c_int32),
+        ("activation", c_int32),
+    ]  # fmt: skip
 
 
 class Model(Structure):
@@ -55,11 +64,11 @@ class Model(Structure):
             )
         ),
         ("norm_eps", c_float),
+        ("embed_scale", c_float),
         ("layers", POINTER(Layer)),
         ("final_norm", c_void_p),
         ("head", Matrix),
         ("embed", Matrix),
-        ("cos_sin", c_void_p),
     ]  # fmt: skip
 
 
@@ -136,7 +145,7 @@ _SIGNATURES = {
     "vs_noisy_top_k": (None, [c_void_p, c_void_p, c_void_p, c_int, POINTER(Sampling), c_int, *[c_void_p] * 3]),
     "vs_linear": (None, [c_void_p, POINTER(Matrix), c_void_p, c_int, c_void_p]),
     "vs_norm": (None, [c_void_p, c_void_p, c_void_p, c_int, c_int, c_float, c_void_p]),
-    "vs_silu": (None, [c_void_p, c_void_p, c_int, c_int, c_void_p]),
+    "vs_activate": (None, [c_void_p, c_int, c_void_p, c_int, c_int, c_void_p]),
     "vs_attend": (None, [c_void_p, POINTER(Model), POINTER(RowArrays), POINTER(Store), c_int, c_void_p, c_void_p]),
     "vs_elementary": (None, [c_void_p, c_int, c_void_p, c_int64, c_void_p]),
 }

@@ -16,7 +16,7 @@ from verispec.backends import native_library as native
 from verispec.backends.native_pack import PackedMatrix, pack
 from verispec.backends.numpy_model import Reader
 from verispec.errors import InputError
-from verispec.model.architecture import Architecture, inverse_frequencies
+from verispec.model.architecture import Architecture, Rope, inverse_frequencies
 from verispec.model.blocks import StoredTensor
 from verispec.model.elementary import sin_cos
 
@@ -71,9 +71,12 @@ class NativeModel:
         self._kernels = kernels
         self._arrays: list[NDArray[np.generic]] = []  # what the structures point to
         self._layers = (native.Layer * arch.num_layers)()
-        for i in range(arch.num_layers):
+        ropes = {spec.rope for spec in arch.layers}
+        tables = {rope: self._floats(_rope_table(rope, arch.head_dim, context_len)) for rope in ropes}
+        for i, spec in enumerate(arch.layers):
             progress(i / (arch.num_layers + 1))
             self._fill_layer(self._layers[i], model, i)
+            self._layers[i].cos_sin = tables[spec.rope]
         head = self._matrix(model, "embed" if arch.tied_head else "head")
         self.struct = native.Model(
             num_layers=arch.num_layers,
@@ -85,11 +88,11 @@ class NativeModel:
             vocab=arch.vocab_size,
             kv_is_half=kv_is_half,
             norm_eps=arch.norm_eps,
+            embed_scale=arch.embed_scale,
             layers=ctypes.cast(self._layers, ctypes.POINTER(native.Layer)),
             final_norm=self._floats(model.read("final_norm")),
             head=head,
             embed=head if arch.tied_head else self._matrix(model, "embed"),
-            cos_sin=self._floats(_rope_table(arch, context_len)),
         )
         self.nbytes = sum(array.nbytes for array in self._arrays)
 
@@ -98,7 +101,7 @@ class NativeModel:
         return self._layers[index]
 
     def _fill_layer(self, layer: native.Layer, model: StoredModel, index: int) -> None:
-        arch = model.architecture
+        spec = model.architecture.layers[index]
 
         def read(name: str) -> Float32:
             return model.read(f"layers.{index}.{name}")
@@ -106,10 +109,13 @@ class NativeModel:
         for name in _MATRICES:
             setattr(layer, name, self._matrix(model, f"layers.{index}.{name}"))
         layer.attn_norm, layer.mlp_norm = self._floats(read("attn_norm")), self._floats(read("mlp_norm"))
-        if arch.qkv_bias:
+        if spec.qkv_bias:
             layer.qkv_bias = self._floats(np.concatenate([read(f"{n}_bias") for n in "qkv"]))
-        if arch.qk_norm:
-            layer.q_norm, layer.k_norm = self._floats(read("q_norm")), self._floats(read("k_norm"))
+        norms = ("q_norm", "k_norm") * spec.qk_norm + ("attn_post_norm", "mlp_post_norm") * spec.post_norms
+        for name in norms:
+            setattr(layer, name, self._floats(read(name)))
+        layer.query_scalar, layer.window = spec.query_scalar, spec.window or 0
+        layer.activation = native.ACTIVATIONS.index(spec.activation)
 
     def _matrix(self, model: StoredModel, name: str) -> native.Matrix:
         packed = model.matrix(name, self._kernels)
@@ -122,9 +128,9 @@ class NativeModel:
         return native.address(array)
 
 
-def _rope_table(arch: Architecture, context_len: int) -> Float32:
+def _rope_table(rope: Rope, head_dim: int, context_len: int) -> Float32:
     """[context, head_dim]: cosines of each position, then sines."""
-    frequencies = inverse_frequencies(arch).astype(np.float64)
+    frequencies = inverse_frequencies(rope, head_dim).astype(np.float64)
     table = np.empty((context_len, 2 * len(frequencies)), np.float32)
     for first in range(0, context_len, _ROPE_PIECE):
         piece = table[first : first + _ROPE_PIECE]

@@ -2,9 +2,9 @@
 
 Every row reduces over tiles of TILE absolute positions: one matrix product of fixed shape per row, tile and K/V head,
 tiles summed in order from +0. So the bits of a row depend on its own query and context alone: not on which rows stand
-beside it, and not on how many tiles are masked behind its end (they add exact zeros). Rows whose contexts are prefixes
-of one another share the gathered K/V; a tree row that branches off gathers its own. Sharing saves copies, never changes
-an operation.
+beside it, and not on how many tiles are masked behind its end or before its window (they add exact zeros, and those
+before every window of a group are left out). Rows whose contexts are prefixes of one another share the gathered K/V; a
+tree row that branches off gathers its own. Sharing saves copies, never changes an operation.
 """
 
 from __future__ import annotations
@@ -26,24 +26,36 @@ Int = NDArray[np.int64]
 
 
 class Bucket(NamedTuple):
-    """Groups of equal size: group j has rows `rows[j]` that read prefixes of the context `slots[j]`."""
+    """Groups of equal size: group j has rows `rows[j]` that read parts of the context `slots[j]`."""
 
     rows: Int  # [G, R]
-    slots: Int  # [G, T * TILE], ZERO_SLOT behind the end
+    slots: Int  # [G, T * TILE] from the first tile that a row sees; ZERO_SLOT behind the end
     hidden: NDArray[np.bool_]  # [G, R, T, 1, 1, TILE] positions a row must not see
 
 
-def group_contexts(rows: Rows, table: NDArray[np.int32]) -> list[Bucket]:
-    """Find the rows that can share one gathered context, and stack groups of like size: once a pass, for all layers."""
+class _Group(NamedTuple):
+    """Rows that share a gathered context, which begins at tile `first`."""
+
+    rows: list[int]
+    first: int
+    context: Int
+
+
+def group_contexts(rows: Rows, table: NDArray[np.int32], window: int | None = None) -> list[Bucket]:
+    """Find the rows that can share one gathered context, and stack groups of like size: once a pass and window."""
     by_sequence: dict[int, list[int]] = {}
     for row in np.argsort(-rows.positions, kind="stable").tolist():  # longest context first
         by_sequence.setdefault(int(rows.seq_rows[row]), []).append(row)
-    stacks: dict[tuple[int, int], list[tuple[list[int], Int]]] = {}
+    stacks: dict[tuple[int, int], list[_Group]] = {}
     for members in by_sequence.values():
         for group, context in _split_by_context(members, rows, table):
-            num_tiles = -(-len(context) // TILE)
-            stacks.setdefault((len(group), _round_up(num_tiles)), []).append((group, context))
-    return [_stack(groups, num_tiles, rows) for (_, num_tiles), groups in stacks.items()]
+            shortest = int(rows.positions[group[-1]]) + 1
+            first = max(0, shortest - window) // TILE if window is not None else 0
+            num_tiles = -(-len(context) // TILE) - first
+            stacks.setdefault((len(group), _round_up(num_tiles)), []).append(
+                _Group(group, first, context[first * TILE :])
+            )
+    return [_stack(groups, num_tiles, rows, window) for (_, num_tiles), groups in stacks.items()]
 
 
 def _split_by_context(
@@ -73,22 +85,28 @@ def _round_up(num_tiles: int) -> int:
     return -(-num_tiles // step) * step
 
 
-def _stack(groups: list[tuple[list[int], Int]], num_tiles: int, rows: Rows) -> Bucket:
-    row_ids = np.array([group for group, _ in groups], np.int64)  # [G, R]
+def _stack(groups: list[_Group], num_tiles: int, rows: Rows, window: int | None) -> Bucket:
+    row_ids = np.array([group.rows for group in groups], np.int64)  # [G, R]
     slots = np.full((len(groups), num_tiles * TILE), ZERO_SLOT, np.int64)
-    for i, (_, context) in enumerate(groups):
-        slots[i, : len(context)] = context
-    positions = np.arange(num_tiles * TILE).reshape(num_tiles, 1, 1, TILE)
-    hidden = positions > rows.positions[row_ids][:, :, None, None, None, None]  # [G, R, T, 1, 1, TILE]
+    for i, group in enumerate(groups):
+        slots[i, : len(group.context)] = group.context
+    first = np.array([group.first for group in groups]).reshape(-1, 1, 1, 1, 1, 1)
+    positions = first * TILE + np.arange(num_tiles * TILE).reshape(num_tiles, 1, 1, TILE)  # [G, 1, T, 1, 1, TILE]
+    own = rows.positions[row_ids][:, :, None, None, None, None]  # [G, R, 1, 1, 1, 1]
+    hidden = positions > own
+    if window is not None:
+        hidden |= positions <= own - window
     return Bucket(row_ids, slots, hidden)
 
 
-def attend(q: Float32, k_store: Float32, v_store: Float32, buckets: list[Bucket], workers: Workers) -> Float32:
+def attend(
+    q: Float32, k_store: Float32, v_store: Float32, buckets: list[Bucket], workers: Workers, *, scale: np.float32
+) -> Float32:
     """Attention of q [M, heads, d] over one layer's stores [slots, kv_heads, d]; returns [M, heads * d]."""
     num_rows, num_heads, head_dim = q.shape
     kv_heads = k_store.shape[1]
     out = np.empty((num_rows, num_heads * head_dim), np.float32)
-    scaled = (q * np.float32(head_dim**-0.5)).reshape(num_rows, kv_heads, num_heads // kv_heads, head_dim)
+    scaled = (q * scale).reshape(num_rows, kv_heads, num_heads // kv_heads, head_dim)
     for bucket in buckets:
         _attend_bucket(scaled, k_store, v_store, bucket, workers, out)
     return out

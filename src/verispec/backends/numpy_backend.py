@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from verispec.backends.audit import CANDIDATE_SHAPES, KernelProbe
 from verispec.backends.blas import blas_name, cpu_name, num_cores, single_threaded_blas
 from verispec.backends.checks import check_pass
-from verispec.backends.numpy_attention import TILE, attend, group_contexts
+from verispec.backends.numpy_attention import TILE, Bucket, attend, group_contexts
 from verispec.backends.numpy_dense import COLUMN_BLOCK, ROW_BLOCK
 from verispec.backends.numpy_model import Float32, NumpyModel, Reader
 from verispec.backends.outputs import Outputs
@@ -28,7 +28,7 @@ from verispec.backends.rounds import run_rounds
 from verispec.backends.workers import Workers
 from verispec.errors import InputError
 from verispec.kv import NUM_RESERVED, TARGET_STORE
-from verispec.model.architecture import Architecture
+from verispec.model.architecture import Architecture, LayerSpec
 from verispec.sampling import draw
 from verispec.sampling.rows import SampleKey, Sampler, plain_rows
 from verispec.sampling.weights import SAMPLING, totals
@@ -88,16 +88,20 @@ class NumpyBackend:
     def _forward(self, pass_: Pass) -> Float32:
         model, store, view = self._models[pass_.store], self._stores[pass_.store], pass_.view
         rows = pass_.rows
-        buckets = group_contexts(rows, self.resident.table)
+        buckets = {window: group_contexts(rows, self.resident.table, window) for window in model.windows}
         x = model.embed(rows.token_ids)
         for i, layer in enumerate(model.layers):
             if i not in view.skipped_attention:
                 q, k, v = model.qkv(layer, x, rows.positions)
                 store.write(i, rows.slots, k, v)
-                x = x + layer.o(attend(q, store.k[i], store.v[i], buckets, self._workers))
+                attended = self._attend(layer.spec, q, store.k[i], store.v[i], buckets[layer.spec.window])
+                x = x + model.attention_output(layer, attended)
             if i not in view.skipped_mlp:
                 x = x + model.mlp(layer, x)
         return x
+
+    def _attend(self, spec: LayerSpec, q: Float32, k: Float32, v: Float32, buckets: list[Bucket]) -> Float32:
+        return attend(q, k, v, buckets, self._workers, scale=np.float32(spec.query_scalar**-0.5))
 
     def _logits(self, pass_: Pass, x: Float32) -> Float32:
         padding = np.zeros((pass_.head_shape - len(x), x.shape[1]), np.float32)
@@ -131,7 +135,7 @@ class NumpyBackend:
         return [_as_in_a_pass(probe) for probe in probes]
 
     def _probe_attention(self, x: Float32) -> Float32:
-        """Attention at several context lengths over scratch K/V; the outputs of all lengths are joined."""
+        """Attention of every kind of layer at several lengths over scratch K/V; the outputs of all are joined."""
         arch = self._models[0].architecture
         num_slots = min(self.limits.num_slots, self.limits.context_len, max(_PROBED_LENGTHS))
         lengths = [min(length, num_slots) for length in _PROBED_LENGTHS]
@@ -141,9 +145,10 @@ class NumpyBackend:
         table = rng.integers(NUM_RESERVED, num_slots + NUM_RESERVED, (3, num_slots)).astype(np.int32)
         q = x.reshape(len(x), arch.num_heads, arch.head_dim)
         outputs = []
-        for turn in range(len(lengths)):
-            buckets = group_contexts(probe_rows(x, table, lengths, turn=turn), table)
-            outputs.append(attend(q, store[0], store[1], buckets, self._workers))
+        for spec in (arch.layers[i] for i in arch.distinct_layers()):
+            for turn in range(len(lengths)):
+                buckets = group_contexts(probe_rows(x, table, lengths, turn=turn), table, spec.window)
+                outputs.append(self._attend(spec, q, store[0], store[1], buckets))
         return np.concatenate(outputs, axis=1)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The Llama-shaped transformer in numpy: weights laid out once, and a forward over flat rows.
+"""The transformer in numpy: weights laid out once, and a forward over flat rows.
 
 Products are `Dense` layers, fused where they share their input. Each function here maps rows to rows; the audit probes
 them one by one.
@@ -15,25 +15,29 @@ from numpy.typing import NDArray
 from verispec.backends.audit import KernelProbe
 from verispec.backends.numpy_dense import Dense
 from verispec.backends.workers import Workers
-from verispec.model.architecture import Architecture, inverse_frequencies
+from verispec.model.architecture import Activation, Architecture, LayerSpec, Rope, inverse_frequencies
 
 Float32 = NDArray[np.float32]
 Reader = Callable[[str], Float32]
+GELU_OUTER, GELU_CUBE = np.float32(1.5957691216057308), np.float32(0.044715)  # 2 * sqrt(2 / pi)
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Weights of one layer."""
+    """What one layer does, and its weights."""
 
+    spec: LayerSpec
     attn_norm: Float32  # [D]
     qkv: Dense  # D -> (H + 2 * KV) * d
     qkv_bias: Float32 | None
     q_norm: Float32 | None  # [d]
     k_norm: Float32 | None
     o: Dense  # H * d -> D
+    attn_post_norm: Float32 | None  # [D]
     mlp_norm: Float32  # [D]
     gate_up: Dense  # D -> 2 * F
     down: Dense  # F -> D
+    mlp_post_norm: Float32 | None  # [D]
 
 
 def rms_norm(x: Float32, weight: Float32, eps: float) -> Float32:
@@ -42,11 +46,16 @@ def rms_norm(x: Float32, weight: Float32, eps: float) -> Float32:
     return np.asarray(x * (np.float32(1) / np.sqrt(mean + np.float32(eps))) * weight, np.float32)
 
 
-def silu_mul(gate_up: Float32) -> Float32:
-    """silu(gate) * up of a fused [M, 2F]."""
+def activate(gate_up: Float32, activation: Activation) -> Float32:
+    """The activated gate times up, of a fused [M, 2F]. Both activations are gate * sigmoid of something.
+
+    The tanh form of GELU is x * (1 + tanh(u)) / 2 with u = sqrt(2 / pi) * (x + 0.044715 x^3), and (1 + tanh(u)) / 2 is
+    sigmoid(2u).
+    """
     half = gate_up.shape[-1] // 2
     gate = gate_up[:, :half]
-    gated = np.exp(-gate)
+    inner = gate if activation == "silu" else GELU_OUTER * (gate + GELU_CUBE * (gate * gate * gate))
+    gated = np.exp(-inner)
     gated += np.float32(1)
     np.divide(gate, gated, out=gated)
     gated *= gate_up[:, half:]
@@ -68,22 +77,19 @@ class NumpyModel:
 
     def __init__(self, architecture: Architecture, read: Reader, workers: Workers, *, context_len: int) -> None:
         self.architecture = architecture
-        self.layers = [_read_layer(read, i, architecture, workers) for i in range(architecture.num_layers)]
+        self.layers = [_read_layer(read, i, spec, workers) for i, spec in enumerate(architecture.layers)]
         self.final_norm = read("final_norm")
         # A tied head is kept once, as the head needs it, and serves as embedding too.
         self._head = Dense([read("embed" if architecture.tied_head else "head")], workers)  # D -> V
         self._embed = None if architecture.tied_head else read("embed")  # [V, D]
-        angles = np.arange(context_len, dtype=np.float64)[:, None] * inverse_frequencies(architecture).astype(
-            np.float64
-        )
-        self._cos = np.cos(angles).astype(np.float32)  # [context, d / 2]
-        self._sin = np.sin(angles).astype(np.float32)
+        ropes = {spec.rope for spec in architecture.layers}
+        self._cos_sin = {rope: _cos_sin(rope, architecture.head_dim, context_len) for rope in ropes}
+        self.windows = {spec.window for spec in architecture.layers}
 
     def embed(self, token_ids: NDArray[np.int32]) -> Float32:
         """[M, D]"""
-        if self._embed is None:
-            return self._head.outputs(token_ids)
-        return self._embed[token_ids]
+        rows = self._head.outputs(token_ids) if self._embed is None else self._embed[token_ids]
+        return rows * np.float32(self.architecture.embed_scale)
 
     def qkv(self, layer: Layer, x: Float32, positions: NDArray[np.int32]) -> tuple[Float32, Float32, Float32]:
         """Norm, projections, q/k norm and RoPE: q [M, H, d], k and v [M, KV, d]."""
@@ -96,13 +102,20 @@ class NumpyModel:
         if layer.q_norm is not None and layer.k_norm is not None:
             q = rms_norm(q, layer.q_norm, arch.norm_eps)
             k = rms_norm(k, layer.k_norm, arch.norm_eps)
-        cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]
+        cos, sin = (table[positions][:, None] for table in self._cos_sin[layer.spec.rope])
         return rotate(q, cos, sin), rotate(k, cos, sin), v
 
+    def attention_output(self, layer: Layer, attended: Float32) -> Float32:
+        """Output product, and a norm where there is one: what the sub-layer adds to x."""
+        return self._post_normed(layer.o(attended), layer.attn_post_norm)
+
     def mlp(self, layer: Layer, x: Float32) -> Float32:
-        """Norm, gate and up, silu, down: what the sub-layer adds to x."""
+        """Norm, gate and up, activation, down, and a norm where there is one: what the sub-layer adds to x."""
         hidden = layer.gate_up(rms_norm(x, layer.mlp_norm, self.architecture.norm_eps))
-        return layer.down(silu_mul(hidden))
+        return self._post_normed(layer.down(activate(hidden, layer.spec.activation)), layer.mlp_post_norm)
+
+    def _post_normed(self, x: Float32, weight: Float32 | None) -> Float32:
+        return x if weight is None else rms_norm(x, weight, self.architecture.norm_eps)
 
     def logits(self, x: Float32) -> Float32:
         """Final norm and head: [R, V]"""
@@ -118,28 +131,39 @@ class NumpyModel:
             KernelProbe("rope", width, lambda x: self._probe_rope(layer, x)),
             KernelProbe("o", arch.num_heads * arch.head_dim, layer.o),
             KernelProbe("gate_up", width, layer.gate_up),
-            KernelProbe("silu", 2 * arch.mlp_size, silu_mul),
+            KernelProbe("activation", 2 * arch.mlp_size, lambda x: activate(x, layer.spec.activation)),
             KernelProbe("down", arch.mlp_size, layer.down),
             KernelProbe("head", width, self.logits),
         ]
 
     def _probe_rope(self, layer: Layer, x: Float32) -> Float32:
-        positions = np.full(len(x), min(77, len(self._cos) - 1), np.int32)
+        cos, _ = self._cos_sin[layer.spec.rope]
+        positions = np.full(len(x), min(77, len(cos) - 1), np.int32)
         return np.concatenate([part.reshape(len(x), -1) for part in self.qkv(layer, x, positions)], axis=1)
 
 
-def _read_layer(read: Reader, index: int, arch: Architecture, workers: Workers) -> Layer:
+def _cos_sin(rope: Rope, head_dim: int, context_len: int) -> tuple[Float32, Float32]:
+    """[context, d / 2] each."""
+    frequencies = inverse_frequencies(rope, head_dim).astype(np.float64)
+    angles = np.arange(context_len, dtype=np.float64)[:, None] * frequencies
+    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+
+def _read_layer(read: Reader, index: int, spec: LayerSpec, workers: Workers) -> Layer:
     def tensor(name: str) -> Float32:
         return read(f"layers.{index}.{name}")
 
     return Layer(
+        spec=spec,
         attn_norm=tensor("attn_norm"),
         qkv=Dense([tensor("q"), tensor("k"), tensor("v")], workers),
-        qkv_bias=np.concatenate([tensor(f"{n}_bias") for n in "qkv"]) if arch.qkv_bias else None,
-        q_norm=tensor("q_norm") if arch.qk_norm else None,
-        k_norm=tensor("k_norm") if arch.qk_norm else None,
+        qkv_bias=np.concatenate([tensor(f"{n}_bias") for n in "qkv"]) if spec.qkv_bias else None,
+        q_norm=tensor("q_norm") if spec.qk_norm else None,
+        k_norm=tensor("k_norm") if spec.qk_norm else None,
         o=Dense([tensor("o")], workers),
+        attn_post_norm=tensor("attn_post_norm") if spec.post_norms else None,
         mlp_norm=tensor("mlp_norm"),
         gate_up=Dense([tensor("gate"), tensor("up")], workers),
         down=Dense([tensor("down")], workers),
+        mlp_post_norm=tensor("mlp_post_norm") if spec.post_norms else None,
     )

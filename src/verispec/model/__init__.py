@@ -6,11 +6,13 @@ Importing this package costs numpy and the standard library only; `gguf` is impo
 from verispec.model.architecture import (
     Architecture,
     FrequencyFactors,
+    LayerSpec,
     LinearScaling,
     Llama3Scaling,
     Rope,
     expected_tensors,
     inverse_frequencies,
+    make_layers,
 )
 from verispec.model.checkpoint import (
     Checkpoint,
@@ -32,6 +34,7 @@ __all__ = [
     "FrequencyFactors",
     "GGUFFile",
     "GGUFTokenizerSource",
+    "LayerSpec",
     "LinearScaling",
     "Llama3Scaling",
     "RegistryModel",
@@ -42,6 +45,7 @@ __all__ = [
     "cache_dir",
     "expected_tensors",
     "inverse_frequencies",
+    "make_layers",
     "open_checkpoint",
     "resolve",
 ]

@@ -86,7 +86,7 @@ class Checkpoint:
         self.architecture = weights.architecture
         self.tokenizer_source = tokenizer_source
         self._weights = weights
-        self._shapes = expected_tensors(weights.architecture)
+        self._shapes = {name: spec.shape for name, spec in expected_tensors(weights.architecture).items()}
         _check_tensors(weights, self._shapes)
 
     def tensor(self, name: str) -> npt.NDArray[np.float32]:

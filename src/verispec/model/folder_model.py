@@ -5,7 +5,9 @@ would change the computation and is not implemented is refused by name, because 
 without an error.
 """
 
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -13,7 +15,16 @@ import numpy as np
 import numpy.typing as npt
 
 from verispec.errors import UnsupportedModelError
-from verispec.model.architecture import Architecture, Family, LinearScaling, Llama3Scaling, Rope, RopeScaling
+from verispec.model.architecture import (
+    Architecture,
+    Family,
+    LayerSpec,
+    LinearScaling,
+    Llama3Scaling,
+    Rope,
+    RopeScaling,
+    make_layers,
+)
 from verispec.model.blocks import StoredTensor
 from verispec.model.fields import Fields, quoted
 from verispec.model.file_digest import FileStamp
@@ -24,8 +35,16 @@ _FAMILIES: Mapping[str, Family] = {
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Gemma3ForCausalLM": "gemma3",
 }
-_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+# The one activation a family has, and the key that names it.
+_ACTIVATIONS: Mapping[Family, tuple[str, str]] = {"gemma3": ("hidden_activation", "gelu_pytorch_tanh")}
+_SILU = ("hidden_act", "silu")
+# Where transformers does not derive it from the width, or another value of the file.
+_HEAD_DIMS: Mapping[Family, int] = {"qwen3": 128, "gemma3": 256}
+_QWEN_FULL_LAYERS = 28
+_GEMMA_PATTERN, _GEMMA_QUERY_SCALAR, _GEMMA_THETA, _GEMMA_LOCAL_THETA = 6, 256.0, 1e6, 1e4
 
 _TOP_NAMES = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "head": "lm_head.weight"}
 _LAYER_NAMES = {
@@ -44,6 +63,11 @@ _LAYER_NAMES = {
     "up": "mlp.up_proj.weight",
     "down": "mlp.down_proj.weight",
 }
+_GEMMA_LAYER_NAMES = _LAYER_NAMES | {
+    "attn_post_norm": "post_attention_layernorm.weight",
+    "mlp_norm": "pre_feedforward_layernorm.weight",
+    "mlp_post_norm": "post_feedforward_layernorm.weight",
+}
 
 
 class FolderWeights:
@@ -53,6 +77,7 @@ class FolderWeights:
         self._folder = folder
         self.location = str(folder.folder)
         self.architecture = _architecture(folder)
+        self._is_gemma = self.architecture.family == "gemma3"
         self.shapes = {name: stored.shape for name, stored in folder.tensors.items()}
         # A tied model's file may repeat the embedding as head; conversions of Llama 1 stored the frequencies.
         self.ignored = frozenset(
@@ -64,11 +89,12 @@ class FolderWeights:
         if name in _TOP_NAMES:
             return _TOP_NAMES[name]
         _, layer, part = name.split(".")
-        return f"model.layers.{layer}.{_LAYER_NAMES[part]}"
+        return f"model.layers.{layer}.{(_GEMMA_LAYER_NAMES if self._is_gemma else _LAYER_NAMES)[part]}"
 
     def read(self, name: str) -> npt.NDArray[np.float32]:
-        """The tensor's values."""
-        return self._folder.read(self.stored_name(name))
+        """The tensor's values; Gemma's norms are stored without the 1 that is part of each weight."""
+        values = self._folder.read(self.stored_name(name))
+        return values + np.float32(1) if self._is_gemma and name.endswith("norm") else values
 
     def stored(self, name: str) -> StoredTensor:
         """The tensor as the folder has it."""
@@ -98,61 +124,93 @@ def _architecture(folder: SafetensorsFolder) -> Architecture:
     if len(names) != 1 or names[0] not in _FAMILIES:
         _refuse(config, f"architectures {quoted(names)}", ", ".join(_FAMILIES))
     family = _FAMILIES[names[0]]
-    _refuse_unsupported(config)
+    _refuse_unsupported(config, family)
     hidden_size = config.integer("hidden_size")
     num_heads = config.integer("num_attention_heads")
+    head_dim = config.integer("head_dim", _HEAD_DIMS.get(family, hidden_size // max(num_heads, 1)))
     head_in_files = _TOP_NAMES["head"] in folder.tensors
     return Architecture(
         family=family,
-        num_layers=config.integer("num_hidden_layers"),
+        layers=_layers(config, family, head_dim),
         hidden_size=hidden_size,
         num_heads=num_heads,
         num_kv_heads=config.integer("num_key_value_heads", num_heads),
-        # transformers' Qwen3 does not derive it from the width; the others do.
-        head_dim=config.integer("head_dim", 128 if family == "qwen3" else hidden_size // max(num_heads, 1)),
+        head_dim=head_dim,
         mlp_size=config.integer("intermediate_size"),
         vocab_size=config.integer("vocab_size"),
-        context_len=_context_len(config, family),
+        context_len=config.integer("max_position_embeddings"),
         norm_eps=config.real("rms_norm_eps", 1e-6),
-        rope=_rope(config),
-        qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
         tied_head=config.flag("tie_word_embeddings", default=not head_in_files),
+        embed_scale=math.sqrt(max(hidden_size, 1)) if family == "gemma3" else 1.0,
     )
 
 
-def _refuse_unsupported(config: Fields) -> None:
+def _refuse_unsupported(config: Fields, family: Family) -> None:
     if "quantization_config" in config:
         method = config.table("quantization_config").text("quant_method", "unnamed")
         _refuse(
             config, f"quantization_config ({quoted(method)})", "F32, F16 and BF16 weights, or a quantised GGUF file"
         )
-    for option in ("attention_bias", "mlp_bias", "rope_interleaved"):
+    for option in ("attention_bias", "mlp_bias", "rope_interleaved", "use_bidirectional_attention"):
         if config.flag(option, default=False):
             _refuse(config, f"{option} true", f"{option} false")
-    if (activation := config.text("hidden_act", "silu")) != "silu":
-        _refuse(config, f"hidden_act {quoted(activation)}", "silu")
+    key, supported = _ACTIVATIONS.get(family, _SILU)
+    if (activation := config.text(key, supported)) != supported:
+        _refuse(config, f"{key} {quoted(activation)}", supported)
+    for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if cap in config:
+            _refuse(config, f"{cap} {config.real(cap)}", "none")
     if (fraction := config.real("partial_rotary_factor", 1.0)) != 1.0:
         _refuse(config, f"partial_rotary_factor {fraction}", "1.0")
-    if unknown := set(config.strings("layer_types")) - _LAYER_TYPES:
-        _refuse(config, f"layer type {quoted(min(unknown))}", ", ".join(sorted(_LAYER_TYPES)))
+    if unknown := set(config.strings("layer_types")) - {_FULL, _SLIDING}:
+        _refuse(config, f"layer type {quoted(min(unknown))}", f"{_FULL}, {_SLIDING}")
 
 
-def _context_len(config: Fields, family: Family) -> int:
-    context_len = config.integer("max_position_embeddings")
-    window_is_active = (
-        family == "mistral"
-        or config.flag("use_sliding_window", default=False)
-        or "sliding_attention" in config.strings("layer_types")
+def _layers(config: Fields, family: Family, head_dim: int) -> tuple[LayerSpec, ...]:
+    num_layers = config.integer("num_hidden_layers")
+    is_gemma = family == "gemma3"
+    full = LayerSpec(
+        rope=_rope(config, _FULL, is_gemma=is_gemma),
+        query_scalar=config.real("query_pre_attn_scalar", _GEMMA_QUERY_SCALAR) if is_gemma else max(head_dim, 1),
+        qkv_bias=family == "qwen2",
+        qk_norm=family in ("qwen3", "gemma3"),
+        activation="gelu_tanh" if is_gemma else "silu",
+        post_norms=is_gemma,
     )
-    if window_is_active and "sliding_window" in config:
-        # Within the window a sliding-window model attends to everything.
-        return min(context_len, config.integer("sliding_window"))
-    return context_len
+    if "sliding_window" not in config:
+        return make_layers(num_layers, lambda i: full)
+    rope = _rope(config, _SLIDING, is_gemma=True) if is_gemma else full.rope
+    sliding = replace(full, window=config.integer("sliding_window"), rope=rope)
+    return make_layers(num_layers, lambda i: sliding if _is_sliding(config, family, i) else full)
 
 
-def _rope(config: Fields) -> Rope:
+def _is_sliding(config: Fields, family: Family, layer: int) -> bool:
+    """Whether the layer has the window; before there were `layer_types`, each family had its own rule."""
+    if kinds := config.strings("layer_types"):
+        if layer >= len(kinds):
+            _refuse(config, f"{len(kinds)} layer_types", "one for every layer")
+        return kinds[layer] == _SLIDING
+    match family:
+        case "mistral":
+            return True
+        case "gemma3":
+            pattern = config.integer(
+                "sliding_window_pattern", config.integer("_sliding_window_pattern", _GEMMA_PATTERN)
+            )
+            return pattern > 0 and (layer + 1) % pattern > 0
+        case _:
+            first = config.integer("max_window_layers", _QWEN_FULL_LAYERS)
+            return config.flag("use_sliding_window", default=False) and layer >= first
+
+
+def _rope(config: Fields, kind: str, *, is_gemma: bool) -> Rope:
     rope = config.table("rope_parameters" if "rope_parameters" in config else "rope_scaling")
+    if is_gemma and "rope_parameters" not in config:  # transformers 4: windows had a base of their own, and no scaling
+        if kind == _SLIDING:
+            return Rope(config.real("rope_local_base_freq", _GEMMA_LOCAL_THETA))
+        return Rope(config.real("rope_theta", _GEMMA_THETA), _rope_scaling(rope))
+    if is_gemma:
+        rope = rope.table(kind)
     theta = rope.real("rope_theta", config.real("rope_theta", 10000.0))
     if (fraction := rope.real("partial_rotary_factor", 1.0)) != 1.0:
         _refuse(rope, f"partial_rotary_factor {fraction}", "1.0")

@@ -1,10 +1,12 @@
 """What a GGUF file's metadata and tensor names say about a model, in verispec's terms.
 
-Supported: llama (Llama 2 and 3, SmolLM, Mistral), qwen2 and qwen3. Everything that would change the computation and
-is not implemented is refused by name, because ignoring it would give wrong text without an error.
+Supported: llama (Llama 2 and 3, SmolLM, Mistral), qwen2, qwen3 and gemma3. Everything that would change the computation
+and is not implemented is refused by name, because ignoring it would give wrong text without an error.
 """
 
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,10 +18,12 @@ from verispec.model.architecture import (
     Architecture,
     Family,
     FrequencyFactors,
+    LayerSpec,
     LinearScaling,
     Rope,
     RopeScaling,
     format_shape,
+    make_layers,
 )
 from verispec.model.blocks import StoredTensor
 from verispec.model.fields import Fields, quoted
@@ -27,9 +31,12 @@ from verispec.model.file_digest import FileStamp
 from verispec.model.gguf_file import GGUFFile
 
 T = TypeVar("T", bound=np.generic)
-_FAMILIES: Mapping[str, Family] = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+_FAMILIES: Mapping[str, Family] = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3"}
 # The families whose converter reorders the rows of q and k for interleaved rotary pairs.
 _PERMUTED_FAMILIES = frozenset({"llama"})
+
+# What gemma3 files need not say. The largest model, known by its layers, scales scores by another size than its heads'.
+_GEMMA_PATTERN, _GEMMA_LOCAL_THETA, _GEMMA_LARGEST_LAYERS = 6, 10000.0, 62
 
 _ROPE_FACTORS = "rope_freqs.weight"
 _TOP_NAMES = {"embed": "token_embd.weight", "final_norm": "output_norm.weight", "head": "output.weight"}
@@ -44,10 +51,12 @@ _LAYER_NAMES = {
     "q_norm": "attn_q_norm.weight",
     "k_norm": "attn_k_norm.weight",
     "o": "attn_output.weight",
+    "attn_post_norm": "post_attention_norm.weight",
     "mlp_norm": "ffn_norm.weight",
     "gate": "ffn_gate.weight",
     "up": "ffn_up.weight",
     "down": "ffn_down.weight",
+    "mlp_post_norm": "post_ffw_norm.weight",
 }
 
 
@@ -123,31 +132,47 @@ def _architecture(file: GGUFFile) -> Architecture:
         if (found := meta.integer(f"{name}.{key}", head_dim)) != head_dim:
             raise UnsupportedModelError(f"{file.path}: {name}.{key} is {found}; supported: head_dim ({head_dim})")
     context_len = meta.integer(f"{name}.context_length")
-    # Within the window a sliding-window model attends to everything.
     window = meta.integer(f"{name}.attention.sliding_window", 0)
+    if window > 0 and name != "gemma3":
+        context_len = min(context_len, window)  # the file does not say which layers have it; within it all are equal
     return Architecture(
         family=_FAMILIES[name],
-        num_layers=meta.integer(f"{name}.block_count"),
+        layers=_layers(file, meta, name, head_dim, hidden_size // max(num_heads, 1)),
         hidden_size=hidden_size,
         num_heads=num_heads,
         num_kv_heads=meta.integer(f"{name}.attention.head_count_kv", num_heads),
         head_dim=head_dim,
         mlp_size=meta.integer(f"{name}.feed_forward_length"),
         vocab_size=embed.shape[0],
-        context_len=min(context_len, window) if window > 0 else context_len,
+        context_len=context_len,
         norm_eps=meta.real(f"{name}.attention.layer_norm_rms_epsilon"),
-        rope=Rope(
-            theta=meta.real(f"{name}.rope.freq_base", 10000.0), scaling=_rope_scaling(file, meta, name, head_dim)
-        ),
-        qkv_bias=name == "qwen2",
-        qk_norm=name == "qwen3",
         tied_head=_TOP_NAMES["head"] not in file.tensors,
+        embed_scale=math.sqrt(max(hidden_size, 1)) if name == "gemma3" else 1.0,
     )
+
+
+def _layers(file: GGUFFile, meta: Fields, name: str, head_dim: int, width_per_head: int) -> tuple[LayerSpec, ...]:
+    num_layers = meta.integer(f"{name}.block_count")
+    rope = Rope(theta=meta.real(f"{name}.rope.freq_base", 10000.0), scaling=_rope_scaling(file, meta, name, head_dim))
+    if name != "gemma3":
+        plain = LayerSpec(rope=rope, query_scalar=max(head_dim, 1), qkv_bias=name == "qwen2", qk_norm=name == "qwen3")
+        return make_layers(num_layers, lambda i: plain)
+    scalar = width_per_head if num_layers == _GEMMA_LARGEST_LAYERS else head_dim
+    every = LayerSpec(rope=rope, query_scalar=max(scalar, 1), qk_norm=True, activation="gelu_tanh", post_norms=True)
+    window = meta.integer(f"{name}.attention.sliding_window", 0)
+    pattern = meta.integer(f"{name}.attention.sliding_window_pattern", _GEMMA_PATTERN)
+    if window <= 0 or pattern <= 0:
+        return make_layers(num_layers, lambda i: every)
+    local = replace(every, window=window, rope=Rope(meta.real(f"{name}.rope.freq_base_swa", _GEMMA_LOCAL_THETA)))
+    return make_layers(num_layers, lambda i: local if (i + 1) % pattern else every)
 
 
 def _refuse_unsupported(file: GGUFFile, meta: Fields, name: str) -> None:
     if (num_experts := meta.integer(f"{name}.expert_count", 0)) > 0:
         raise UnsupportedModelError(f"{file.path}: mixture of {num_experts} experts; supported: dense models")
+    for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if (found := meta.real(f"{name}.{cap}", 0.0)) != 0.0:
+            raise UnsupportedModelError(f"{file.path}: {name}.{cap} is {found}; supported: none")
     if (num_parts := meta.integer("split.count", 0)) > 1:
         raise UnsupportedModelError(
             f"{file.path}: one of {num_parts} parts of a split model; supported: single files (merge the parts first)"

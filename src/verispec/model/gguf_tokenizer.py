@@ -38,6 +38,8 @@ _NO_TOKEN = 2**32 - 1
 _MAX_SCORED_CHARS = 1024
 
 _EOS_KEYS = ("eos_token_id", "eos_token_ids", "eot_token_id", "eom_token_id")
+# Control tokens that end an answer although files of their family, Gemma, name only <eos>.
+_TURN_ENDS = frozenset({"<end_of_turn>"})
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SYMBOLS_AND_SPACES = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -174,12 +176,13 @@ def _assemble(
     for token_id in [*special_ids, *vocab.ids_of({_TokenType.UNUSED})]:
         table[token_id] = b""
     bos_ids = _named_ids(metadata, ["bos_token_id"])
+    turn_ends = [token_id for token_id in special_ids if vocab.pieces[token_id] in _TURN_ENDS]
     return Tokenizer(
         backend=backend,
         table=tuple(table),
         special_texts={token_id: vocab.pieces[token_id] for token_id in special_ids},
         bos_id=bos_ids[0] if bos_ids else None,
-        eos_ids=tuple(_named_ids(metadata, _EOS_KEYS)),
+        eos_ids=tuple(dict.fromkeys([*_named_ids(metadata, _EOS_KEYS), *turn_ends])),
         add_bos=_flag(metadata, "tokenizer.ggml.add_bos_token", default=add_bos),
         strips_leading_space=strips_leading_space,
         chat_template=_text(metadata, "tokenizer.chat_template", default="") or None,

@@ -24,7 +24,7 @@ from verispec.spec.skip_menu import (
 )
 
 LENGTHS = range(1, MAX_DRAFT + 1)
-_MLP_TENSORS = frozenset(("mlp_norm", "gate", "up", "down"))
+_MLP_TENSORS = frozenset(("mlp_norm", "gate", "up", "down", "mlp_post_norm"))
 _NEEDS_MATPLOTLIB = "plots need matplotlib: pip install 'verispec[tune]'"
 _MARKERS = {GREEDY: ("o", "greedy removal"), BAYES: ("^", "Bayesian optimisation")}
 
@@ -57,12 +57,12 @@ class EntryReport:
 def weights_left(architecture: Architecture, view: View) -> float:
     """The share of the model's weights, embedding and head included, that a pass of the view still uses."""
     total = skipped = 0
-    for name, shape in expected_tensors(architecture).items():
-        total += prod(shape)
+    for name, spec in expected_tensors(architecture).items():
+        total += prod(spec.shape)
         if name.startswith("layers."):
             _, layer, part = name.split(".")
             chosen = view.skipped_mlp if part in _MLP_TENSORS else view.skipped_attention
-            skipped += prod(shape) if int(layer) in chosen else 0
+            skipped += prod(spec.shape) if int(layer) in chosen else 0
     return 1 - skipped / total
 
 

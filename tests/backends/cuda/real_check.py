@@ -26,7 +26,7 @@ def reference_model(arch, read, dtype: torch.dtype):
         num_hidden_layers=arch.num_layers, num_attention_heads=arch.num_heads, num_key_value_heads=arch.num_kv_heads,
         head_dim=arch.head_dim, rms_norm_eps=arch.norm_eps, tie_word_embeddings=arch.tied_head,
         max_position_embeddings=arch.context_len,
-        rope_parameters={"rope_type": "default", "rope_theta": arch.rope.theta},
+        rope_parameters={"rope_type": "default", "rope_theta": arch.layers[0].rope.theta},
     )  # fmt: skip
     model = LlamaForCausalLM(config)
     names = {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj",
@@ -62,7 +62,7 @@ def main() -> None:
 
     begin = time.perf_counter()
     count, length = texts.shape
-    cos, sin = rope_tables(inverse_frequencies(arch), length)
+    cos, sin = rope_tables(inverse_frequencies(arch.layers[0].rope, arch.head_dim), length)
     model = DeviceModel(
         Shapes.of(arch), arch.num_layers, read, cos, sin, num_slots=length * count + 2, max_rows=length,
         context_len=length, tied=arch.tied_head,

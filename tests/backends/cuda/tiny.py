@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from verispec.backends.cuda.bit_model import BitModel, Context
 from verispec.backends.cuda.bits import bf16
 from verispec.backends.cuda.shapes import Shapes, rope_tables
-from verispec.model.architecture import Architecture, Rope, expected_tensors, inverse_frequencies
+from verispec.model.architecture import Architecture, LayerSpec, Rope, expected_tensors, inverse_frequencies
 
 CONTEXT_LEN = 512
 NUM_SLOTS = 700
@@ -40,10 +40,13 @@ def numbers(name: str, shape: tuple[int, ...]) -> Float32:
 def _architecture(
     family: str, width: int, heads: int, kv_heads: int, head_dim: int, mlp: int, *, theta: float = 10000.0
 ) -> Architecture:
+    layer = LayerSpec(
+        rope=Rope(theta=theta), query_scalar=head_dim, qkv_bias=family == "qwen2", qk_norm=family == "qwen3"
+    )
     return Architecture(
-        family=family, num_layers=2, hidden_size=width, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim,
-        mlp_size=mlp, vocab_size=320, context_len=CONTEXT_LEN, norm_eps=1e-5, rope=Rope(theta=theta),
-        qkv_bias=family == "qwen2", qk_norm=family == "qwen3", tied_head=family == "llama",
+        family=family, layers=(layer,) * 2, hidden_size=width, num_heads=heads, num_kv_heads=kv_heads,
+        head_dim=head_dim, mlp_size=mlp, vocab_size=320, context_len=CONTEXT_LEN, norm_eps=1e-5,
+        tied_head=family == "llama",
     )  # fmt: skip
 
 
@@ -67,14 +70,14 @@ class TinyModel(NamedTuple):
 def tiny_model(name: str) -> TinyModel:
     arch = ARCHITECTURES[name]
     tensors = {}
-    for tensor, shape in expected_tensors(arch).items():
+    for tensor, (shape, _) in expected_tensors(arch).items():
         values = numbers(f"{name}/{tensor}", shape)
         if len(shape) == 1:
             values = values * np.float32(0.5) if tensor.endswith("_bias") else np.float32(1) + values * np.float32(0.3)
         elif tensor != "embed":
             values = values * np.float32(4 / np.sqrt(shape[1]))
         tensors[tensor] = values
-    cos, sin = rope_tables(inverse_frequencies(arch), CONTEXT_LEN)
+    cos, sin = rope_tables(inverse_frequencies(arch.layers[0].rope, arch.head_dim), CONTEXT_LEN)
     return TinyModel(arch, Shapes.of(arch), tensors, cos, sin)
 
 

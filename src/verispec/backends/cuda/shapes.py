@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from verispec.model.architecture import Architecture
+from verispec.errors import InputError
+from verispec.model.architecture import Architecture, LayerSpec
 from verispec.model.elementary import sin_cos
 
 TILE = 64  # positions of one softmax step, and columns of one stage of the weights
@@ -41,7 +42,11 @@ class Shapes:
 
     @classmethod
     def of(cls, arch: Architecture) -> Shapes:
-        """The shapes of an architecture."""
+        """The shapes of an architecture whose layers are all alike and plain."""
+        first = arch.layers[0]
+        plain = LayerSpec(rope=first.rope, query_scalar=arch.head_dim, qkv_bias=first.qkv_bias, qk_norm=first.qk_norm)
+        if any(spec != plain for spec in arch.layers) or arch.embed_scale != 1:
+            raise InputError(f"the CUDA kernels do not serve {arch.family}: its layers have windows or norms they lack")
         return cls(
             width=arch.hidden_size,
             heads=arch.num_heads,
@@ -50,7 +55,7 @@ class Shapes:
             mlp=arch.mlp_size,
             vocab=arch.vocab_size,
             eps=arch.norm_eps,
-            qk_norm=arch.qk_norm,
+            qk_norm=first.qk_norm,
         )
 
     def refusal(self) -> str | None:
