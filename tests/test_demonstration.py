@@ -207,8 +207,3 @@ def test_what_is_refused(llm: LLM) -> None:
         Demonstration(llm, PROMPT, PARAMS, crowd=0)
     with pytest.raises(InputError, match="the prompt has"):
         Demonstration(llm, "x" * 300, PARAMS)
-    stream = llm.stream(PROMPT, PARAMS)
-    next(stream)
-    with pytest.raises(InputError, match="streams of this LLM are open"):
-        show(llm)
-    stream.close()  # type: ignore[attr-defined]

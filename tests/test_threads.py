@@ -7,15 +7,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.tiny_llm import loaded, write_model
+from tests.support.tiny_llm import CONFIG, loaded, write_model
 from verispec.errors import InputError
 from verispec.llm import LLM, Completion
-from verispec.types import SamplingParams
+from verispec.types import FinishReason, SamplingParams
 
 TIMEOUT_S = 60
 NUM_THREADS = 4
@@ -51,9 +52,10 @@ def digests(completions: list[Completion]) -> list[str]:
 
 
 def is_idle(llm: LLM) -> bool:
+    wait_until(lambda: llm.status()[:2] == (0, 0))
     llm.engine.check()
     pool = llm.engine._pool
-    return llm.engine.num_running + llm.engine.num_waiting == 0 and pool.num_free + pool.num_evictable == pool.num_slots
+    return not llm.engine.has_work and pool.num_free + pool.num_evictable == pool.num_slots
 
 
 def generate_until_interrupted(llm: LLM) -> None:
@@ -114,9 +116,9 @@ def test_a_callback_may_wait_for_another_thread(llm: LLM) -> None:
 def test_a_separate_engine_waits_for_batches_and_is_waited_for(llm: LLM) -> None:
     (expected,) = digests(llm.generate([PROMPTS[0]], LONG))
     batch = start(lambda: digests(llm.generate([PROMPTS[0]], LONG)))
-    wait_until(lambda: llm.engine.num_running > 0)
+    wait_until(lambda: llm.status().num_running > 0)
     with llm.separate_engine() as engine:
-        assert batch.result(0) == [expected], "the batch had ended"
+        assert batch.result(TIMEOUT_S) == [expected], "the batch had ended"
         late = start(lambda: digests(llm.generate([PROMPTS[0]], LONG)))
         engine.add(llm.request(PROMPTS[1], SHORT))
         while engine.has_work:
@@ -127,21 +129,20 @@ def test_a_separate_engine_waits_for_batches_and_is_waited_for(llm: LLM) -> None
     assert late.result(TIMEOUT_S) == [expected]
 
 
-def test_a_separate_engine_does_not_wait_for_what_cannot_end(llm: LLM) -> None:
+def test_a_separate_engine_waits_for_streams_whether_they_are_read_or_not(llm: LLM) -> None:
     stream = llm.stream(PROMPTS[0], LONG)
-    next(stream)
-    with pytest.raises(InputError, match="1 streams of this LLM are open"):
-        start(lambda: llm.separate_engine().__enter__()).result(TIMEOUT_S)
-    stream.close()  # type: ignore[attr-defined]
+    first = next(stream)
+    with llm.separate_engine():
+        assert is_idle(llm)
+    assert [*first.token_ids, *(t for e in stream for t in e.token_ids)] == [
+        *llm.generate([PROMPTS[0]], LONG)[0].token_ids
+    ]
 
     def separate(index: int, completion: Completion) -> None:
         with llm.separate_engine():
-            pass
+            assert is_idle(llm)
 
-    with pytest.raises(InputError, match="are open"):
-        llm.generate(PROMPTS[:2], [SHORT, LONG], on_finish=separate)
-    with llm.separate_engine():
-        assert is_idle(llm)
+    assert len(start(lambda: llm.generate(PROMPTS[:2], [SHORT, LONG], on_finish=separate)).result(TIMEOUT_S)) == 2
 
 
 def test_ctrl_c_ends_the_call_of_the_main_thread_alone(llm: LLM) -> None:
@@ -155,17 +156,18 @@ def test_ctrl_c_ends_the_call_of_the_main_thread_alone(llm: LLM) -> None:
 
 
 def test_close_waits_for_batches_and_refuses_what_comes_later(tmp_path: Path) -> None:
-    with loaded(write_model(tmp_path / "tiny.gguf"), tmp_path, backend="numpy", max_running=2) as llm:
+    model = write_model(tmp_path / "tiny.gguf", replace(CONFIG, context_len=8192))
+    with loaded(model, tmp_path, backend="numpy", max_running=2) as llm:
         (expected,) = digests(llm.generate([PROMPTS[0]], SHORT))
-        stream = llm.stream(PROMPTS[1], LONG)
+        stream = llm.stream(PROMPTS[1], SamplingParams(max_tokens=8000, ignore_eos=True))
         next(stream)
         batch = start(lambda: digests(llm.generate([PROMPTS[0]], SHORT)))
-        wait_until(lambda: llm.engine.num_running == 2)
+        wait_until(lambda: llm.status().num_running == 2)
         llm.close()
-        assert batch.result(0) == [expected]
+        assert batch.result(TIMEOUT_S) == [expected]
+        assert list(stream)[-1].finish_reason is FinishReason.ABORT
         llm.close()
         later: list[Callable[[], object]] = [
-            lambda: list(stream),
             lambda: llm.generate("a", SHORT),
             lambda: llm.stream("a", SHORT),
             lambda: llm.score("ab"),

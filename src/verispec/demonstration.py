@@ -17,11 +17,10 @@ from typing import Any, NamedTuple
 from verispec.backends.blas import LibraryRow, rows_beside_others
 from verispec.engine import Engine, Request
 from verispec.errors import InputError, VerispecError
-from verispec.interrupts import deferred_interrupt
 from verispec.llm import LLM
 from verispec.prompts import Prompt
 from verispec.spec.speculation import Speculation
-from verispec.types import SampleOutput, SamplingParams, TokenEvent
+from verispec.types import SampleOutput, SamplingParams
 
 REFERENCE_DRAFTER = "none"
 ALONE, WARM, MIDDLE, FIRST, LAST = "alone", "warm cache", "amid a crowd", "first of crowd", "last of crowd"
@@ -219,7 +218,7 @@ class Demonstration:
             ignore_eos=True,
             deterministic=index % 2 == 0,
         )
-        ids = (own_ids, half_ids, prompt_ids)[index % 3][: self._llm.engine.max_len - 1]
+        ids = (own_ids, half_ids, prompt_ids)[index % 3][: self._llm.max_len - 1]
         names = self._llm.drafter_names
         return self._llm.request(ids, params, drafter=names[index % len(names)])
 
@@ -295,7 +294,7 @@ def _run(engine: Engine, arrivals: Iterable[Arrival], request: Request) -> Run:
             request_ids.append(engine.add(arrival.request))
             if arrival.request is request:
                 own_id, arrived_at = request_ids[-1], step
-        events = [event for event in _step(engine) if event.request_id == own_id]
+        events = [event for event in engine.step() if event.request_id == own_id]
         step += 1
         output = next((event.output for event in events if event.output is not None), None)
         first_at = step if first_at is None and events else first_at
@@ -308,16 +307,11 @@ def _run(engine: Engine, arrivals: Iterable[Arrival], request: Request) -> Run:
             )
 
 
-def _step(engine: Engine) -> list[TokenEvent]:
-    with deferred_interrupt():
-        return engine.step()
-
-
 def _abort(engine: Engine, request_ids: Iterable[int]) -> None:
     for request_id in request_ids:
         engine.abort(request_id)
     while engine.has_work:
-        _step(engine)
+        engine.step()
 
 
 def _fast(request: Request) -> Request:

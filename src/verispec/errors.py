@@ -33,5 +33,9 @@ class DeterminismError(VerispecError):
     """No canonical shape exists on this backend, so a deterministic request is refused; carries the audit's table."""
 
 
+class BackendDeadError(VerispecError):
+    """The backend cannot run any further pass: all requests end, and no other is taken."""
+
+
 class NumericError(VerispecError):
     """The model produced NaN logits for a request; that request alone ends."""

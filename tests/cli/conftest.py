@@ -8,9 +8,11 @@ import json
 import os
 import pty
 import select
+import signal
 import subprocess
 import sys
 import termios
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -74,6 +76,13 @@ def verispec(*arguments: str, stdin: str | None = "", **more: Any) -> subprocess
     return subprocess.run(
         [*COMMAND, *arguments], input=stdin, capture_output=True, text=True, timeout=120, check=False, **more
     )
+
+
+def press_ctrl_c() -> None:
+    """Interrupt the main thread, once it waits, from the thread that steps the engine."""
+    time.sleep(0.3)
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # type: ignore[arg-type]
+    time.sleep(0.3)
 
 
 def _take_terminal() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.conftest import Cli, verispec
+from tests.cli.conftest import Cli, press_ctrl_c, verispec
 from tests.support.tiny_llm import TOKENS, write_model
 from verispec.cli import receipt_file
 from verispec.engine import Engine
@@ -105,7 +105,7 @@ def test_ctrl_c_keeps_the_receipts_of_what_is_finished(
         nonlocal steps
         steps += 1
         if steps == 3:  # behind the prompts and one burst
-            raise KeyboardInterrupt
+            press_ctrl_c()
         return real_step(engine)
 
     steps, real_step = 0, Engine.step

@@ -17,9 +17,9 @@ from tests.support.sabotage import sabotage
 from tests.support.tiny_llm import CONFIG, loaded, write_model
 from verispec.backends.protocol import PassKind
 from verispec.demonstration import Demonstration
-from verispec.engine import Engine
 from verispec.llm import LLM
-from verispec.types import TokenEvent
+from verispec.spec.passes import Flight, Passes
+from verispec.spec.turn import Step
 
 ASK = ["verify", "one two one two one", "--max-tokens", "12", "--crowd", "4"]
 
@@ -202,26 +202,21 @@ def test_a_model_that_is_not_there(bare_cli: Cli) -> None:
     assert "--model: 'no-such-model' is neither" in done.err
 
 
-def test_an_interrupt_waits_for_the_end_of_a_step_and_leaves_the_model_sound(
-    tiny_cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_leaves_the_model_sound(tiny_cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = tiny_cli(*ASK, "--json").json()["digest"]
-    num_begun = num_ended = 0
-    step = Engine.step
+    num_steps, submit = 0, Passes.submit
 
-    def interrupted(self: Engine) -> list[TokenEvent]:
-        nonlocal num_begun, num_ended
-        num_begun += 1
-        if num_begun == 30:
-            os.kill(os.getpid(), signal.SIGINT)
-        events = step(self)
-        num_ended += 1
-        return events
+    def interrupted(self: Passes, step: Step) -> Flight:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == 30:
+            raise KeyboardInterrupt
+        return submit(self, step)
 
-    monkeypatch.setattr(Engine, "step", interrupted)
+    monkeypatch.setattr(Passes, "submit", interrupted)
     done = tiny_cli(*ASK)
     assert (done.code, done.err) == (130, "")
-    assert num_begun == num_ended == 30
+    assert num_steps == 30
     assert done.out.count(" yes ") == 2  # the cases that were over
     assert tiny_cli(*ASK, "--json").json()["digest"] == expected
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import signal
 from typing import Any
 
 import pytest
 
 from tests.support.fake_backend import FakeBackend
 from verispec.engine import Engine, Request
-from verispec.interrupts import deferred_interrupt
 from verispec.spec.registry import DRAFTERS, DraftSetup
 from verispec.types import FinishReason, NoText, SampleOutput, SamplingParams, TextPiece
 
@@ -83,20 +81,6 @@ def test_an_interrupted_commit_ends_one_request_and_loses_no_event(interrupted_p
     assert found[1].finish_reason is FinishReason.ERROR
     assert "interrupted" in str(found[1].error)
     assert {i: found[i].digest for i in (0, 2)} == {i: expected[i].digest for i in (0, 2)}
-
-
-def test_ctrl_c_waits_for_the_end_of_a_step() -> None:
-    done = []
-
-    def step() -> None:
-        with deferred_interrupt():
-            signal.raise_signal(signal.SIGINT)
-            done.append("the rest of the step")
-
-    with pytest.raises(KeyboardInterrupt):
-        step()
-    assert done
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.parametrize("error", [RuntimeError, MemoryError, KeyboardInterrupt])

@@ -108,7 +108,12 @@ class CostTable:
         """`observe` for a pass of the kind that is timed: every row of the whole model draws."""
         rows = pass_.rows
         if self.learns and pass_.head_shape == len(rows) and pass_.view == FULL_VIEW:
-            self.observe(len(rows), int(rows.prefix_lens.sum() + rows.tail_lens.sum()), seconds)
+            self.observe(len(rows), _num_read(pass_), seconds)
+
+    def pass_seconds(self, pass_: Pass) -> float:
+        """The predicted time of this pass, with all its rounds."""
+        num_rounds = 1 if pass_.burst is None else 1 + pass_.burst.num_rounds
+        return num_rounds * self.seconds(len(pass_.rows), _num_read(pass_))
 
     def _apply(self) -> None:
         """Take over what was observed; forget what was looked up."""
@@ -118,6 +123,11 @@ class CostTable:
         self._moves = _Moves()
         self._known.clear()
         self._fast_shapes.clear()
+
+
+def _num_read(pass_: Pass) -> int:
+    """Context tokens that the rows of a pass attend to."""
+    return int(pass_.rows.prefix_lens.sum() + pass_.rows.tail_lens.sum())
 
 
 @dataclass(slots=True)

@@ -38,7 +38,7 @@ def score(what: Scoring, loading: options.Loading) -> None:
     if not text:
         raise InputError(f"{_name(file)} is empty")
     llm = options.load_llm(loading, drafter="none")
-    longest = llm.engine.max_len
+    longest = llm.max_len
     if window is not None and window > longest:
         raise InputError(f"--window is {window}, but at most {longest} tokens fit")
     ids = llm.tokenizer.encode(text)

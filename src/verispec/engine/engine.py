@@ -93,6 +93,7 @@ class Engine:
         self._backend = backend
         self._config = config
         self._clock = clock
+        self._cost = cost
         self._random_seed = random_seed
         self._pool = SlotPool(config.num_slots)
         num_stores = backend.limits.num_stores
@@ -147,17 +148,27 @@ class Engine:
         """Sequences that hold slots."""
         return len(self._scheduler.running)
 
-    def has_room(self, params: SamplingParams) -> bool:
-        """Whether the queue can take a request with these parameters now."""
-        return self.num_waiting + params.n <= self._config.max_waiting
+    @property
+    def predicted_seconds(self) -> float:
+        """How long the newest pass should take, with all its rounds."""
+        pass_ = self._passes.newest
+        return 0.0 if pass_ is None else self._cost.pass_seconds(pass_)
 
-    def add(self, request: Request) -> int:
-        """Queue a request; returns its id. Raises InputError for a bad one, QueueFullError when there is no room."""
+    def has_room(self, params: SamplingParams, *, num_before: int = 0) -> bool:
+        """Whether the queue can take a request with these parameters now, behind `num_before` others."""
+        return self.num_waiting + num_before + params.n <= self._config.max_waiting
+
+    def add(self, request: Request, *, request_id: int | None = None) -> int:
+        """Queue a request; returns its id. Raises InputError for a bad one, QueueFullError when there is no room.
+
+        Whoever gives ids gives all of them.
+        """
         self.validate(request)
         if not self.has_room(request.params):
             raise QueueFullError(f"the queue is full: {self.num_waiting} of {self._config.max_waiting} places taken")
         params = request.params
-        request_id, self._next_request_id = self._next_request_id, self._next_request_id + 1
+        if request_id is None:
+            request_id, self._next_request_id = self._next_request_id, self._next_request_id + 1
         seed = self._random_seed() if params.seed is None else params.seed
         prompt_ids = tuple(map(int, request.prompt_ids))
         limit = self.max_len if params.max_tokens is None else len(prompt_ids) + params.max_tokens
@@ -221,8 +232,8 @@ class Engine:
     def totals(self) -> Totals:
         """Counters over all requests so far, live ones included."""
         totals = self._ended_totals.copy()
-        for samples in self._live.values():
-            for sequence in samples:
+        for samples in list(self._live.values()):  # a copy: another thread may be stepping
+            for sequence in list(samples):
                 totals.add(sequence.stats, len(sequence.output))
         return totals
 
@@ -231,9 +242,23 @@ class Engine:
         samples = list(self._live.get(request_id, ()))
         for sequence in samples:
             sequence.finish(FinishReason.ABORT)
-            self._scheduler.remove(sequence)
-        self._ended = self._told(self._scheduler.told(samples, self._clock()))
+        self._ended = self._removed(samples)
         return bool(samples)
+
+    def fail(self, error: str) -> list[TokenEvent]:
+        """End what was in the step that failed, with an error; returns what became visible. The others can go on."""
+        running = self._scheduler.running
+        failed = [s for s in running if s.kv.num_flights] or list(running) or list(self._scheduler.waiting)
+        self._scheduler.void()
+        for sequence in failed:
+            sequence.fail(error)
+        return self._removed(failed)
+
+    def _removed(self, sequences: list[Sequence]) -> list[TokenEvent]:
+        """Forget sequences that have ended outside a step."""
+        for sequence in sequences:
+            self._scheduler.remove(sequence)
+        return self._told(self._scheduler.told(sequences, self._clock()))
 
     def check(self) -> None:
         """Raise if the books do not balance: every slot held is reachable from a sequence, a lease or the cache."""

@@ -97,6 +97,7 @@ class Passes:
         self._joins = joins
         self._observe = observe
         self._clock = clock
+        self.newest: Pass | None = None  # submitted last
 
     def submit(self, step: Step) -> Flight:
         """Start the step's passes."""
@@ -132,6 +133,7 @@ class Passes:
         for cohort in cohorts:
             add_cohort(builder, cohort)
         pass_ = builder.build(kind, fit, vocab_size=self._backend.limits.vocab_size)
+        self.newest = pass_
         return _Part(turns, cohorts, builder, starts, pass_, self._clock(), self._backend.submit(pass_))
 
 

@@ -162,6 +162,16 @@ class MenuKey:
         return cache_dir / f"skip-{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
 
+def has_menus(cache_dir: Path, fingerprint: Mapping[str, str], device: Mapping[str, str]) -> bool:
+    """Whether a menu of any model is kept for this fingerprint and device. A whole key takes reading the model."""
+    for path in cache_dir.glob("skip-*.json"):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            key = json.loads(path.read_text(encoding="utf-8"))["key"]
+            if key["fingerprint"] == dict(fingerprint) and key["device"] == dict(device):
+                return True
+    return False
+
+
 def read_menu(cache_dir: Path, key: MenuKey) -> SkipMenu | None:
     """The menu kept for exactly this model, fingerprint and device; None if there is none that can be trusted."""
     try:
