@@ -5,23 +5,27 @@
     python bench/host.py --json     # one object per figure, for machines
 
 `steps` is a step of n sequences, one round each, by drafter; `tokens` a committed token of 1,024 requests, of which 256
-run at once, from `add` to the last output; `cache` a step of 8 sequences while the prefix cache is full, so that each
-needs an eviction; `waiting` such a step in front of a queue; `evict` and `prefix` are the prefix cache's operations
-alone. Figures of one part are measured in turns, so that their ratios can be trusted on a noisy machine. CPU time is
-that of the whole process.
+run at once, from `LLM.run` to its completions; `streams` one of 32 streams whose events go to an asyncio loop;
+`cache` a step of 8 sequences while the prefix cache is full, so that each needs an eviction; `waiting` such a step in
+front of a queue; `evict` and `prefix` are the prefix cache's operations alone. Figures of one part are measured in
+turns, so that their ratios can be trusted on a noisy machine. CPU time is that of the whole process.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import gc
 import json
 import platform
 import statistics
 import time
+from asyncio import Event
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
@@ -29,12 +33,14 @@ from verispec.backends.blas import cpu_name
 from verispec.backends.protocol import BackendLimits, BurstResult, DrawResult, Pass, PassResult, ReadyTicket
 from verispec.config import EngineConfig
 from verispec.engine import Engine, Request
+from verispec.engine.thread import EngineThread, LoopSink
 from verispec.kv import RadixPrefixCache, SlotPool
+from verispec.llm import LLM
 from verispec.sampling.rows import Sampler
 from verispec.spec.registry import make_drafters
 from verispec.spec.speculation import Speculation
 from verispec.text.detokenizer import TextStream
-from verispec.types import NoText, SamplingParams, TextSink
+from verispec.types import NoText, SamplingParams, TextSink, TokenEvent
 
 VOCAB = 32_000
 REPEATS, NEW = 17, VOCAB - 1  # the backend's text repeats itself after so many tokens: n-grams are right, or not found
@@ -216,25 +222,73 @@ def token_cases(quick: bool) -> Iterable[Case]:
         yield Case("tokens", name, "us", run, goal, most=1, size=num_requests * num_tokens)
 
 
+class InstantLLM(LLM):
+    """An LLM without a model."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.thread = EngineThread(engine)
+        self.calibration = SimpleNamespace(profile=SimpleNamespace(hash="instant"))  # type: ignore[assignment]
+
+    def close(self) -> None:
+        self.thread.stop()
+
+
+def instant_requests(num_requests: int, num_tokens: int, **fields: Any) -> list[Request]:
+    params = SamplingParams(max_tokens=num_tokens, seed=0)
+    return [
+        Request([i % VOCAB, *range(PROMPT_LEN - 1)], params, Speculation("none"), **fields) for i in range(num_requests)
+    ]
+
+
 def generating(
     num_requests: int, num_tokens: int, *, burst: int, text: Callable[[], TextSink]
 ) -> Callable[[int], None]:
-    params = SamplingParams(max_tokens=num_tokens, seed=0)
-    requests = [
-        Request([i % VOCAB, *range(PROMPT_LEN - 1)], params, Speculation("none"), is_streamed=False, text=text)
-        for i in range(num_requests)
-    ]
+    requests = instant_requests(num_requests, num_tokens, is_streamed=False, text=text)
 
     def run(num: int) -> None:
         for _ in range(num):
-            engine = bare_engine(200_000, running=RUNNING, waiting=num_requests, burst=burst)
-            for request in requests:
-                engine.add(request)
-            outputs = []
-            while engine.has_work:
-                outputs += [event.output for event in engine.step() if event.output is not None]
-            if sum(len(output.token_ids) for output in outputs) != num_requests * num_tokens:
+            with InstantLLM(bare_engine(200_000, running=RUNNING, waiting=num_requests, burst=burst)) as llm:
+                completions = llm.run(requests)
+            if sum(len(completion.token_ids) for completion in completions) != num_requests * num_tokens:
                 raise RuntimeError("not every request got its tokens")
+
+    return run
+
+
+def stream_cases(quick: bool) -> Iterable[Case]:
+    """A committed token of 32 streams, told to an asyncio loop."""
+    num_tokens = 256 if quick else 2048
+    yield Case("streams", "32 streams", "us", streaming(32, num_tokens), most=1, size=32 * num_tokens)
+
+
+def streaming(num_streams: int, num_tokens: int) -> Callable[[int], None]:
+    requests = instant_requests(num_streams, num_tokens)
+
+    async def stream() -> None:
+        thread, left, ended = (
+            EngineThread(bare_engine(200_000, running=num_streams, waiting=0)),
+            0,
+            Event(),
+        )
+
+        def deliver(events: list[TokenEvent]) -> None:
+            nonlocal left
+            for event in events:
+                if event.output is not None:
+                    left -= 1
+            if not left:
+                ended.set()
+
+        sink = LoopSink(asyncio.get_running_loop(), deliver)
+        for request in requests:
+            left += 1
+            thread.submit(request, sink)
+        await ended.wait()
+        thread.stop()
+
+    def run(num: int) -> None:
+        for _ in range(num):
+            asyncio.run(stream())
 
     return run
 
@@ -296,6 +350,7 @@ def prefix_cases(quick: bool) -> Iterable[Case]:
 PARTS: dict[str, Callable[[bool], Iterable[Case]]] = {
     "steps": step_cases,
     "tokens": token_cases,
+    "streams": stream_cases,
     "cache": cache_cases,
     "waiting": waiting_cases,
     "evict": evict_cases,

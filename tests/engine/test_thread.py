@@ -18,7 +18,7 @@ from tests.support.faulty_backends import WrappedBackend
 from verispec.backends.protocol import Pass, Ticket
 from verispec.config import EngineConfig
 from verispec.engine import Engine, Request
-from verispec.engine.thread import EngineThread, Inbox, on_loop
+from verispec.engine.thread import EngineThread, Inbox, LoopSink
 from verispec.errors import BackendDeadError, InputError, QueueFullError, VerispecError
 from verispec.spec.registry import DRAFTERS, DraftSetup
 from verispec.types import FinishReason, SampleOutput, SamplingParams, TokenEvent
@@ -143,7 +143,7 @@ def test_a_sink_is_called_once_per_step_for_all_its_requests() -> None:
     thread.stop()
 
 
-def test_a_loop_is_called_once_per_step() -> None:
+def test_a_loop_is_called_at_most_once_per_step() -> None:
     async def main() -> tuple[int, int, int]:
         backend = GatedBackend()
         thread, heard, ended = make(backend, max_burst=1), list[list[TokenEvent]](), asyncio.Event()
@@ -156,16 +156,17 @@ def test_a_loop_is_called_once_per_step() -> None:
             if not left:
                 ended.set()
 
-        sink = on_loop(asyncio.get_running_loop(), deliver)
+        sink = LoopSink(asyncio.get_running_loop(), deliver)
         with backend.shut():
             for i in range(4):
                 thread.submit(request(i), sink)
+        time.sleep(0.05)  # the loop is behind: several steps come at once
         await asyncio.wait_for(ended.wait(), TIMEOUT_S)
         await asyncio.to_thread(thread.stop)
         return len(heard), len(backend.passes), sum(map(len, heard))
 
     num_calls, num_passes, num_events = asyncio.run(main())
-    assert num_calls <= num_passes < num_events
+    assert num_calls < num_passes < num_events
 
 
 def test_abort_ends_requests_wherever_they_are_and_tells_of_it() -> None:

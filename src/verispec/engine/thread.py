@@ -32,9 +32,30 @@ Sink = Callable[[list[TokenEvent]], object]
 logger = logging.getLogger(__name__)
 
 
-def on_loop(loop: AbstractEventLoop, deliver: Sink) -> Sink:
-    """A sink that calls `deliver` on an asyncio loop. Requests that share it are told of with one call per step."""
-    return lambda events: loop.call_soon_threadsafe(deliver, events)
+class LoopSink:
+    """A sink that calls `deliver` on an asyncio loop, at most once per step for all requests that share it.
+
+    A loop that is behind gets the events of several steps with one call.
+    """
+
+    def __init__(self, loop: AbstractEventLoop, deliver: Sink) -> None:
+        self._loop = loop
+        self._deliver = deliver
+        self._events: deque[TokenEvent] = deque()
+        self._is_called = False
+
+    def __call__(self, events: list[TokenEvent]) -> None:
+        """On the engine's thread."""
+        self._events.extend(events)
+        if not self._is_called:
+            self._is_called = True
+            self._loop.call_soon_threadsafe(self._flush)
+
+    def _flush(self) -> None:
+        """On the loop's thread."""
+        self._is_called = False  # first: what comes from now on calls again
+        if events := _drained(self._events):
+            self._deliver(events)
 
 
 class Status(NamedTuple):

@@ -63,6 +63,7 @@ class TextStream:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._strip_pending = tokenizer.strips_leading_space
         self._matchers = [_StopMatcher(text) for text in dict.fromkeys(stop)]
+        self._beginnings = frozenset(text[0] for text in stop)
         self._released: list[str] = []
         self._held = ""
         self._finished = False
@@ -104,6 +105,8 @@ class TextStream:
         return self._release(self._held + self._decoder.decode(b"", final=True))
 
     def _take(self, new: str, *, may_stop: bool) -> TextPiece:
+        if not self._held and self._beginnings.isdisjoint(new):  # the usual case: no stop string is near
+            return TextPiece(self._release(new), stopped=False)
         window = self._held + new
         for end, char in enumerate(new, start=len(self._held) + 1):
             completed = [matcher.stop for matcher in self._matchers if matcher.advance(char)]
