@@ -33,7 +33,7 @@ from verispec.backends.blas import cpu_name
 from verispec.backends.protocol import BackendLimits, BurstResult, DrawResult, Pass, PassResult, ReadyTicket
 from verispec.config import EngineConfig
 from verispec.engine import Engine, Request
-from verispec.engine.thread import EngineThread, LoopSink
+from verispec.engine.thread import EngineThread, on_loop
 from verispec.kv import RadixPrefixCache, SlotPool
 from verispec.llm import LLM
 from verispec.sampling.rows import Sampler
@@ -265,11 +265,8 @@ def streaming(num_streams: int, num_tokens: int) -> Callable[[int], None]:
     requests = instant_requests(num_streams, num_tokens)
 
     async def stream() -> None:
-        thread, left, ended = (
-            EngineThread(bare_engine(200_000, running=num_streams, waiting=0)),
-            0,
-            Event(),
-        )
+        thread = EngineThread(bare_engine(200_000, running=num_streams, waiting=0))
+        left, ended = 0, Event()
 
         def deliver(events: list[TokenEvent]) -> None:
             nonlocal left
@@ -279,7 +276,7 @@ def streaming(num_streams: int, num_tokens: int) -> Callable[[int], None]:
             if not left:
                 ended.set()
 
-        sink = LoopSink(asyncio.get_running_loop(), deliver)
+        sink = on_loop(asyncio.get_running_loop(), deliver)
         for request in requests:
             left += 1
             thread.submit(request, sink)

@@ -18,7 +18,7 @@ from tests.support.faulty_backends import WrappedBackend
 from verispec.backends.protocol import Pass, Ticket
 from verispec.config import EngineConfig
 from verispec.engine import Engine, Request
-from verispec.engine.thread import EngineThread, Inbox, LoopSink
+from verispec.engine.thread import EngineThread, Inbox, on_loop
 from verispec.errors import BackendDeadError, InputError, QueueFullError, VerispecError
 from verispec.spec.registry import DRAFTERS, DraftSetup
 from verispec.types import FinishReason, SampleOutput, SamplingParams, TokenEvent
@@ -156,7 +156,7 @@ def test_a_loop_is_called_at_most_once_per_step() -> None:
             if not left:
                 ended.set()
 
-        sink = LoopSink(asyncio.get_running_loop(), deliver)
+        sink = on_loop(asyncio.get_running_loop(), deliver)
         with backend.shut():
             for i in range(4):
                 thread.submit(request(i), sink)

@@ -32,12 +32,15 @@ Sink = Callable[[list[TokenEvent]], object]
 logger = logging.getLogger(__name__)
 
 
-class LoopSink:
+def on_loop(loop: AbstractEventLoop, deliver: Sink) -> Sink:
     """A sink that calls `deliver` on an asyncio loop, at most once per step for all requests that share it.
 
     A loop that is behind gets the events of several steps with one call.
     """
+    return _LoopSink(loop, deliver)
 
+
+class _LoopSink:
     def __init__(self, loop: AbstractEventLoop, deliver: Sink) -> None:
         self._loop = loop
         self._deliver = deliver
