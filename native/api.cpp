@@ -183,7 +183,7 @@ static const Table* find(const char* name) {
 
 using namespace vs;
 
-VS_API int vs_abi() { return 5; }
+VS_API int vs_abi() { return 6; }
 
 // "" is the best instruction set here; null if it is unknown, or unknown to this CPU.
 VS_API Engine* vs_create(const char* isa, int num_threads) {
@@ -231,53 +231,147 @@ VS_API void vs_draw(Engine* engine, const float* logits, const int32_t* logit_ro
   });
 }
 
-// A burst: every round is vs_forward, vs_logits and vs_draw of the sequences that go on, so it gives their bits.
-VS_API void vs_burst(Engine* engine, const Model* model, const Rows* rows, const Store* store,
-                     const uint8_t* skip_attention, const uint8_t* skip_mlp, const Sampling* all, const Burst* burst) {
-  const int count = burst->num_sequences;
-  std::vector<int> going;
-  std::vector<int32_t> token_ids(count), positions(count), slots(count), seq_rows(count), prefix_lens(count),
-      tail_lens(count, 0), logit_rows(count);
-  std::vector<uint64_t> seeds(count);
-  std::vector<int64_t> t(count), sample_index(count), stream(count, 0), top_k(count), drawn(count);
-  std::vector<float> temperature(count), top_p(count), log_min_p(count), logprobs(count);
-  std::vector<float> x(size_t(count) * model->hidden), y(size_t(count) * model->vocab);
-  std::vector<Totals> totals(count);
-  for (int i = 0; i < count; ++i) logit_rows[i] = i;
-  for (int round = 0; round < burst->num_rounds; ++round) {
-    going.clear();
-    for (int i = 0; i < count; ++i) {
-      const int64_t token = burst->tokens[i], next = burst->t[i] + 1;
-      bool stops = token < 0 || round >= burst->rounds[i] || next >= burst->limits[i];
-      for (int k = 0; k < burst->num_stop_ids && next >= burst->min_lens[i]; ++k)
-        stops = stops || burst->stop_ids[size_t(i) * burst->num_stop_ids + k] == token;
-      if (!stops) going.push_back(i);
-    }
-    if (going.empty()) return;
-    const int num = int(going.size());
-    for (int j = 0; j < num; ++j) {
-      const int i = going[j];
-      const int64_t position = burst->t[i];
-      token_ids[j] = int32_t(burst->tokens[i]), positions[j] = int32_t(position), seq_rows[j] = burst->seq_rows[i];
-      slots[j] = rows->table[int64_t(seq_rows[j]) * rows->table_width + position];
-      prefix_lens[j] = int32_t(position + 1);
-      seeds[j] = all->seeds[i], t[j] = position + 1, sample_index[j] = all->sample_index[i], top_k[j] = all->top_k[i];
-      temperature[j] = all->temperature[i], top_p[j] = all->top_p[i], log_min_p[j] = all->log_min_p[i];
-    }
-    Rows own = {num, 0, rows->table_width, token_ids.data(), positions.data(), slots.data(), seq_rows.data(),
-                prefix_lens.data(), nullptr, tail_lens.data(), rows->table};
+namespace {
+
+// One round's rows, each with its context in the table, and the sequences that draw at some of them.
+struct Batch {
+  std::vector<int32_t> token_ids, positions, slots, seq_rows, prefix_lens, tail_lens, head_rows, logit_rows;
+  std::vector<uint64_t> seeds;
+  std::vector<int64_t> t, sample_index, stream, top_k, drawn;
+  std::vector<float> temperature, top_p, log_min_p, logprobs, x, heads, y;
+  std::vector<Totals> totals;
+
+  void clear() {
+    for (auto* part : {&token_ids, &positions, &slots, &seq_rows, &prefix_lens, &tail_lens, &head_rows, &logit_rows})
+      part->clear();
+    for (auto* part : {&t, &sample_index, &stream, &top_k}) part->clear();
+    for (auto* part : {&temperature, &top_p, &log_min_p}) part->clear();
+    seeds.clear();
+  }
+
+  void add(const Rows& rows, int32_t seq_row, int64_t token, int64_t position) {
+    token_ids.push_back(int32_t(token)), positions.push_back(int32_t(position)), seq_rows.push_back(seq_row);
+    slots.push_back(rows.table[int64_t(seq_row) * rows.table_width + position]);
+    prefix_lens.push_back(int32_t(position + 1)), tail_lens.push_back(0);
+  }
+
+  // The last row draws, as sequence i does.
+  void draw(const Sampling& all, int i) {
+    logit_rows.push_back(int32_t(head_rows.size())), head_rows.push_back(int32_t(token_ids.size()) - 1);
+    seeds.push_back(all.seeds[i]), sample_index.push_back(all.sample_index[i]), top_k.push_back(all.top_k[i]);
+    t.push_back(positions.back() + 1), stream.push_back(0);
+    temperature.push_back(all.temperature[i]), top_p.push_back(all.top_p[i]), log_min_p.push_back(all.log_min_p[i]);
+  }
+
+  // vs_forward, vs_logits and vs_draw, so it gives their bits.
+  void run(Engine* engine, const Model& model, const Store& store, const uint8_t* skip_attention,
+           const uint8_t* skip_mlp, const Rows& rows) {
+    const int num = int(token_ids.size()), num_heads = int(head_rows.size());
+    const Rows own = {num, 0, rows.table_width, token_ids.data(), positions.data(), slots.data(), seq_rows.data(),
+                      prefix_lens.data(), nullptr, tail_lens.data(), rows.table};
     Sampling sampling = {};
-    sampling.num_rows = num, sampling.seeds = seeds.data(), sampling.t = t.data();
+    sampling.num_rows = num_heads, sampling.seeds = seeds.data(), sampling.t = t.data();
     sampling.sample_index = sample_index.data(), sampling.stream = stream.data(), sampling.top_k = top_k.data();
     sampling.temperature = temperature.data(), sampling.top_p = top_p.data(), sampling.log_min_p = log_min_p.data();
-    vs_forward(engine, model, &own, store, skip_attention, skip_mlp, x.data());
-    vs_logits(engine, model, x.data(), num, y.data(), totals.data());
-    vs_draw(engine, y.data(), logit_rows.data(), totals.data(), model->vocab, &sampling, drawn.data(), logprobs.data());
-    for (int j = 0; j < num; ++j) {
-      const int i = going[j];
-      burst->tokens[i] = burst->drawn[size_t(i) * burst->num_rounds + round] = drawn[j];
-      burst->logprobs[size_t(i) * burst->num_rounds + round] = logprobs[j];
-      ++burst->t[i];
+    const size_t hidden = size_t(model.hidden);
+    fit(x, num * hidden), fit(y, size_t(num_heads) * model.vocab);
+    fit(totals, size_t(num_heads)), fit(drawn, size_t(num_heads)), fit(logprobs, size_t(num_heads));
+    vs_forward(engine, &model, &own, &store, skip_attention, skip_mlp, x.data());
+    const float* states = x.data();
+    if (num_heads < num) {
+      fit(heads, num_heads * hidden);
+      for (int j = 0; j < num_heads; ++j) std::copy_n(&x[head_rows[j] * hidden], hidden, &heads[j * hidden]);
+      states = heads.data();
+    }
+    vs_logits(engine, &model, states, num_heads, y.data(), totals.data());
+    vs_draw(engine, y.data(), logit_rows.data(), totals.data(), model.vocab, &sampling, drawn.data(), logprobs.data());
+  }
+
+  template <class T>
+  static void fit(std::vector<T>& values, size_t count) {
+    if (values.size() < count) values.resize(count);
+  }
+};
+
+// Whether sequence i has a further token to draw behind this one, at position t.
+static bool goes_on(const Burst& burst, int i, int64_t token, int64_t t) {
+  if (token < 0 || t + 1 >= burst.limits[i]) return false;
+  for (int k = 0; k < burst.num_stop_ids && t + 1 >= burst.min_lens[i]; ++k)
+    if (burst.stop_ids[size_t(i) * burst.num_stop_ids + k] == token) return false;
+  return true;
+}
+
+// The drafts of one round: a pass per token, of the sequences whose drafts go on.
+static void draft_round(Engine* engine, const Rows& rows, const Sampling& all, const Burst& burst,
+                        const Drafting& drafting, int round, const std::vector<int>& going, Batch& batch) {
+  const auto draft = [&](int i) { return burst.drafts + (size_t(i) * burst.num_rounds + round) * burst.max_draft; };
+  const auto length = [&](int i) { return std::min<int64_t>(burst.draft_lens[i], burst.limits[i] - burst.t[i] - 2); };
+  std::vector<int> live, longer;
+  for (const int i : going)
+    if (length(i) > 0) live.push_back(i);
+  for (int k = 0; !live.empty(); ++k) {
+    batch.clear();
+    for (const int i : live) {
+      if (k == 0 && drafting.first_rows == 2) batch.add(rows, burst.seq_rows[i], burst.earlier[i], burst.t[i] - 1);
+      batch.add(rows, burst.seq_rows[i], k ? draft(i)[k - 1] : burst.tokens[i], burst.t[i] + k);
+      batch.draw(all, i);
+    }
+    batch.run(engine, *drafting.model, *drafting.store, drafting.skip_attention, drafting.skip_mlp, rows);
+    longer.clear();
+    for (size_t j = 0; j < live.size(); ++j) {
+      const int i = live[j];
+      const int64_t token = draft(i)[k] = batch.drawn[j];
+      if (goes_on(burst, i, token, burst.t[i] + 1 + k) && batch.logprobs[j] >= drafting.least_logprob &&
+          k + 1 < length(i))
+        longer.push_back(i);
+    }
+    live.swap(longer);
+  }
+}
+
+}  // namespace
+
+// Rounds without the host: draft, verify, keep what the target drew itself and feed back its draw behind that.
+VS_API void vs_burst(Engine* engine, const Model* model, const Rows* rows, const Store* store,
+                     const uint8_t* skip_attention, const uint8_t* skip_mlp, const Sampling* all, const Burst* burst,
+                     const Drafting* drafting) {
+  const int count = burst->num_sequences, most = burst->max_draft;
+  const int64_t width = int64_t(burst->num_rounds) * (1 + most);
+  std::vector<int> going;
+  std::vector<int64_t> num_drawn(size_t(count), 0);
+  Batch batch;
+  for (int round = 0; round < burst->num_rounds; ++round) {
+    going.clear();
+    for (int i = 0; i < count; ++i)
+      if (round < burst->rounds[i] && burst->tokens[i] >= 0) going.push_back(i);
+    if (going.empty()) return;
+    if (drafting) draft_round(engine, *rows, *all, *burst, *drafting, round, going, batch);
+    const auto draft = [&](int i) { return burst->drafts + (size_t(i) * burst->num_rounds + round) * most; };
+    batch.clear();
+    for (const int i : going) {
+      batch.add(*rows, burst->seq_rows[i], burst->tokens[i], burst->t[i]);
+      batch.draw(*all, i);
+      for (int k = 0; k < most && draft(i)[k] >= 0; ++k) {
+        batch.add(*rows, burst->seq_rows[i], draft(i)[k], burst->t[i] + 1 + k);
+        batch.draw(*all, i);
+      }
+    }
+    batch.run(engine, *model, *store, skip_attention, skip_mlp, *rows);
+    int row = 0;
+    for (const int i : going) {
+      int drafted = 0, accepted = 0;
+      while (drafted < most && draft(i)[drafted] >= 0) ++drafted;
+      while (accepted < drafted && draft(i)[accepted] == batch.drawn[row + accepted]) ++accepted;
+      bool ends = false;
+      for (int k = 0; k <= accepted; ++k) {
+        const int64_t token = batch.drawn[row + k], at = i * width + num_drawn[i]++;
+        burst->drawn[at] = token, burst->logprobs[at] = batch.logprobs[row + k];
+        burst->earlier[i] = burst->tokens[i], burst->tokens[i] = token, ++burst->t[i];
+        ends = ends || !goes_on(*burst, i, token, burst->t[i]);
+      }
+      if (ends) burst->tokens[i] = -1;
+      burst->accepted[size_t(i) * burst->num_rounds + round] = accepted;
+      row += 1 + drafted;
     }
   }
 }

@@ -90,15 +90,28 @@ struct Sampling {
   const float* bias;
 };
 
-// Further rounds of some sequences, whose draws are fed back. `tokens` and `t`, the last draw of each and its position, move
-// on; a sequence has `rounds` of them at most, and idles behind a stop id, its limit or a draw that failed.
+// Rounds of some sequences, whose draws are fed back. `tokens` and `t`, the last token of each and its position, move on,
+// and so does `earlier`, the token before it; a sequence has `rounds` of them at most, and idles behind a stop id, its limit
+// or a draw that failed: its token is then -1. Round r of sequence i drafted drafts[i][r], up to the first -1, of which `accepted` were drawn.
 struct Burst {
-  int32_t num_sequences, num_rounds, num_stop_ids;
-  const int32_t *seq_rows, *rounds;
+  int32_t num_sequences, num_rounds, num_stop_ids, max_draft;
+  const int32_t *seq_rows, *rounds, *draft_lens;
   const int64_t *stop_ids, *min_lens, *limits;  // [sequences][num_stop_ids], [sequences], [sequences]
-  int64_t *tokens, *t;
-  int64_t* drawn;   // [sequences][num_rounds]
-  float* logprobs;  // the same
+  int64_t *tokens, *earlier, *t;
+  int64_t* drawn;     // [sequences][num_rounds * (1 + max_draft)], one round behind the other
+  float* logprobs;    // the same
+  int64_t* drafts;    // [sequences][num_rounds][max_draft]
+  int32_t* accepted;  // [sequences][num_rounds]
+};
+
+// What drafts in a burst: chains end behind a token whose log-probability is below `least_logprob`. The first pass of a
+// round has `first_rows` rows of each sequence, the last committed tokens.
+struct Drafting {
+  const Model* model;
+  const Store* store;
+  const uint8_t *skip_attention, *skip_mlp;
+  int32_t first_rows;
+  float least_logprob;
 };
 
 // A pass is a sequence of phases; the work of a phase is cut into chunks that threads take one by one. A thread that the

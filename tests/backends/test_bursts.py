@@ -119,17 +119,19 @@ def make(request: pytest.FixtureRequest) -> Callable[[], Backend]:
 
 
 ROUNDS = (6, 9, 2, 9, 1, 0, 9, 9)  # further rounds of each sequence
-END = PROMPT_LEN + 14  # slots in the table
+END = PROMPT_LEN + 20  # slots in the table
 
 
 class Driven:
     """Eight sequences, one for each kind of parameters, at the end of their prompts."""
 
-    def __init__(self, backend: Backend, *, limits: tuple[int, ...] = (200,) * 8) -> None:
+    def __init__(
+        self, backend: Backend, *, limits: tuple[int, ...] = (200,) * 8, names: tuple[str, ...] = tuple(PARAMS)
+    ) -> None:
         self.backend = backend
-        self.tapes = [Tape(backend, seq_row=1 + i, first_slot=40 * i) for i in range(len(PARAMS))]
+        self.tapes = [Tape(backend, seq_row=1 + i, first_slot=40 * i) for i in range(len(names))]
         builder, updates = RowsBuilder(), []
-        for i, (tape, name) in enumerate(zip(self.tapes, PARAMS, strict=True)):
+        for i, (tape, name) in enumerate(zip(self.tapes, names, strict=True)):
             stops = (3, 99) if i != 1 else ()
             backend.bind(tape.seq_row, sampler(name, seed=i, limit=limits[i], stop_ids=stops))
             updates.append(tape.add_prompt_rows(builder, PROMPT[9 * i :][: PROMPT_LEN - 1])[1])
@@ -138,7 +140,7 @@ class Driven:
             updates.append(TableUpdate(np.full(len(slots), tape.seq_row, np.int32), positions, slots))
         backend.submit(a_pass(builder.build(64), Wanted(), joined(*updates))).result()
         self.last = [PROMPT[9 * i + PROMPT_LEN - 1] for i in range(len(self.tapes))]
-        self.bound = [sampler(name, seed=i, limit=limits[i]) for i, name in enumerate(PARAMS)]
+        self.bound = [sampler(name, seed=i, limit=limits[i]) for i, name in enumerate(names)]
 
     def one_row_each(self, which: list[int], positions: list[int], tokens: list[int]) -> Rows:
         builder = RowsBuilder()

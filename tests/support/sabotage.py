@@ -69,7 +69,9 @@ def _spoilt(pass_: Pass, result: PassResult, spoil: Spoil) -> BurstResult | None
     rounds = [spoil(again, DrawResult(*drawn)) for drawn in zip(found.token_ids.T, found.logprobs.T, strict=True)]
     tokens, logprobs = (np.stack(parts, axis=1) for parts in zip(*rounds, strict=True))
     idle = found.token_ids < 0
-    return BurstResult(np.where(idle, found.token_ids, tokens), np.where(idle, found.logprobs, logprobs))
+    return found._replace(
+        token_ids=np.where(idle, found.token_ids, tokens), logprobs=np.where(idle, found.logprobs, logprobs)
+    )
 
 
 def sabotage(monkeypatch: pytest.MonkeyPatch, kind: PassKind, spoil: Spoil) -> None:

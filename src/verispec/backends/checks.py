@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from verispec.backends.protocol import FROM_STATE, BackendLimits, Burst, DrawWanted, Pass
+from verispec.backends.protocol import FROM_DRAFT, BackendLimits, Burst, DrawWanted, Pass, Rows
 from verispec.errors import InputError
 from verispec.kv import NUM_RESERVED, ZERO_SLOT
 
@@ -25,7 +25,7 @@ def check_pass(pass_: Pass, limits: BackendLimits) -> None:
             raise InputError(f"{name} has shape {array.shape} in a pass of {num_rows} rows")
     if rows.tails.shape[1] > limits.max_tail:
         raise InputError(f"tails of {rows.tails.shape[1]} slots exceed the maximum depth {limits.max_tail}")
-    _check_range("token_ids", rows.token_ids, FROM_STATE, limits.vocab_size)
+    _check_range("token_ids", rows.token_ids, FROM_DRAFT, limits.vocab_size)
     _check_range("positions", rows.positions, 0, limits.context_len)
     _check_range("slots", rows.slots, ZERO_SLOT + 1, total_slots)
     _check_range("seq_rows", rows.seq_rows, 0, limits.num_seq_rows + 1)
@@ -45,8 +45,14 @@ def check_pass(pass_: Pass, limits: BackendLimits) -> None:
     _check_range("wanted rows", head_rows, 0, num_rows)
     if pass_.head_shape < len(head_rows):
         raise InputError(f"{len(head_rows)} rows want logits, but the head's shape is {pass_.head_shape}")
+    drafted = np.flatnonzero(rows.token_ids == FROM_DRAFT)
     if pass_.burst is not None:
         _check_burst(pass_.burst, pass_.wanted.draw)
+        if pass_.burst.drafts:
+            _check_drafts(pass_.burst, rows, limits, drafted)
+            return
+    if len(drafted):
+        raise InputError("rows are to be drafted by nobody")
 
 
 def _check_burst(burst: Burst, draw: DrawWanted | None) -> None:
@@ -59,6 +65,30 @@ def _check_burst(burst: Burst, draw: DrawWanted | None) -> None:
         raise InputError(f"a burst of {int(burst.rounds.min())} rounds")
     if burst.shape < num_rows:
         raise InputError(f"{num_rows} rows go on, but the shape of a round is {burst.shape}")
+
+
+def _check_drafts(burst: Burst, rows: Rows, limits: BackendLimits, drafted: np.ndarray) -> None:
+    num_rows, sequences = len(burst.rows), np.concatenate([part.sequences for part in burst.drafts])
+    _check_range("drafting sequences", sequences, 0, num_rows)
+    if len(np.unique(sequences)) != len(sequences):
+        raise InputError("a sequence drafts in two ways")
+    for part in burst.drafts:
+        if not 0 <= part.store < limits.num_stores:
+            raise InputError(f"store {part.store} does not exist; there are {limits.num_stores}")
+        if len(part.lengths) != len(part.sequences) or not len(part.lengths) or int(part.lengths.min()) < 1:
+            raise InputError("every sequence that drafts has a length of at least 1")
+        if part.shape < len(part.sequences) or part.first_shape < part.first_rows * len(part.sequences):
+            raise InputError(f"{len(part.sequences)} sequences draft in a shape of {part.shape} rows")
+        first = burst.rows[part.sequences]
+        if (rows.token_ids[first] < 0).any() or (rows.positions[first] < part.first_rows - 1).any():
+            raise InputError("a draft needs its sequence's last tokens")
+    lengths = burst.draft_lens
+    sequence, i = np.nonzero(np.arange(int(lengths.max())) < lengths[:, None])
+    expected = burst.rows[sequence] + 1 + i
+    if not np.array_equal(np.sort(expected), drafted) or (rows.seq_rows[expected] != rows.seq_rows[expected - 1]).any():
+        raise InputError("the rows to be drafted are not those behind their sequences' own")
+    if burst.shape < num_rows + len(drafted):
+        raise InputError(f"{num_rows + len(drafted)} rows go on, but the shape of a round is {burst.shape}")
 
 
 def _check_range(name: str, values: np.ndarray, low: int, high: int) -> None:

@@ -34,11 +34,13 @@ from verispec.backends.protocol import (
     PassResult,
     ReadyTicket,
     TopKResult,
+    View,
+    Wanted,
 )
 from verispec.backends.resident import Fed, Resident
-from verispec.backends.rounds import run_rounds
+from verispec.backends.rounds import before, no_rounds, run_rounds
 from verispec.errors import InputError
-from verispec.kv import NUM_RESERVED, TARGET_STORE
+from verispec.kv import DUMP_SLOT, NUM_RESERVED, TARGET_STORE
 from verispec.model.architecture import Architecture
 from verispec.sampling.draw import NO_TOKEN
 from verispec.sampling.rows import SampleKey, Sampler, SamplingRows, plain_rows
@@ -112,10 +114,12 @@ class NativeBackend:
     def submit(self, pass_: Pass) -> ReadyTicket:
         """Run the pass now."""
         check_pass(pass_, self.limits)
-        burst, further = pass_.burst, None
-        if burst is not None and not self.resident.has_edits[pass_.rows.seq_rows[burst.rows]].any():
-            further = self._further  # what penalties and bias need is kept in Python
-        return ReadyTicket(run_rounds(self.resident, pass_, self.run, further))
+        burst = pass_.burst
+        if burst is None or len(burst.drafts) > 1 or self.resident.has_edits[pass_.rows.seq_rows[burst.rows]].any():
+            return ReadyTicket(run_rounds(self.resident, pass_, self.run))  # penalties and bias are kept in Python
+        if _has_nothing_else(pass_, burst):
+            return ReadyTicket(self._whole(pass_, burst))
+        return ReadyTicket(run_rounds(self.resident, pass_, self.run, self._further))
 
     def run(self, pass_: Pass) -> PassResult:
         """One round of a pass that was checked."""
@@ -126,41 +130,76 @@ class NativeBackend:
         logits, totals = self._logits(pass_.store, hidden[head_rows])
         return self._outputs(pass_, head_rows, logits, totals)
 
+    def _whole(self, pass_: Pass, burst: Burst) -> PassResult:
+        """A pass of a burst's rows alone: all of its rounds in one call."""
+        pass_ = self.resident.take(pass_)
+        fed, width = before(pass_, burst), 1 + int(burst.draft_lens.max())
+        found = self._rounds(pass_, burst, fed, burst.rounds + 1)
+        self.resident.remember(fed)
+        count = 1 + found.accepted[:, 0]  # of round 0, whose draws are the pass's
+        assert pass_.wanted.draw is not None
+        draw = DrawResult(
+            np.full(len(pass_.wanted.draw.rows), NO_TOKEN, np.int64),
+            np.zeros(len(pass_.wanted.draw.rows), np.float32),
+        )
+        sequence, i = np.nonzero(np.arange(width) < count[:, None])
+        at = np.searchsorted(pass_.wanted.draw.rows, burst.rows[sequence] + i)
+        draw.token_ids[at], draw.logprobs[at] = found.token_ids[sequence, i], found.logprobs[sequence, i]
+        columns = count[:, None] + np.arange(width * burst.num_rounds)
+        inside = np.minimum(columns, found.token_ids.shape[1] - 1)
+        tokens = np.take_along_axis(found.token_ids, inside, axis=1)
+        tokens[columns > inside] = NO_TOKEN
+        further = found._replace(token_ids=tokens, logprobs=np.take_along_axis(found.logprobs, inside, axis=1))
+        return PassResult(draw=draw, burst=further)
+
     def _further(self, pass_: Pass, burst: Burst, fed: Fed) -> BurstResult:
-        """All further rounds in one call."""
+        """All rounds but the first in one call."""
+        return self._rounds(pass_, burst, fed, burst.rounds)
+
+    def _rounds(self, pass_: Pass, burst: Burst, fed: Fed, rounds: NDArray[np.int32]) -> BurstResult:
+        """So many rounds of each sequence, in one call; `fed` moves on."""
         resident, (seq_rows, tokens, t) = self.resident, fed
         first, first_tokens = t.copy(), tokens.copy()
-        drawn = np.full((len(seq_rows), burst.num_rounds), NO_TOKEN, np.int64)
-        logprobs = np.zeros(drawn.shape, np.float32)
+        found = no_rounds(burst, int(rounds.max()))
         stop_ids = resident.stop_ids[seq_rows]
         arrays: dict[str, NDArray[np.generic]] = {
             "seq_rows": np.ascontiguousarray(seq_rows, np.int32),
-            "rounds": np.ascontiguousarray(burst.rounds, np.int32),
+            "rounds": np.ascontiguousarray(rounds, np.int32), "draft_lens": burst.draft_lens,
             "stop_ids": stop_ids, "min_lens": resident.min_lens[seq_rows], "limits": resident.limits[seq_rows],
-            "tokens": tokens, "t": t, "drawn": drawn, "logprobs": logprobs,
+            "earlier": resident.slot_tokens[resident.table[seq_rows, np.maximum(t - 1, 0)]].astype(np.int64),
+            "tokens": tokens, "t": t, "drawn": found.token_ids, "logprobs": found.logprobs, "drafts": found.drafts,
+            "accepted": found.accepted,
         }  # fmt: skip
         struct = native.Burst(
             num_sequences=len(seq_rows),
-            num_rounds=burst.num_rounds,
+            num_rounds=int(rounds.max()),
             num_stop_ids=stop_ids.shape[1],
+            max_draft=found.drafts.shape[2],
             **{name: native.address(array) for name, array in arrays.items()},
         )
         model, (rows, alive) = self._models[pass_.store], self._rows(pass_)
         sampling, also_alive = _sampling(resident.sampling(pass_.rows, burst.rows))
+        skipped, drafting = [], None
+        if burst.drafts:
+            part = burst.drafts[0]
+            skipped = self._skipped(part.store, part.view)
+            drafting = ctypes.byref(native.Drafting(
+                ctypes.pointer(self._models[part.store].struct), ctypes.pointer(self._stores[part.store].struct),
+                *map(native.address, skipped), part.first_rows, part.least_logprob,
+            ))  # fmt: skip
         self._kernels.call(
-            "vs_burst", ctypes.byref(model.struct), ctypes.byref(rows),
-            ctypes.byref(self._stores[pass_.store].struct), *self._skipped(pass_), ctypes.byref(sampling),
-            ctypes.byref(struct),
+            "vs_burst", ctypes.byref(model.struct), ctypes.byref(rows), ctypes.byref(self._stores[pass_.store].struct),
+            *self._skipped(pass_.store, pass_.view), ctypes.byref(sampling), ctypes.byref(struct), drafting,
         )  # fmt: skip
-        del alive, also_alive
-        rows_of = np.concatenate([first_tokens[:, None], drawn[:, :-1]], axis=1)  # [S, rounds] tokens that had rows
-        i, j = np.nonzero(np.arange(burst.num_rounds) < (t - first)[:, None])
-        resident.slot_tokens[resident.table[seq_rows[i], first[i] + j]] = rows_of[i, j]
-        return BurstResult(drawn, logprobs)
+        del alive, also_alive, skipped
+        tokens_of = np.concatenate([first_tokens[:, None], found.token_ids[:, :-1]], axis=1)  # that had rows
+        i, j = np.nonzero(np.arange(tokens_of.shape[1]) < (t - first)[:, None])
+        resident.slot_tokens[resident.table[seq_rows[i], first[i] + j]] = tokens_of[i, j]
+        return found
 
-    def _skipped(self, pass_: Pass) -> list[NDArray[np.uint8]]:
-        layers = range(self._models[pass_.store].architecture.num_layers)
-        skipped = (pass_.view.skipped_attention, pass_.view.skipped_mlp)
+    def _skipped(self, store: int, view: View) -> list[NDArray[np.uint8]]:
+        layers = range(self._models[store].architecture.num_layers)
+        skipped = (view.skipped_attention, view.skipped_mlp)
         return [np.array([i in chosen for i in layers], np.uint8) for chosen in skipped]
 
     def _forward(self, pass_: Pass) -> Float32:
@@ -169,7 +208,7 @@ class NativeBackend:
         rows, alive = self._rows(pass_)
         self._kernels.call(
             "vs_forward", ctypes.byref(model.struct), ctypes.byref(rows),
-            ctypes.byref(self._stores[pass_.store].struct), *self._skipped(pass_), hidden,
+            ctypes.byref(self._stores[pass_.store].struct), *self._skipped(pass_.store, pass_.view), hidden,
         )  # fmt: skip
         del alive
         return hidden
@@ -363,6 +402,18 @@ class NativeBackend:
         """End the threads; drop weights and stores."""
         self._kernels.close()
         self._models, self._stores = [], []
+
+
+def _has_nothing_else(pass_: Pass, burst: Burst) -> bool:
+    """Whether every row of the pass is one of the burst's, and known, and only draws."""
+    wanted, num_rows = pass_.wanted, len(burst.rows) + int(burst.draft_lens.sum())
+    return (
+        wanted == Wanted(draw=wanted.draw)
+        and wanted.draw is not None
+        and wanted.draw.noise is None
+        and len(wanted.draw.rows) == num_rows == int((pass_.rows.slots != DUMP_SLOT).sum())
+        and bool((pass_.rows.token_ids[burst.rows] >= 0).all())
+    )
 
 
 def _report(progress: Progress, index: int, num_models: int, share: float) -> None:

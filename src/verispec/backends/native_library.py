@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from verispec.errors import InputError
 
 PATH = Path(__file__).with_name("_native.so")
-ABI = 5
+ABI = 6
 ACTIVATIONS = ("silu", "gelu_tanh")  # by the kernels' number
 
 
@@ -108,14 +108,30 @@ class Sampling(Structure):
 
 
 class Burst(Structure):
-    """Further rounds of some sequences."""
+    """Rounds of some sequences."""
 
     _fields_ = [
-        *((name, c_int32) for name in ("num_sequences", "num_rounds", "num_stop_ids")),
+        *((name, c_int32) for name in ("num_sequences", "num_rounds", "num_stop_ids", "max_draft")),
         *(
             (name, c_void_p)
-            for name in ("seq_rows", "rounds", "stop_ids", "min_lens", "limits", "tokens", "t", "drawn", "logprobs")
+            for name in (
+                "seq_rows", "rounds", "draft_lens", "stop_ids", "min_lens", "limits", "tokens", "earlier", "t", "drawn",
+                "logprobs", "drafts", "accepted",
+            )
         ),
+    ]  # fmt: skip
+
+
+class Drafting(Structure):
+    """What drafts in a burst."""
+
+    _fields_ = [
+        ("model", POINTER(Model)),
+        ("store", POINTER(Store)),
+        ("skip_attention", c_void_p),
+        ("skip_mlp", c_void_p),
+        ("first_rows", c_int32),
+        ("least_logprob", c_float),
     ]
 
 
@@ -139,6 +155,7 @@ _SIGNATURES = {
             c_void_p,
             POINTER(Sampling),
             POINTER(Burst),
+            POINTER(Drafting),
         ],
     ),
     "vs_top_k": (None, [c_void_p, c_void_p, c_void_p, c_int, c_int, c_int, c_void_p, c_void_p]),

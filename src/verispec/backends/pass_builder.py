@@ -6,15 +6,19 @@ nodes of a tree do. Padding rows are ordinary rows that write to the dump slot.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from verispec.backends.protocol import (
+    FROM_DRAFT,
     FULL_VIEW,
     Burst,
     DistributionWanted,
+    Drafting,
     DrawWanted,
     LogprobsWanted,
     Noise,
@@ -89,6 +93,22 @@ class Wish:
         return Noise(np.array(self._t, np.int64), np.array(self._streams, np.int64))
 
 
+class DraftRule(NamedTuple):
+    """Who drafts the chains of a burst, when they end early, and the shape of such a pass for a number of rows."""
+
+    store: int
+    view: View
+    kind: PassKind
+    shape: Callable[[int], int]
+    least_logprob: float = -math.inf
+
+    def drafting(self, sequences: Sequence[tuple[int, int]]) -> Drafting:
+        """Of these sequences, by their index in the burst, and the lengths of their chains."""
+        at, lengths = np.array(sequences, np.int32).T.copy()
+        found = Drafting(at, lengths, 0, self.shape(len(at)), self.store, self.view, self.kind, self.least_logprob)
+        return found._replace(first_shape=self.shape(found.first_rows * len(at)))
+
+
 class PassBuilder:
     """Collects rows and wishes, sequence by sequence."""
 
@@ -107,6 +127,7 @@ class PassBuilder:
         self.shown_rows: list[int] = []  # whose distributions are wanted
         self.fed_rows: list[int] = []  # whose draws are fed back, for so many further rounds
         self.fed_rounds: list[int] = []
+        self._drafts: dict[DraftRule, list[tuple[int, int]]] = {}  # by who drafts: sequences of the burst, lengths
         self._updates: list[tuple[int, int, Sequence[int]]] = []
         self.table_columns: tuple[list[int], list[int], list[int]] = (
             [],
@@ -153,6 +174,16 @@ class PassBuilder:
         self.fed_rows.append(row)
         self.fed_rounds.append(num_rounds - 1)
 
+    def add_drafted(
+        self, seq_row: int, start: int, token_id: int, slots: Sequence[int], num_rounds: int, rule: DraftRule
+    ) -> None:
+        """The row of a sequence's last token, and those of the chain that the backend drafts behind it; all draw."""
+        length = len(slots) - 1
+        row = self.add_chain(seq_row, start, (token_id, *[FROM_DRAFT] * length), slots)
+        self._drafts.setdefault(rule, []).append((len(self.fed_rows), length))
+        self.feed_back(row, num_rounds)
+        self.draw.add_all(range(row, row + 1 + length))
+
     def want_top(self, row: int, k: int) -> None:
         """The k most likely ids at a row; the largest k of a pass serves all."""
         self.top_rows.append(row)
@@ -190,7 +221,9 @@ class PassBuilder:
         num_head = len(wanted.head_rows())
         burst = None
         if self.fed_rows:
-            burst = Burst(np.array(self.fed_rows, ints), np.array(self.fed_rounds, ints), fit(len(self.fed_rows)))
+            num_rows = len(self.fed_rows) + self.token_ids.count(FROM_DRAFT)
+            drafts = tuple(rule.drafting(sequences) for rule, sequences in self._drafts.items())
+            burst = Burst(np.array(self.fed_rows, ints), np.array(self.fed_rounds, ints), fit(num_rows), drafts)
         return Pass(
             kind, rows, wanted, self._table_update(), head_shape=fit(num_head) if num_head else 0, store=store,
             view=view, burst=burst,

@@ -10,6 +10,7 @@ it) the backend has seen as rows. So a pass of n plain sequences is n tokens, po
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
@@ -131,25 +132,61 @@ class Wanted:
         return np.unique(np.concatenate(rows)).astype(np.int32) if rows else np.zeros(0, np.int32)
 
 
+class Drafting(NamedTuple):
+    """How some sequences of a burst draft: every round begins with a chain by a view of the model behind `store`.
+
+    A chain has up to `lengths` tokens, drawn with the target's noise, one pass each for all sequences. It ends behind a
+    stop id, behind a token whose raw log-probability lies below `least_logprob`, and where no more can be committed.
+    Its rows stand in the table like those of its verification, which overwrite them. The first pass of a second model
+    has the last two committed tokens, whether its store lacks both or only the last.
+    """
+
+    sequences: Int32  # [D], indices of the burst's sequences
+    lengths: Int32  # [D], at least 1
+    first_shape: int  # of the first pass of a round
+    shape: int  # of the others
+    store: int = TARGET_STORE
+    view: View = FULL_VIEW
+    kind: PassKind = PassKind.FAST
+    least_logprob: float = -math.inf
+
+    @property
+    def first_rows(self) -> int:
+        """Rows of each sequence in the first pass of a round."""
+        return 1 if self.store == TARGET_STORE else 2
+
+
 class Burst(NamedTuple):
     """Further rounds without the host: what is drawn at these rows is fed back, round after round.
 
-    A round has one row per sequence that goes on, padded to `shape`; its slot is the table's at that position. A
-    sequence that draws a stop id, reaches its limit, cannot draw or has had its rounds idles from then on. With no
-    rounds, the backend only remembers where the sequences are: a `FROM_STATE` row of a later pass goes on from there.
+    A round has one row per sequence that goes on, and one per token it drafted; tokens up to the first that the target
+    does not draw itself are accepted, its own draw behind them is fed back. Slots are the table's at their positions,
+    rows are padded to `shape`. A sequence that draws a stop id, reaches its limit, cannot draw or has had its rounds
+    idles from then on. With no rounds, the backend only remembers where the sequences are: a `FROM_STATE` row of a
+    later pass goes on from there. Those that draft do so in the pass's own round, too: `FROM_DRAFT` rows behind theirs.
     """
 
     rows: Int32  # [S], rows of the pass that draw
     rounds: Int32  # [S], further rounds of each
     shape: int
+    drafts: tuple[Drafting, ...] = ()
 
     @property
     def num_rounds(self) -> int:
         """The most of any sequence."""
         return int(self.rounds.max())
 
+    @property
+    def draft_lens(self) -> Int32:
+        """[S], the most that each sequence drafts in a round."""
+        lengths = np.zeros(len(self.rows), np.int32)
+        for part in self.drafts:
+            lengths[part.sequences] = part.lengths
+        return lengths
+
 
 FROM_STATE = -1  # as a row's token: the backend knows token and position; the host has not read them yet
+FROM_DRAFT = -2  # as a row's token: the backend drafts it; padding, if the draft is shorter
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,10 +243,16 @@ class StaleHandleError(RuntimeError):
 
 
 class BurstResult(NamedTuple):
-    """What the further rounds drew: NO_TOKEN where a sequence idled, or could not draw."""
+    """What the further rounds drew, one after the other: NO_TOKEN where a sequence idled, or could not draw.
 
-    token_ids: NDArray[np.int64]  # [S, rounds]
-    logprobs: Float32  # [S, rounds]
+    Round i of a sequence gave `accepted[i]` tokens that were drafted and one more; -1 where it idled. The round of the
+    pass itself is round 0, whose draws are the pass's.
+    """
+
+    token_ids: NDArray[np.int64]  # [S, rounds * (1 + K)]
+    logprobs: Float32  # the same
+    drafts: NDArray[np.int64] = np.zeros((0, 0, 0), np.int64)  # [S, 1 + rounds, K], NO_TOKEN behind the end of a draft
+    accepted: Int32 = np.zeros((0, 0), np.int32)  # [S, 1 + rounds]
 
 
 @dataclass(frozen=True, slots=True)

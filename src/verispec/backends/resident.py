@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from verispec.backends.protocol import FROM_STATE, BackendLimits, Burst, DrawResult, Noise, Pass, Rows
+from verispec.backends.protocol import FROM_STATE, BackendLimits, Noise, Pass, Rows
 from verispec.kv import DUMP_SLOT, NUM_RESERVED
 from verispec.sampling.draw import NO_TOKEN
 from verispec.sampling.rows import Sampler, SamplingRows, log_or_off
@@ -97,21 +97,12 @@ class Resident:
         seq_rows = rows.seq_rows[at]
         ended = self._next_tokens[seq_rows] == NO_TOKEN
         positions = np.where(ended, 0, self._lengths[seq_rows] - 1).astype(np.int32)
-        slots = np.where(ended, DUMP_SLOT, self.table[seq_rows, positions])
-        tails = rows.tails if rows.tails.shape[1] else np.zeros((len(rows), 1), np.int32)
-        columns = [a.copy() for a in (rows.token_ids, rows.positions, rows.slots, rows.prefix_lens, rows.tail_lens)]
-        values = (
-            np.maximum(self._next_tokens[seq_rows], 0),
-            positions,
-            slots,
-            np.where(ended, 0, positions + 1),
-            ended,
-        )
-        for column, value in zip(columns, values, strict=True):
-            column[at] = value
-        tails = tails.copy()
-        tails[at[ended], 0] = DUMP_SLOT
-        return Rows(columns[0], columns[1], columns[2], rows.seq_rows, columns[3], tails, columns[4])
+        rows = copied(rows)
+        rows.token_ids[at] = np.maximum(self._next_tokens[seq_rows], 0)
+        rows.positions[at], rows.slots[at] = positions, self.table[seq_rows, positions]
+        rows.prefix_lens[at], rows.tail_lens[at] = positions + 1, 0
+        idled(rows, at[ended])
+        return rows
 
     def sampling(self, rows: Rows, drawn: Int32, noise: Noise | None = None) -> SamplingRows:
         """The sampling inputs of some rows of a pass."""
@@ -189,9 +180,14 @@ def _joined(parts: Sequence[NDArray[Any]], empty: NDArray[Any]) -> NDArray[Any]:
     return np.concatenate(parts) if parts else empty
 
 
-def fed_back(pass_: Pass, draw: DrawResult, burst: Burst) -> Fed:
-    """The draws that a burst goes on from."""
-    assert pass_.wanted.draw is not None
-    at = np.searchsorted(pass_.wanted.draw.rows, burst.rows)
-    rows = pass_.rows
-    return Fed(rows.seq_rows[burst.rows], draw.token_ids[at], rows.positions[burst.rows].astype(np.int64) + 1)
+def copied(rows: Rows) -> Rows:
+    """Rows that can be written, with room for a tail of one slot."""
+    tails = rows.tails if rows.tails.shape[1] else np.zeros((len(rows), 1), np.int32)
+    columns = (rows.token_ids, rows.positions, rows.slots, rows.seq_rows, rows.prefix_lens, tails, rows.tail_lens)
+    return Rows(*(column.copy() for column in columns))
+
+
+def idled(rows: Rows, at: NDArray[Any]) -> None:
+    """Turn some rows into padding."""
+    rows.positions[at], rows.slots[at], rows.prefix_lens[at] = 0, DUMP_SLOT, 0
+    rows.tails[at, 0], rows.tail_lens[at] = DUMP_SLOT, 1

@@ -1,4 +1,8 @@
-"""Bursts, round by round, for every backend that can run one round: a burst of n rounds is n passes, bit for bit."""
+"""Bursts, round by round, for every backend that can run one round: a burst of n rounds is n passes, bit for bit.
+
+A round is: draft (a pass per token), verify (one pass), keep what the target drew itself, go on behind it. Sequences
+that do not draft have rounds without the first part.
+"""
 
 from __future__ import annotations
 
@@ -6,57 +10,181 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from verispec.backends.pass_builder import padded
-from verispec.backends.protocol import Burst, BurstResult, DrawWanted, Pass, PassResult, TableUpdate, Wanted
-from verispec.backends.resident import Fed, Resident, fed_back
+from verispec.backends.protocol import (
+    Burst,
+    BurstResult,
+    Drafting,
+    DrawResult,
+    DrawWanted,
+    Pass,
+    PassResult,
+    Rows,
+    TableUpdate,
+    Wanted,
+)
+from verispec.backends.resident import Fed, Resident, copied, idled
 from verispec.sampling.draw import NO_TOKEN
 
 NO_UPDATE = TableUpdate(*(np.zeros(0, np.int32) for _ in range(3)))
+Run = Callable[[Pass], PassResult]
 Further = Callable[[Pass, Burst, Fed], BurstResult]
+Tokens = NDArray[np.int64]
 
 
-def run_rounds(
-    resident: Resident, pass_: Pass, run: Callable[[Pass], PassResult], further: Further | None = None
-) -> PassResult:
+def run_rounds(resident: Resident, pass_: Pass, run: Run, further: Further | None = None) -> PassResult:
     """The pass, then its further rounds. `run` does one round, `further` all the others, if the backend has that."""
+    burst, drafts = pass_.burst, None
+    if burst is not None and burst.drafts:
+        resident.take(pass_)
+        drafts = _draft(resident, burst, before(pass_, burst), np.ones(len(burst.rows), np.bool_), run)
+        pass_ = replace(pass_, rows=_with_drafts(pass_.rows, burst, drafts))
     pass_ = resident.take(pass_)
-    result, wanted, burst = run(pass_), pass_.wanted.draw, pass_.burst
+    result, wanted = run(pass_), pass_.wanted.draw
     if wanted is None or result.draw is None:
         return result
     result.draw.token_ids[resident.is_padding(pass_.rows, wanted.rows)] = NO_TOKEN
     if burst is None:
         return result
-    fed = fed_back(pass_, result.draw, burst)
+    fed, draws = before(pass_, burst), _draws(pass_, result.draw, burst)
+    if drafts is None:
+        drafts = np.zeros((len(draws), 0), np.int64)
+    accepted = advance(resident, fed, drafts, draws, np.ones(len(draws), np.bool_))
     if burst.num_rounds:
-        found = _loop(resident, pass_, burst, fed, run) if further is None else further(pass_, burst, fed)
-        result = replace(result, burst=found)
+        found = further(pass_, burst, fed) if further else _loop(resident, pass_, burst, fed, run)
     else:
-        result = replace(result, burst=_nothing(fed, 0))
+        found = no_rounds(burst, 0)
     resident.remember(fed)
-    return result
+    return replace(result, burst=found._replace(
+        drafts=np.concatenate([drafts[:, None], found.drafts], axis=1),
+        accepted=np.concatenate([accepted[:, None], found.accepted], axis=1),
+    ))  # fmt: skip
 
 
-def _nothing(fed: Fed, num_rounds: int) -> BurstResult:
-    shape = len(fed.seq_rows), num_rounds
-    return BurstResult(np.full(shape, NO_TOKEN, np.int64), np.zeros(shape, np.float32))
+def before(pass_: Pass, burst: Burst) -> Fed:
+    """The tokens of a burst's rows: the last that are committed."""
+    rows = pass_.rows
+    return Fed(
+        rows.seq_rows[burst.rows],
+        rows.token_ids[burst.rows].astype(np.int64),
+        rows.positions[burst.rows].astype(np.int64),
+    )
 
 
-def _loop(resident: Resident, pass_: Pass, burst: Burst, fed: Fed, run: Callable[[Pass], PassResult]) -> BurstResult:
+def no_rounds(burst: Burst, num_rounds: int) -> BurstResult:
+    """The result of rounds in which everybody idles."""
+    count, most = len(burst.rows), int(burst.draft_lens.max())
+    shape = count, num_rounds * (1 + most)
+    return BurstResult(
+        np.full(shape, NO_TOKEN, np.int64),
+        np.zeros(shape, np.float32),
+        np.full((count, num_rounds, most), NO_TOKEN, np.int64),
+        np.full((count, num_rounds), -1, np.int32),
+    )
+
+
+def advance(resident: Resident, fed: Fed, drafts: Tokens, draws: Tokens, going: NDArray[np.bool_]) -> NDArray[np.int32]:
+    """Accept what was drafted as far as it was drawn, and feed back the draw behind it; -1 for those that idle.
+
+    Whoever has drawn a stop id on the way, or its last token, has ended: NO_TOKEN is fed back.
+    """
     seq_rows, tokens, t = fed
-    result = _nothing(fed, burst.num_rounds)
+    agreed = np.logical_and.accumulate((drafts == draws[:, : drafts.shape[1]]) & (drafts >= 0), axis=1)
+    accepted = np.where(going, agreed.sum(axis=1), -1).astype(np.int32)
+    has_ended = np.zeros(len(tokens), np.bool_)
+    for i in range(draws.shape[1]):
+        at = np.flatnonzero(accepted >= i)
+        tokens[at] = draws[at, i]
+        t[at] += 1
+        has_ended[at] |= ~resident.goes_on(Fed(seq_rows[at], tokens[at], t[at]))
+    tokens[has_ended] = NO_TOKEN
+    return accepted
+
+
+def _draws(pass_: Pass, draw: DrawResult, burst: Burst) -> Tokens:
+    """[S, 1 + K], what the pass drew at the rows of a burst's sequences."""
+    assert pass_.wanted.draw is not None
+    lengths = burst.draft_lens
+    first = np.searchsorted(pass_.wanted.draw.rows, burst.rows)
+    columns = np.arange(1 + int(lengths.max()))
+    at = np.minimum(first[:, None] + columns, len(draw.token_ids) - 1)
+    return np.where(columns <= lengths[:, None], draw.token_ids[at], NO_TOKEN)
+
+
+def _with_drafts(rows: Rows, burst: Burst, drafts: Tokens) -> Rows:
+    """The rows with the tokens that were drafted; those of shorter drafts are padding."""
+    sequence, i = np.nonzero(np.arange(drafts.shape[1]) < burst.draft_lens[:, None])
+    at, tokens = burst.rows[sequence] + 1 + i, drafts[sequence, i]
+    rows = copied(rows)
+    rows.token_ids[at] = np.maximum(tokens, 0)
+    idled(rows, at[tokens < 0])
+    return rows
+
+
+def _draft(resident: Resident, burst: Burst, fed: Fed, going: NDArray[np.bool_], run: Run) -> Tokens:
+    """[S, K], the drafts of one round."""
+    seq_rows, _, t = fed
+    drafts = np.full((len(seq_rows), int(burst.draft_lens.max())), NO_TOKEN, np.int64)
+    lengths = np.where(going, np.minimum(burst.draft_lens, resident.limits[seq_rows] - t - 2), 0)
+    for part in burst.drafts:
+        live, i = part.sequences[lengths[part.sequences] > 0], 0
+        while len(live):
+            pass_ = _draft_pass(resident, part, fed, live, drafts[:, :i])
+            found = run(resident.take(pass_)).draw
+            assert found is not None
+            drafts[live, i] = found.token_ids
+            goes_on = resident.goes_on(Fed(seq_rows[live], found.token_ids, t[live] + 1 + i))
+            i += 1
+            live = live[goes_on & (found.logprobs >= np.float32(part.least_logprob)) & (i < lengths[live])]
+    return drafts
+
+
+def _draft_pass(resident: Resident, part: Drafting, fed: Fed, live: NDArray[np.int32], drafts: Tokens) -> Pass:
+    """The pass that draws the next token of these sequences' drafts."""
+    num_drafted = drafts.shape[1]
+    seq_rows, positions = fed.seq_rows[live], fed.t[live] + num_drafted
+    tokens = drafts[live, -1] if num_drafted else fed.token_ids[live]
+    count, shape = 1, part.shape
+    if not num_drafted:
+        count, shape = part.first_rows, part.first_shape
+    if count == 2:
+        seq_rows = np.repeat(seq_rows, 2)
+        positions = np.stack([positions - 1, positions], axis=1).ravel()
+        earlier = resident.slot_tokens[resident.table[seq_rows[::2], positions[::2]]]
+        tokens = np.stack([earlier, tokens], axis=1).ravel()
+    rows = padded(tokens, positions, resident.table[seq_rows, positions], seq_rows, shape=shape)
+    drawn = np.arange(count - 1, len(tokens), count, dtype=np.int32)
+    wanted = Wanted(draw=DrawWanted(drawn))
+    return Pass(part.kind, rows, wanted, NO_UPDATE, head_shape=part.shape, store=part.store, view=part.view)
+
+
+def _loop(resident: Resident, pass_: Pass, burst: Burst, fed: Fed, run: Run) -> BurstResult:
+    seq_rows, tokens, t = fed
+    result = no_rounds(burst, burst.num_rounds)
+    width = 1 + result.drafts.shape[2]
+    num_drawn = np.zeros(len(tokens), np.int64)
     for i in range(burst.num_rounds):
-        going = np.flatnonzero(resident.goes_on(fed) & (i < burst.rounds))
-        if not len(going):
+        going = (tokens >= 0) & (i < burst.rounds)
+        if not going.any():
             break
-        at = seq_rows[going]
-        rows = padded(tokens[going], t[going], resident.table[at, t[going]], at, shape=burst.shape)
-        wanted = Wanted(draw=DrawWanted(np.arange(len(going), dtype=np.int32)))
+        drafts = result.drafts[:, i] = _draft(resident, burst, fed, going, run)
+        ids = np.concatenate([np.where(going, tokens, NO_TOKEN)[:, None], drafts], axis=1)  # [S, 1 + K]
+        sequence, column = np.nonzero(ids >= 0)
+        at, positions = seq_rows[sequence], t[sequence] + column
+        rows = padded(ids[sequence, column], positions, resident.table[at, positions], at, shape=burst.shape)
+        wanted = Wanted(draw=DrawWanted(np.arange(len(at), dtype=np.int32)))
         found = run(resident.take(replace(
             pass_, rows=rows, wanted=wanted, table_update=NO_UPDATE, head_shape=burst.shape, burst=None,
         ))).draw  # fmt: skip
         assert found is not None
-        tokens[going] = result.token_ids[going, i] = found.token_ids
-        result.logprobs[going, i] = found.logprobs
-        t[going] += 1
+        draws, logprobs = np.full((len(tokens), width), NO_TOKEN, np.int64), np.zeros((len(tokens), width), np.float32)
+        draws[sequence, column], logprobs[sequence, column] = found.token_ids, found.logprobs
+        accepted = result.accepted[:, i] = advance(resident, fed, drafts, draws, going)
+        sequence, column = np.nonzero(np.arange(width) <= accepted[:, None])
+        at = num_drawn[sequence] + column
+        result.token_ids[sequence, at] = draws[sequence, column]
+        result.logprobs[sequence, at] = logprobs[sequence, column]
+        num_drawn += accepted + 1
     return result
