@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from verispec import LLM, SamplingParams
 from verispec.backends.cost import CostTable
-from verispec.backends.protocol import Backend, Pass, Ticket, View
+from verispec.backends.protocol import Backend, Burst, BurstResult, Pass, Ticket, View
 from verispec.config import EngineConfig
 from verispec.engine import Engine, Request
 from verispec.spec.drafter import Drafter
@@ -73,9 +75,27 @@ class Recorder:
         self.passes.append(PassRecord(pass_.view, pass_.store, len(rows), context))
         start = time.perf_counter()
         ticket = self.backend.submit(pass_)
-        ticket.result()
+        result = ticket.result()
         self.seconds += time.perf_counter() - start
+        if pass_.burst is not None and result.burst is not None:
+            self._note_burst(pass_, pass_.burst, result.burst)
         return ticket
+
+    def _note_burst(self, pass_: Pass, burst: Burst, found: BurstResult) -> None:
+        """The passes that the backend ran by itself: drafts of every round, and the verifications behind the first."""
+        lengths = pass_.rows.positions[burst.rows] + 1
+        for i in range(found.accepted.shape[1]):
+            ran, drafted = found.accepted[:, i] >= 0, (found.drafts[:, i] >= 0).sum(axis=-1)
+            for part in burst.drafts:
+                for k in range(int(drafted[part.sequences].max())):
+                    live = part.sequences[drafted[part.sequences] > k]
+                    count = part.first_rows if k == 0 else 1
+                    context = int((lengths[live] + k).sum()) * count
+                    self.passes.append(PassRecord(part.view, part.store, len(live) * count, context))
+            if i and ran.any():
+                context = int(((lengths + drafted) * (1 + drafted))[ran].sum())
+                self.passes.append(PassRecord(pass_.view, pass_.store, int((1 + drafted)[ran].sum()), context))
+            lengths = lengths + np.maximum(0, found.accepted[:, i] + 1)
 
 
 @dataclass(slots=True)

@@ -19,6 +19,7 @@ from verispec.engine import Engine, Request
 from verispec.errors import InputError, VerispecError
 from verispec.llm import LLM
 from verispec.prompts import Prompt
+from verispec.spec.registry import MODEL_DRAFTER, SKIP_DRAFTER
 from verispec.spec.speculation import Speculation
 from verispec.types import SampleOutput, SamplingParams
 
@@ -188,13 +189,17 @@ class Demonstration:
 
     def _all_situations(self) -> list[_Situation]:
         drafters = [name for name in self._llm.drafter_names if name != REFERENCE_DRAFTER]
+        in_bursts = [REFERENCE_DRAFTER, *(name for name in drafters if name in (SKIP_DRAFTER, MODEL_DRAFTER))]
         return [
             _Situation(MIDDLE, self._middle, _had_company),
             _Situation(FIRST, self._first, _had_company),
             _Situation(LAST, self._last, _had_company),
             _Situation(PREEMPTED, self._behind_an_older, _was_preempted, changes=self._scarce_slots),
             _Situation(CHUNKED, _only, _was_cut_otherwise, changes=self._small_chunks),
-            _Situation(IN_BURSTS, _only, _took_fewer_steps, changes=_bursts, is_streamed=False),
+            *(
+                _Situation(IN_BURSTS, _only, _ran_by_itself, drafter=name, changes=_bursts, is_streamed=False)
+                for name in in_bursts
+            ),
             _Situation(AHEAD, _only, _took_fewer_steps, changes=_two_ahead, is_streamed=False),
             *(_Situation(ALONE, _only, _had_drafts, drafter=name) for name in drafters),
             *(_Situation(MIDDLE, self._middle, _had_company, drafter=name) for name in drafters),
@@ -348,6 +353,10 @@ def _bursts(reference: Run) -> dict[str, Any]:
 def _two_ahead(reference: Run) -> dict[str, Any]:
     """The next rounds are submitted before the last ones are read."""
     return {"max_burst": 3, "depth": 2}
+
+
+def _ran_by_itself(run: Run, reference: Run) -> bool:
+    return run.num_steps < run.output.stats.passes
 
 
 def _took_fewer_steps(run: Run, reference: Run) -> bool:

@@ -430,7 +430,8 @@ class SampleOutput:
 
 
 class TokenEvent(NamedTuple):
-    """What one step committed for one sample of one request. A stream is the concatenation of these.
+    """What one step committed for one sample of one request, or one round of it where rounds drafted. A stream is the
+    concatenation of these.
 
     `pieces` is the text, split by the token that released it. The first `num_accepted` tokens were drafted;
     `rejected_ids` were drafted too, and dropped.

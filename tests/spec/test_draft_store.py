@@ -16,7 +16,7 @@ from tests.support.fake_backend import GOLDEN, FakeBackend, combine, mix
 from tests.support.passes import Tape
 from tests.support.scale import scaled
 from tests.support.world import NUM_SLOTS, Second, World, make_requests, native_world, numpy_world
-from verispec.backends.cost import CostTable
+from verispec.backends.cost import FLAT_COST, CostTable
 from verispec.backends.protocol import PassKind
 from verispec.config import EngineConfig
 from verispec.engine import Engine, Request, scheduler
@@ -34,7 +34,7 @@ from verispec.types import FinishReason, SampleOutput, SamplingParams, Stored, T
 
 VOCAB = 6
 FAMILY = (4, 8, 16, 64)
-COST = CostTable((1, 64), (0.1, 0.1), (0.0, 0.0))
+COST = CostTable((1, 64), (0.0002, 0.0002), (0.0, 0.0))
 TREES = ("chain:1", "chain:4", "branch:3", "branch:2,2", "branch:2,1,2", "beam:2,2", "beam:3,3", "beam:2,4")
 
 _hashes: dict[tuple[int, ...], int] = {}
@@ -64,14 +64,20 @@ def canonical_drafts(backend: FakeBackend) -> dict[str, Drafter]:
 class Bench:
     """An engine with a draft model whose K/V is looked at after every step; free slots are overwritten."""
 
-    def __init__(self, *, likeness: float = 1.0, context_len: int = 128, **config: int) -> None:
+    def __init__(
+        self, *, likeness: float = 1.0, context_len: int = 128, cost: CostTable = FLAT_COST, **config: int
+    ) -> None:
         num_slots = config.setdefault("num_slots", 256)
         self.backend = FakeBackend(vocab_size=VOCAB, num_slots=num_slots, num_stores=2, context_len=context_len)
         target, other = self.backend.markov
         self.backend.markov[DRAFT_STORE] = likeness * target + (1 - likeness) * other
         config.setdefault("max_len", min(context_len, num_slots))
         self.engine = Engine(
-            self.backend, family=FAMILY, drafters=canonical_drafts(self.backend), config=EngineConfig(**config)
+            self.backend,
+            family=FAMILY,
+            drafters=canonical_drafts(self.backend),
+            config=EngineConfig(**config),
+            cost=cost,
         )
         self.outputs: dict[tuple[int, int], SampleOutput] = {}
         self.claims = 0  # positions compared
@@ -137,6 +143,8 @@ def random_history(seed: int) -> Bench:
         num_slots=int(rng.integers(50, 64)) if few_slots else 256,
         max_running=int(rng.integers(2, 8)),
         max_len=50,
+        max_burst=int(rng.choice([1, 2, 4, 16])),
+        cost=COST,  # so that a stream may wait for several rounds
     )
     shared = rng.integers(0, VOCAB, 24).tolist()
     live: list[int] = []
@@ -226,7 +234,7 @@ def test_behind_an_accepted_path_it_catches_up_with_the_last_level_and_the_bonus
         before, known = lengths(bench, request_id)
         (event,) = bench.step()
         accepted = event.num_accepted
-        assert draft_rows(bench) == [before - known, 1, 1]
+        assert draft_rows(bench) == [max(2, before - known), 1, 1]
         # The last of three nodes was never computed; neither was the token that the target added.
         assert lengths(bench, request_id) == (before + accepted + 1, before + min(accepted, 2))
         seen.add(accepted)

@@ -91,15 +91,15 @@ def totals(outputs: list[list[SampleOutput]]) -> tuple[int, int]:
 
 
 def recorded(engine: Engine) -> list[Draft]:
-    """Every draft that the engine will verify, as it goes."""
+    """Every draft that the engine has verified, as it goes; those of the backend too."""
     drafts: list[Draft] = []
-    draft = engine._drafters.draft
+    observe = engine._drafters.observe
 
     def watched(turns: Sequence[Turn]) -> None:
-        draft(turns)
-        drafts.extend(t.draft for t in turns)  # type: ignore[misc]
+        drafts.extend(part.draft for t in turns for part in t.rounds or (t,))  # type: ignore[misc]
+        observe(turns)
 
-    engine._drafters.draft = watched  # type: ignore[method-assign]
+    engine._drafters.observe = watched  # type: ignore[method-assign]
     return drafts
 
 

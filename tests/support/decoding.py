@@ -16,17 +16,19 @@ import numpy as np
 from tests.support.adversaries import VOCAB_SIZE, alone, facts, keep_apart
 from tests.support.fake_backend import FakeBackend
 from tests.support.faulty_backends import AgreeingFastPasses, FaultyFastPasses, Redraw, WrappedBackend
+from tests.support.skipping import cheap_setup
 from verispec.backends.cost import FLAT_COST, CostTable
 from verispec.backends.pass_builder import padded
-from verispec.backends.protocol import Backend, Pass, PassKind, PassResult, TableUpdate, Wanted
+from verispec.backends.protocol import FULL_VIEW, Backend, Pass, PassKind, PassResult, TableUpdate, Wanted
 from verispec.config import EngineConfig
 from verispec.engine import Engine, Request
 from verispec.engine.sequence import Sequence as EngineSequence
-from verispec.kv import NUM_RESERVED, RadixPrefixCache
+from verispec.kv import DRAFT_STORE, NUM_RESERVED, TARGET_STORE, RadixPrefixCache
 from verispec.spec.decode import DecodeConfig, DecodeDrafter
 from verispec.spec.drafter import Drafter, Held
 from verispec.spec.ngram import NgramConfig, NgramDrafter
 from verispec.spec.none import NoDrafter
+from verispec.spec.registry import MODEL_DRAFTER, SKIP_DRAFTER, make_drafters
 from verispec.spec.speculation import AUTO
 from verispec.text.detokenizer import TextStream
 from verispec.types import FinishReason, SampleOutput, SamplingParams, TokenEvent, TokenLogprob, Totals
@@ -99,13 +101,15 @@ class Recording(WrappedBackend):
     def _check_rows(self, pass_: Pass, owners: Mapping[int, EngineSequence]) -> None:
         leased = {slot for lease in self.engine._pool.leases for slot in lease.slots}
         written = [slot for slot in pass_.rows.slots.tolist() if slot >= NUM_RESERVED]
+        if pass_.store != TARGET_STORE:
+            return  # a draft model catches up with what is committed, also where sequences share it
         assert len(set(written)) == len(written), "two rows write to one slot"
         assert set(written) <= leased, "a row writes to a slot that is not leased"
         rows = [owners[r] for r in pass_.rows.seq_rows.tolist() if r]
         if pass_.kind is PassKind.CANONICAL:
             assert len(pass_.rows) in self._family, f"a canonical pass of {len(pass_.rows)} rows"
             assert pass_.head_shape in (0, *self._family), f"a canonical head of {pass_.head_shape} rows"
-        else:
+        elif pass_.view == FULL_VIEW:
             deterministic = [s for s in rows if s.params.deterministic]
             assert all(s.speculation.method in ("decode", AUTO) for s in deterministic), (
                 "a deterministic row in a fast pass"
@@ -145,8 +149,9 @@ class Watched:
     """An engine whose drafter `decode` has windows of `window_len` tokens, stepped by hand and checked every step.
 
     `agreeing` makes fast passes equal to canonical ones, `redraw` spoils what they draw, `apart` keeps fast rows out of
-    canonical passes. `deep` compares K/V as well. `wrap` puts something between the engine and the
-    backend that is watched, `device` something behind it, `wrap_drafter` something around drafter `decode`.
+    canonical passes. `deep` compares K/V as well. With a `draft_len` there are drafters `skip` and `model` too. `wrap`
+    puts something between the engine and the backend that is watched, `device` something behind it, `wrap_drafter`
+    something around drafter `decode`.
     """
 
     def __init__(
@@ -162,12 +167,15 @@ class Watched:
         clock: Callable[[], float] = lambda: 0.0,
         apart: bool = False,
         deep: bool = True,
+        draft_len: int = 0,
         wrap: Callable[[Any], Any] = lambda backend: backend,
         device: Callable[[Any], Any] = lambda backend: backend,
         wrap_drafter: Callable[[DecodeDrafter], Drafter] = lambda drafter: drafter,
         **options: int,
     ) -> None:
-        self.fake = FakeBackend(vocab_size=VOCAB_SIZE, context_len=MAX_LEN, num_slots=num_slots)
+        self.fake = FakeBackend(
+            vocab_size=VOCAB_SIZE, context_len=MAX_LEN, num_slots=num_slots, num_stores=2 if draft_len else 1
+        )
         backend: Backend = AgreeingFastPasses(self.fake) if agreeing else self.fake
         backend = device(backend)
         self.backend = Recording(backend if redraw is None else FaultyFastPasses(backend, redraw), family)
@@ -177,9 +185,14 @@ class Watched:
             "ngram": NgramDrafter(NgramConfig(min_match=1)),
             "decode": wrap_drafter(self.decode),
         }
+        engine_side = wrap(self.backend)
+        if draft_len:
+            self.fake.markov[DRAFT_STORE] += 4 * self.fake.markov[TARGET_STORE]  # right now and then
+            made = make_drafters(cheap_setup(engine_side, draft_len))
+            drafters |= {name: made[name] for name in (SKIP_DRAFTER, MODEL_DRAFTER)}
         config = EngineConfig(num_slots=num_slots, **{"max_len": min(MAX_LEN, num_slots), **options})
         self.engine = Engine(
-            wrap(self.backend),
+            engine_side,
             family=family,
             drafters=drafters,
             default_drafter="decode",

@@ -145,6 +145,8 @@ def _difference(case: Case) -> str:
         of.WARM: (f"{stats.cached_tokens} of {run.output.prompt_len} prompt tokens from the cache", "nothing cached"),
         of.PREEMPTED: (f"preempted {_times(stats.preemptions)}, computed again", "it was not preempted"),
         of.CHUNKED: (f"prompt in {run.num_steps_to_first} passes", "the prompt was not cut otherwise"),
+        of.IN_BURSTS: (f"{stats.passes} passes in {run.num_steps} steps", "every pass was a step of its own"),
+        of.AHEAD: (f"{stats.passes} passes in {run.num_steps} steps", "every pass was a step of its own"),
         of.ALONE: ("", ""),
     }.get(case.name, (f"{run.num_beside} beside it", "nothing ran beside it"))
     if not case.took_place and missing:

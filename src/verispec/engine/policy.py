@@ -15,7 +15,7 @@ from typing import NamedTuple
 from verispec.backends.cost import CostTable
 from verispec.spec.drafter import Curve, DrafterSet, Held, Refusal
 from verispec.spec.skip_menu import WORTH_IT
-from verispec.spec.turn import PLAIN, Choice, Turn
+from verispec.spec.turn import NO_ROOM, PLAIN, Choice, Turn
 
 _MOST_ENTRIES = 4096
 _REFRESH_EVERY = 512  # passes timed
@@ -44,8 +44,10 @@ class RoundLoad(NamedTuple):
     num_waiting: int
     context_len: int
     room: int  # the most tokens that one of them has left
-    num_free: int  # slots for each
+    num_free: int  # rounds that free slots suffice for
     is_streamed: bool
+    num_nodes: int = 0  # drafted by the backend in a round, which takes it `draft_seconds`
+    draft_seconds: float = 0.0
 
 
 class _Entry(NamedTuple):
@@ -60,6 +62,7 @@ class _Entry(NamedTuple):
 class _Best:
     num_nodes: int
     rate: float
+    draft_seconds: float = 0.0
 
 
 class Policy:
@@ -161,7 +164,7 @@ class Policy:
 
     def _choice(self, turn: Turn, states: _States, drafting: dict[str, int], crowd: Crowd) -> Choice:
         if turn.room < 1:
-            return PLAIN._replace(reason="no room for a draft")
+            return NO_ROOM
         refusal = next((s for _, s in states if isinstance(s, Refusal)), "")
         best = None
         for name, state in states:
@@ -201,7 +204,8 @@ class Policy:
             predicted = found.rate / plain
             is_worth_it = curve.is_forced or predicted > (1.0 if curve.cost is None else WORTH_IT)
             if found.num_nodes and is_worth_it and (found.rate > best.rate or curve.is_forced):
-                best = _Entry(Choice(name, found.num_nodes, curve.shape), found.rate, version)
+                choice = Choice(name, found.num_nodes, curve.shape, by_backend=curve.by_backend)
+                best = _Entry(choice._replace(draft_seconds=found.draft_seconds), found.rate, version)
             elif not best.choice.num_nodes and curve.cost is not None:
                 best = best._replace(choice=best.choice._replace(reason=_why_not(curve, predicted, found.num_nodes)))
         return best
@@ -220,7 +224,7 @@ class Policy:
                 break
             rate = self._rate(crowd, drafting * nodes, drafting * tokens, seconds)
             if rate > best.rate or curve.is_forced:
-                best = _Best(nodes, rate)
+                best = _Best(nodes, rate, seconds)
         return best
 
     def _limit(self, num_levels: int) -> int:
@@ -284,9 +288,9 @@ class Policy:
         if count <= 1:
             return 1
         together = load.num_going + load.num_waiting
-        seconds = self._fast_seconds(together, load.context_len)
+        seconds = self._fast_seconds(together + load.num_nodes, load.context_len) + load.draft_seconds
         if load.num_waiting:
-            short = self._fast_seconds(load.num_going, load.context_len)
+            short = self._fast_seconds(load.num_going + load.num_nodes, load.context_len) + load.draft_seconds
             once = together / (seconds + host_seconds)
             twice = (together + load.num_going) / (seconds + short + host_seconds)
             count = 2 if twice > once else 1

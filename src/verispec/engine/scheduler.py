@@ -56,6 +56,7 @@ class Scheduler:
         self._cohorts: list[Cohort] = []  # in the air
         self.departing: list[Sequence] = []  # have ended; their slots wait for the flights that use them
         self.changed: dict[int, Sequence] = {}  # by sequence id: to be told to clients
+        self._earlier: list[TokenEvent] = []  # of all rounds of a step but the last
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.host_seconds = 0.0  # of a step, outside its passes
@@ -92,6 +93,8 @@ class Scheduler:
         for turn in turns:
             if turn.choice.grows:
                 turn.num_rounds = min(count, turn.choice.num_nodes - turn.choice.num_drawn)
+            elif count > 1 and turn.is_resident and self._has_rounds(turn, count):
+                turn.num_rounds = count
             self._freeze(turn)
         for cohort in cohorts:
             self._lengthen(cohort, count)
@@ -139,19 +142,24 @@ class Scheduler:
         """How many rounds the backend runs by itself; one while somebody waits for the step to end."""
         going = [*plain[True], *plain[False]]
         growing = [t for t in turns if t.choice.grows]
-        if (self.waiting and self._free_seq_rows) or not all(t.completes for t in turns) or not (going or growing):
+        drafted = [t for t in turns if t.is_resident]
+        fed = growing + drafted
+        if (self.waiting and self._free_seq_rows) or not all(t.completes for t in turns) or not (going or fed):
             return 1
         room = max(
-            (s.max_len - len(s.token_ids) - s.kv.num_ahead for s in going),
+            (*(s.max_len - len(s.token_ids) - s.kv.num_ahead for s in going), *(1 + t.room for t in drafted)),
             default=max((t.choice.num_nodes - t.choice.num_drawn for t in growing), default=1),
         )
+        num_nodes = sum(t.choice.num_nodes for t in drafted)
         load = RoundLoad(
-            num_going=len(going) + len(growing),
-            num_waiting=len(turns) - len(growing),
-            context_len=going[0].committed_len if going else growing[0].start,
+            num_going=len(going) + len(fed),
+            num_waiting=len(turns) - len(fed),
+            context_len=going[0].committed_len if going else fed[0].start,
             room=room,
-            num_free=(self._pool.num_free + self._pool.num_evictable) // max(1, len(going)),
+            num_free=(self._pool.num_free + self._pool.num_evictable) // (len(going) + len(drafted) + num_nodes or 1),
             is_streamed=any(s.is_streamed for s in going) or any(t.sequence.is_streamed for t in turns),
+            num_nodes=num_nodes,
+            draft_seconds=sum({t.choice.drafter: t.choice.draft_seconds for t in drafted}.values()),
         )
         return self._policy.num_rounds(load, self.host_seconds)
 
@@ -300,6 +308,11 @@ class Scheduler:
             return False
         return self._take(sequence, turn.num_pending + choice.num_nodes)
 
+    def _has_rounds(self, turn: Turn, num_rounds: int) -> bool:
+        """Lease the slots of so many rounds, up to the last token that can have a row."""
+        assert isinstance(turn.sequence, Sequence)
+        return self._take(turn.sequence, min(num_rounds * (1 + turn.choice.num_nodes), 1 + turn.room))
+
     def _freeze(self, turn: Turn) -> None:
         """Note the slots leased, and what the backend's table lacks."""
         sequence = turn.sequence
@@ -346,7 +359,7 @@ class Scheduler:
             if isinstance(turn.draft, Pending):
                 self._commit_pending(turn, sequence)
             else:
-                self._commit_one(turn, sequence, turn.draft)
+                self._commit_turn(turn, sequence)
         for cohort in step.cohorts:
             self._commit_cohort(cohort)
         self._note_stalls(step)
@@ -438,7 +451,7 @@ class Scheduler:
 
     def told(self, sequences: SequenceOf[Sequence], now: float) -> list[TokenEvent]:
         """The events of these sequences: what clients have not been told."""
-        events = []
+        events, self._earlier = self._earlier, []
         for sequence in sequences:
             if sequence.finish_reason is not None:
                 sequence.stats.finish_time = now
@@ -464,7 +477,24 @@ class Scheduler:
         if turn.choice.because:
             sequence.stats.chosen_because = turn.choice.because
 
-    def _commit_one(self, turn: Turn, sequence: Sequence, draft: Draft) -> None:
+    def _commit_turn(self, turn: Turn, sequence: Sequence) -> None:
+        """Round by round, each told by itself, up to the one that ends the sequence."""
+        rounds = turn.rounds or (turn,)
+        for i, part in enumerate(rounds):
+            if i and sequence.is_streamed:
+                self._earlier.append(sequence.take_event())
+            self._commit_one(part, sequence)
+            if sequence.finish_reason is not None:
+                self._end(sequence)
+                return
+        sequence.kv.epoch += 1
+        self._trim(sequence, 0)
+        if turn.start < sequence.prompt_len <= sequence.computed_len:
+            self._publish(sequence)  # the prompt is complete: others may share it from now on
+
+    def _commit_one(self, turn: Turn, sequence: Sequence) -> None:
+        draft = turn.draft
+        assert isinstance(draft, Draft)
         if turn.verdict is not None and sequence.is_streamed:
             self.changed[sequence.sequence_id] = sequence
         try:
@@ -473,10 +503,6 @@ class Scheduler:
             _commit_tokens(sequence, turn)
         except BaseException as error:
             self._fail(sequence, error)
-        if sequence.finish_reason is not None:
-            self._end(sequence)
-        elif turn.start < sequence.prompt_len <= sequence.computed_len:
-            self._publish(sequence)  # the prompt is complete: others may share it from now on
 
     def _commit_slots(self, turn: Turn, sequence: Sequence, draft: Draft, verdict: Verdict | None) -> None:
         """Accepted rows' slots join the sequence; the others go back to the pool."""
@@ -496,8 +522,6 @@ class Scheduler:
             kv.held += pool.commit(kv.lease, kept)
             kv.lease = pool.lease()
             kv.synced_len = turn.start + turn.num_pending
-        kv.epoch += 1
-        self._trim(sequence, 0)
 
     def _trim(self, sequence: Sequence, count: int) -> None:
         """Give back all but the first `count` slots of the lease."""

@@ -102,6 +102,7 @@ class Sequence:
     prompt_len: int = field(init=False)
     uses_probabilities: bool = field(init=False)  # at temperature 0 every rule is `match`
     scores_only: bool = field(init=False)  # wants the prompt's log-probabilities and no generation
+    needs_host: bool = field(init=False)  # after each round: what it wants to know is not resident
     is_plain: bool = field(init=False)  # it only decodes: nothing of a round needs the host
     _makes_text: bool = field(init=False)  # as tokens are committed; otherwise once, at the end
 
@@ -110,6 +111,7 @@ class Sequence:
         self.prompt_len = len(self.prompt_ids)
         self.uses_probabilities = self.speculation.accept is not Accept.MATCH and self.params.temperature > 0
         self.scores_only = self.params.max_tokens == 0
+        self.needs_host = bool(self.params.logprobs) or self.is_traced or self.uses_probabilities
         self.is_plain = self.speculation.method == OFF and not self.params.logprobs and not self.scores_only
         if self.speculation.method == OFF:
             self.stats.no_draft_reason = "drafter none"

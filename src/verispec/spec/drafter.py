@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from verispec.backends.cost import CostTable
 from verispec.spec.speculation import AUTO
-from verispec.spec.turn import Pending, SequenceView, Turn
+from verispec.spec.turn import Pending, Recipe, SequenceView, Turn
 from verispec.tree import MAX_NODES, TreeShape
 from verispec.types import NO_DRAFT, NO_PARENT, Draft
 
@@ -48,13 +48,15 @@ class Curve(NamedTuple):
 
     With a `cost`, each level takes one pass of it, shared by all sequences that draft so; such drafts must promise a
     real gain, unless they are forced. `by_fast_rounds`: the nodes are drawn one by one in fast rounds of the target.
-    `what` names the drafts in the reason why not.
+    `by_backend`: a backend can draft them by itself, and run several rounds: `draft` then gives recipes. `what` names
+    the drafts in the reason why not.
     """
 
     levels: tuple[Level, ...]
     shape: TreeShape | None = None
     cost: CostTable | None = None
     by_fast_rounds: bool = False
+    by_backend: bool = False
     is_forced: bool = False
     what: str = ""
 
@@ -85,8 +87,9 @@ class Drafter(Protocol):
     def curves(self, key: Hashable) -> tuple[Curve, ...]:
         """What is promised to sequences in this state, one curve per shape of draft."""
 
-    def draft(self, turns: Sequence[Turn]) -> Sequence[Draft | Pending]:
-        """A draft for each turn, of at most `choice.num_nodes` nodes; or one that is not ready."""
+    def draft(self, turns: Sequence[Turn]) -> Sequence[Draft | Pending | Recipe]:
+        """A draft for each turn, of at most `choice.num_nodes` nodes; or one that is not ready; or how the backend
+        drafts it, where the turn `is_resident`."""
 
     def observe(self, turn: Turn) -> None:
         """Learn what became of a turn. The sequence holds the committed tokens by now."""
@@ -155,7 +158,8 @@ class DrafterSet:
             if turn.choice.drafter and (isinstance(turn.draft, Pending) or len(turn.draft)):
                 name = turn.choice.drafter
                 try:
-                    self._drafters[name].observe(turn)
+                    for part in turn.rounds or (turn,):
+                        self._drafters[name].observe(part)
                 except Exception:
                     self._failed(name, None)
 
@@ -164,31 +168,35 @@ class DrafterSet:
         for name in self.members(sequence.speculation.method):
             self._guarded(name, None, partial(self._drafters[name].forget, sequence.sequence_id))
 
-    def _draft(self, name: str, turns: Sequence[Turn]) -> list[Draft | Pending]:
-        def drafts() -> Sequence[Draft | Pending]:
+    def _draft(self, name: str, turns: Sequence[Turn]) -> list[Draft | Pending | Recipe]:
+        def drafts() -> Sequence[Draft | Pending | Recipe]:
             found = self._drafters[name].draft(turns)
             if len(found) != len(turns):
                 raise ValueError(f"{len(found)} drafts for {len(turns)} sequences")
             return found
 
-        nothing: Sequence[Draft | Pending] = [NO_DRAFT] * len(turns)
+        nothing: Sequence[Draft | Pending | Recipe] = [NO_DRAFT] * len(turns)
         found = self._guarded(name, nothing, drafts)
         return [self._checked(name, t, d) for t, d in zip(turns, found, strict=True)]
 
-    def _checked(self, name: str, turn: Turn, draft: Draft | Pending) -> Draft | Pending:
+    def _checked(self, name: str, turn: Turn, draft: Draft | Pending | Recipe) -> Draft | Pending | Recipe:
         try:
             self._check(turn, draft)
         except Exception:
             return self._failed(name, NO_DRAFT)
         return draft
 
-    def _check(self, turn: Turn, draft: Draft | Pending) -> None:
+    def _check(self, turn: Turn, draft: Draft | Pending | Recipe) -> None:
         if isinstance(draft, Pending):
             room = len(turn.slots) - len(draft.token_ids)
             if room < 1 or not all(isinstance(t, int) and 0 <= t < self._vocab_size for t in draft.token_ids):
                 raise ValueError("the draft under way does not fit into its slots, or into the vocabulary")
             return
         num_leased = len(turn.slots) - turn.num_pending
+        if isinstance(draft, Recipe):
+            if not turn.is_resident or not 0 < draft.num_nodes <= min(turn.choice.num_nodes, num_leased):
+                raise ValueError("the backend cannot draft this turn, or not so much")
+            return
         if not draft.is_valid(vocab_size=self._vocab_size, max_nodes=min(turn.choice.num_nodes, num_leased)):
             raise ValueError("the draft is not a tree over the vocabulary, or too large")
         if not draft.is_chain and draft.depth > self._max_tail:

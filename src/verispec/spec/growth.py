@@ -8,6 +8,7 @@ one stream per parent and round, and the distributions drawn from are kept.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from verispec.backends.cost import CostTable
-from verispec.backends.pass_builder import PassBuilder
+from verispec.backends.pass_builder import DraftRule, PassBuilder
 from verispec.backends.protocol import FULL_VIEW, Backend, PassKind, PassResult, View
 from verispec.kv import TARGET_STORE
 from verispec.sampling.beam import NOBODY, Paths, greedy_level, race_level, root
@@ -55,6 +56,16 @@ class DraftModel:
         """The first committed position that this model has to compute; the target's own store lacks the last alone."""
         known = len(turn.sequence.token_ids) - 1
         return known if self.store == TARGET_STORE else min(known, turn.store_lens[self.store])
+
+    @property
+    def first_rows(self) -> int:
+        """Rows of a chain's first pass where the backend drafts: a second model may lack the last two tokens."""
+        return 1 if self.store == TARGET_STORE else 2
+
+    def rule(self, least_probability: float) -> DraftRule:
+        """How a backend drafts with it: chains end behind a token less likely than that."""
+        least = math.log(least_probability) if least_probability > 0 else -math.inf
+        return DraftRule(self.store, self.view, self.kind, self.shape, least)
 
     def run(self, builder: PassBuilder) -> PassResult:
         """One pass of the rows collected."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -18,9 +18,9 @@ from verispec.spec.drafter import Curve, Level, Refusal
 from verispec.spec.growth import DraftModel, compute, grow, never
 from verispec.spec.rate import Acceptance
 from verispec.spec.speculation import AUTO
-from verispec.spec.turn import SequenceView, Turn
+from verispec.spec.turn import Recipe, SequenceView, Turn
 from verispec.tree import MAX_NODES, TreeShape
-from verispec.types import Draft, Stored
+from verispec.types import NO_DRAFT, Draft, Stored
 
 logger = logging.getLogger(__name__)
 # What `auto` weighs against a chain.
@@ -120,18 +120,31 @@ class ModelDrafter:
             # A beam's slots are shared by all its paths; the one that matters has the better half of them.
             tokens *= acceptance.reach(-(-children // 2) if shape.kind == "beam" and depth else children)
             levels.append(Level(count, tokens))
-        return Curve(tuple(levels), shape, self._source.model.cost, is_forced=is_forced, what=self._what)
+        return Curve(
+            tuple(levels),
+            shape,
+            self._source.model.cost,
+            is_forced=is_forced,
+            by_backend=shape.is_chain,
+            what=self._what,
+        )
 
-    def draft(self, turns: Sequence[Turn]) -> list[Draft]:
-        """One pass per level, over all sequences that have not taken their exit; laggards catch up first."""
+    def draft(self, turns: Sequence[Turn]) -> list[Draft | Recipe]:
+        """One pass per level, over all sequences that have not taken their exit; laggards catch up first.
+
+        Chains that need nothing of the host are left to the backend.
+        """
         assert isinstance(self._source, Source)
-        model, drafts = self._source.model, [Draft()] * len(turns)
+        model = self._source.model
+        drafts: list[Draft | Recipe] = [NO_DRAFT] * len(turns)
         ready: list[int] = []
         late: list[tuple[int, range]] = []
         room = _MOST_CAUGHT_UP
         for i, turn in enumerate(turns):
             last, first = len(turn.sequence.token_ids) - 1, model.first_row(turn)
-            if last - first < _CAUGHT_UP_AT_ONCE:
+            if turn.is_resident and last - first < model.first_rows <= last + 1:
+                drafts[i] = Recipe(turn.choice.num_nodes, model.rule(self._exit.gamma if self._config.exits else 0.0))
+            elif last - first < _CAUGHT_UP_AT_ONCE:
                 ready.append(i)
             elif room:
                 late.append((i, range(first, min(last, first + room))))
@@ -140,7 +153,7 @@ class ModelDrafter:
             compute(model, [(turns[i], positions) for i, positions in late])
         for i, positions in late:
             turns[i].note = f"{self._what} is catching up with the prompt"
-            drafts[i] = replace(drafts[i], stored=Stored(model.store, positions.stop))
+            drafts[i] = Draft(stored=Stored(model.store, positions.stop))
         deepest = model.backend.limits.max_tail
         shapes = [_shape(turns[i], deepest) for i in ready]
         stops = self._exit.stops if self._config.exits else never

@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from verispec.backends.pass_builder import PassBuilder
 from verispec.backends.protocol import FROM_STATE, Backend, Pass, PassKind, PassResult, Ticket
-from verispec.spec.turn import Cohort, Pending, Score, Step, Turn
-from verispec.types import Draft, TokenLogprob
+from verispec.kv import TARGET_STORE
+from verispec.spec.turn import NO_ROOM, Cohort, Pending, Recipe, Score, Step, Turn
+from verispec.types import Draft, Stored, TokenLogprob, Verdict
 
 Fit = Callable[[int], int]
 Observe = Callable[[Pass, float], None]
@@ -63,7 +64,7 @@ class Flight:
         """Tell how long a pass took; the rounds of a burst, if they are of one shape, share its time."""
         if pass_.burst is None or result.burst is None:
             self._observe(pass_, seconds)
-        elif pass_.burst.shape == len(pass_.rows):
+        elif not pass_.burst.drafts and pass_.burst.shape == len(pass_.rows):
             num_rounds = 1 + int((result.burst.token_ids >= 0).any(axis=0).sum())
             self._observe(pass_, seconds / num_rounds)
 
@@ -171,6 +172,10 @@ def add_turn(builder: PassBuilder, turn: Turn) -> None:
         builder.draw.add(row)
         builder.feed_back(row, turn.num_rounds)
         return
+    if isinstance(draft, Recipe):
+        slots = turn.slots[: 1 + draft.num_nodes]
+        builder.add_drafted(turn.seq_row, turn.start, sequence.token_ids[-1], slots, turn.num_rounds, draft.rule)
+        return
     start, count = turn.start, turn.num_pending
     tokens = sequence.token_ids[start : start + count]
     row = builder.add_chain(turn.seq_row, start, tokens, turn.slots[:count]) + count - 1
@@ -240,6 +245,7 @@ class _Further:
     """The draws of further rounds, in the order of the rows that were fed back."""
 
     def __init__(self, result: PassResult) -> None:
+        self._burst = result.burst
         self._tokens = [] if result.burst is None else result.burst.token_ids.tolist()
         self._logprobs = [] if result.burst is None else result.burst.logprobs.tolist()
         self._next = 0
@@ -248,6 +254,40 @@ class _Further:
         draws += self._tokens[self._next][:count]
         logprobs += self._logprobs[self._next][:count]
         self._next += 1
+
+    def rounds(self, turn: Turn, recipe: Recipe) -> list[Turn]:
+        """The turn's rounds, each a turn with a draft and a verdict; the first one's draws are the pass's own."""
+        assert self._burst is not None
+        drafts, accepted = self._burst.drafts[self._next].tolist(), self._burst.accepted[self._next].tolist()
+        draws = turn.score.draws[: 1 + accepted[0]] + self._tokens[self._next]
+        logprobs = turn.score.logprobs[: 1 + accepted[0]] + self._logprobs[self._next]
+        self._next += 1
+        found, first = [], 0
+        for ids, count in zip(drafts, accepted, strict=True):
+            if count < 0:
+                break
+            end = first + count + 1
+            found.append(_round(turn, recipe, first, [t for t in ids if t >= 0], draws[first:end], logprobs[first:end]))
+            first = end
+        return found
+
+
+def _round(turn: Turn, recipe: Recipe, first: int, drafted: list[int], draws: list[int], logprobs: list[float]) -> Turn:
+    """One round, which began `first` tokens behind the turn. The last token drafted never had a row of its own."""
+    start, room, store = turn.start + first, turn.room - first, recipe.rule.store
+    stored = (
+        Stored(store, start + 1, frozenset(range(len(drafted) - 1))) if store != TARGET_STORE and room > 0 else None
+    )
+    return replace(
+        turn,
+        start=start,
+        room=room,
+        choice=turn.choice._replace(num_nodes=min(recipe.num_nodes, room)) if room > 0 else NO_ROOM,
+        draft=replace(Draft.chain(drafted), stored=stored),
+        num_draft_passes=max(1, len(drafted)) if room > 0 else 0,
+        score=Score(draws, logprobs),
+        verdict=Verdict(tuple(range(len(draws) - 1)), draws[-1]),
+    )
 
 
 def _fill_turns(part: _Part, result: PassResult, tokens: list[int], logprobs: list[float], further: _Further) -> None:
@@ -262,6 +302,10 @@ def _fill_turns(part: _Part, result: PassResult, tokens: list[int], logprobs: li
         score = Score(tokens[start[0] : end[0]], logprobs[start[0] : end[0]])
         if isinstance(turn.draft, Pending):
             further.extend(score.draws, score.logprobs, turn.num_rounds - 1)
+        elif isinstance(turn.draft, Recipe):
+            turn.score = score
+            turn.rounds = further.rounds(turn, turn.draft)
+            continue
         elif top:
             kept = turn.sequence.params.logprobs or 0
             score.alternatives = [top.get(row, ())[:kept] for row in builder.draw.rows[start[0] : end[0]]]

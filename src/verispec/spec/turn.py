@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from verispec.backends.pass_builder import DraftRule
 from verispec.backends.protocol import DistributionHandle
 from verispec.kv import Lease
 from verispec.sampling.rows import SampleKey
@@ -49,6 +50,8 @@ class SequenceView(Protocol):
     @property
     def is_streamed(self) -> bool: ...
     @property
+    def needs_host(self) -> bool: ...
+    @property
     def draft_epoch(self) -> int: ...
 
 
@@ -61,11 +64,23 @@ class Pending(NamedTuple):
     token_ids: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A chain of up to `num_nodes` tokens that the backend drafts by itself, in every round of the turn."""
+
+    num_nodes: int
+    rule: DraftRule
+
+    def __len__(self) -> int:
+        return self.num_nodes
+
+
 class Choice(NamedTuple):
     """What the policy chose for a sequence: up to `num_nodes` nodes of a drafter. `reason` says why not more.
 
     With `grows`, the nodes come from fast rounds over several steps: `num_drawn` of them are there, and slots for all
     of them are leased at once. `is_replay`: they are verified now. `waits`: they are ready, but the pass has no rows.
+    `by_backend`: the backend can draft them by itself, round after round; that takes it `draft_seconds` a round.
     """
 
     drafter: str = ""
@@ -75,11 +90,14 @@ class Choice(NamedTuple):
     num_drawn: int = 0
     is_replay: bool = False
     waits: bool = False
+    by_backend: bool = False
+    draft_seconds: float = 0.0
     reason: str = ""
     because: str = ""
 
 
 PLAIN = Choice()
+NO_ROOM = Choice(reason="no room for a draft")
 
 
 @dataclass(slots=True, eq=False)
@@ -109,7 +127,8 @@ class Turn:
 
     `table_slots` are the slots of positions `table_start`.. that the backend's table does not have yet. `epoch` tells a
     stale turn from a current one. `completes`: every pending token has its row, so the target draws a new token.
-    A growing draft is drawn in `num_rounds` rounds without the host.
+    A growing draft is drawn in `num_rounds` rounds without the host; one that the backend drafts has up to as many,
+    each with a draft and a verdict of its own. They come back as `rounds`, turns of one round each.
     """
 
     sequence: SequenceView
@@ -127,15 +146,21 @@ class Turn:
     choice: Choice = PLAIN
     num_rounds: int = 1
     # Filled in by drafters,
-    draft: Draft | Pending = NO_DRAFT
+    draft: Draft | Pending | Recipe = NO_DRAFT
     num_draft_passes: int = 0
     note: str = ""  # why nothing was drafted after all
     exit_state: tuple[float, float] | None = None  # threshold and rate of the adaptive exit
     # by the passes,
     score: Score = NO_SCORE
+    rounds: list[Turn] = field(default_factory=list)
     seconds: float = 0.0  # of the pass that verified it
     # and by the judge.
     verdict: Verdict | None = None
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether the backend can run its rounds by itself: nothing of them needs the host."""
+        return self.choice.by_backend and not self.sequence.needs_host
 
     @property
     def judges_by_probability(self) -> bool:

@@ -1,0 +1,272 @@
+"""Bursts of rounds that draft: draft, verify, judge and advance, several times without the host.
+
+Whatever the number of rounds, streams are the oracle's, K/V is canonical, and the counters are those of single rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+
+from tests.engine.test_bursts import CHEAP, PLAIN, Bursts, ends, policy
+from tests.support.decoding import PROMPT, Watched, letters, oracle
+from tests.support.faulty_backends import WrappedBackend
+from tests.support.sabotages import Confirming, Rebound
+from tests.support.skipping import cheap_setup
+from tests.support.world import Second, World, bits, make_requests, native_world, numpy_world, run
+from verispec.backends.cost import CostTable
+from verispec.backends.protocol import Pass, PassKind, PassResult, ReadyTicket, Ticket
+from verispec.engine import Request
+from verispec.engine.policy import RoundLoad
+from verispec.spec.registry import make_drafters
+from verispec.spec.speculation import Speculation
+from verispec.tree import TreeShape
+from verispec.types import Accept, FinishReason, SamplingParams, SequenceStats
+
+DRAFTERS = ("skip", "model")
+DRAFT_LEN = 3
+
+
+def bursts(num_rounds: int, **options: object) -> Bursts:
+    return Bursts(num_rounds, draft_len=DRAFT_LEN, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("num_rounds", [1, 2, 16])
+def test_a_burst_is_its_single_rounds(num_rounds: int, drafter: str) -> None:
+    """Stops, stop strings, limits, least lengths, penalties, samples; plain sequences and windows beside them."""
+    made = bursts(num_rounds, max_running=4)
+    for i, request in enumerate(ends(drafter)):
+        made.watched.add(request)
+        if i % 6 == 0:
+            made.watched.add(replace(request, speculation=Speculation(("none", "decode")[i // 6 % 2])))
+    outputs = made.watched.finish()
+    assert {o.finish_reason for o in outputs.values()} == {FinishReason.LENGTH, FinishReason.STOP}
+    totals = made.watched.totals
+    assert 0 < totals.accepted < totals.drafted
+    assert (max(made.late.rounds) > 1) == (num_rounds > 1)
+    assert max(made.late.rounds) <= num_rounds
+
+
+COUNTED = ("passes", "fast_passes", "draft_passes", "drafted", "accepted", "chosen")
+
+
+def counters(request: Request, num_rounds: int, *, agreeing: bool = True) -> tuple[list[SequenceStats], int]:
+    """Of a request that runs alone, and how many submits it took."""
+    made = bursts(num_rounds, agreeing=agreeing, family=(16, 64))
+    made.watched.add(request)
+    made.watched.finish()
+    streams = made.watched.streams[0]
+    return [s.output.stats for s in streams if s.output], len(made.late.rounds)
+
+
+def test_counters_are_those_of_single_rounds() -> None:
+    """Also of rounds that a stop string cut: what was drafted behind it is not counted."""
+    for request in ends("model"):
+        single, num_single = counters(request, 1)
+        several, num_several = counters(request, 5)
+        for a, b in zip(single, several, strict=True):
+            assert [getattr(a, name) for name in COUNTED] == [getattr(b, name) for name in COUNTED]
+        assert num_several <= num_single
+    assert num_several < num_single
+    assert several[0].drafted > several[0].accepted > 0
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_every_round_of_a_stream_is_an_event(drafter: str) -> None:
+    """So that accepted and rejected tokens can be told apart: those accepted come first, then one more."""
+    made = bursts(16)
+    made.watched.ask(params=replace(PLAIN, max_tokens=40, temperature=0.0), speculation=Speculation(drafter))
+    events = []
+    while made.watched.engine.has_work:
+        events += [e for e in made.watched.step() if e.logprobs]
+    assert len(events) > len(made.late.rounds)
+    for event in events[:-1]:
+        assert len(event.logprobs) == event.num_accepted + 1
+        assert event.num_accepted + len(event.rejected_ids) <= DRAFT_LEN
+    assert sum(e.num_accepted for e in events) == made.watched.totals.accepted > 0
+    drafted = made.watched.totals.accepted + sum(len(e.rejected_ids) for e in events)
+    assert drafted == made.watched.totals.drafted
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_aborts_and_preemption_at_borders(drafter: str) -> None:
+    """Slots for two sequences of four, and every third request is aborted at a border of its own."""
+    made = bursts(3, num_slots=50, row_budget=8, max_running=4, prefix_cache=False)
+    watched = made.watched
+    for i, request in enumerate([*ends(drafter), *ends(drafter)]):
+        request_id = watched.add(request)
+        if i % 3 == 2:
+            for _ in range(i % 4):
+                watched.step()
+            watched.abort(request_id - 1)
+    watched.finish()
+    assert watched.totals.preemptions > 3
+    assert max(made.late.rounds) > 1
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_a_burst_that_fails_is_run_again(drafter: str) -> None:
+    made = bursts(4, failing=lambda number: number % 3 == 2)
+    for request in ends(drafter):
+        made.watched.add(request)
+    failures = 0
+    while made.watched.engine.has_work:
+        try:
+            made.watched.step()
+        except RuntimeError:
+            failures += 1
+    made.watched.finish()
+    assert failures > 3
+
+
+# Real models.
+
+
+@pytest.fixture(scope="module", params=["numpy", "native"])
+def world(request: pytest.FixtureRequest) -> World:
+    return {"numpy": numpy_world, "native": native_world}[request.param]("llama", Second.OTHER)
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_bursts_of_real_models_are_their_single_rounds(world: World, drafter: str) -> None:
+    """Not a bit of tokens and log-probabilities differs, streamed or not, with aborts in between."""
+    requests = [replace(r, is_streamed=i % 2 > 0) for i, r in enumerate(make_requests(7, drafter=drafter))]
+    plain = [replace(r, speculation=Speculation("none")) for r in requests]
+    expected = [bits(outputs) for outputs in run(world.engine(max_burst=1), plain)]
+    victim = Request([1, 2, 3], SamplingParams(max_tokens=60), Speculation(drafter))
+    for num_rounds, depth in ((3, 1), (16, 2)):
+        drafters = make_drafters(cheap_setup(world.backend, 4))
+        engine = world.engine(drafters, cost=CHEAP, max_burst=num_rounds, depth=depth)
+        found = run(engine, requests, abort_every=7, victim=victim)
+        assert [bits(outputs) for outputs in found] == expected
+        assert engine.totals.accepted > 0
+
+
+def test_what_native_drafts_in_a_burst_is_what_it_drafts_round_by_round() -> None:
+    """Its passes give the same bits in any shape, so drafts are equal too, whoever runs beside."""
+    requests = [replace(r, is_streamed=False) for r in make_requests(7, drafter="model")]
+    counts = []
+    for num_rounds in (1, 4, 16):
+        world = native_world("llama", Second.OTHER)
+        engine = world.engine(make_drafters(cheap_setup(world.backend, 4)), cost=CHEAP, max_burst=num_rounds)
+        stats = [o.stats for outs in run(engine, requests) for o in outs]
+        counts.append([[getattr(s, name) for name in ("draft_passes", "drafted", "accepted")] for s in stats])
+    assert counts[0] == counts[1] == counts[2]
+
+
+# Where bursts end.
+
+
+def test_where_slots_are_short_there_are_single_rounds_before_anybody_is_preempted() -> None:
+    """64 slots, two sequences of up to 22: nobody has to go for the sake of a burst."""
+    made = bursts(16, num_slots=64, max_len=22)
+    for i in range(2):
+        made.watched.ask((i,), replace(PLAIN, max_tokens=21), speculation=Speculation("model"))
+    made.watched.finish()
+    assert made.watched.totals.preemptions == 0
+    made = bursts(16, num_slots=8, max_len=8)
+    made.watched.ask((1,), replace(PLAIN, max_tokens=7), speculation=Speculation("model"))
+    made.watched.finish()
+    assert made.watched.totals.drafted > 0
+
+
+NEEDS: dict[str, Callable[[Request], Request]] = {
+    "alternatives": lambda r: replace(r, params=replace(r.params, logprobs=2)),
+    "traces": lambda r: replace(r, is_traced=True),
+    "a tree": lambda r: replace(r, speculation=replace(r.speculation, tree=TreeShape.parse("branch:2,1"))),
+    "probabilities": lambda r: replace(
+        r,
+        params=replace(r.params, deterministic=False),
+        speculation=replace(r.speculation, accept=Accept.REJECTION),
+    ),
+}
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("need", list(NEEDS))
+def test_who_needs_the_host_has_single_rounds(need: str, drafter: str) -> None:
+    made = bursts(16)
+    request = NEEDS[need](Request(PROMPT, PLAIN, Speculation(drafter)))
+    made.watched.add(request)
+    made.watched.finish()
+    assert set(made.late.rounds) == {1}
+    assert made.watched.totals.drafted > 0
+
+
+@pytest.mark.parametrize(("draft_seconds", "expected"), [(0.0, 10), (0.001, 5), (0.003, 2), (0.1, 1)])
+def test_a_stream_waits_for_as_many_rounds_as_fit_into_its_wait(draft_seconds: float, expected: int) -> None:
+    """A verification takes 1 ms, and a stream waits for 10 ms; drafting counts."""
+    cost = CostTable((1, 64), (0.001, 0.001), (0.0, 0.0))
+    load = RoundLoad(4, 0, context_len=10, room=40, num_free=40, is_streamed=True, num_nodes=12)
+    assert policy(cost).num_rounds(load._replace(draft_seconds=draft_seconds), 0.0) == expected
+    assert policy(cost).num_rounds(load._replace(draft_seconds=draft_seconds, is_streamed=False), 0.0) == 16
+
+
+# Mutations: each is caught by the same check.
+
+
+def check(**wrappers: Callable[[object], object]) -> None:
+    """Streams are the oracle's, and no round is run behind the end."""
+    tokens = oracle(Request(PROMPT, PLAIN))[0].token_ids
+    for drafter in DRAFTERS:
+        for params in (PLAIN, replace(PLAIN, stop_ids=(tokens[7],)), replace(PLAIN, max_tokens=9, seed=3)):
+            options = {"draft_len": DRAFT_LEN, "cost": CHEAP, "max_burst": 5, "prefix_cache": False, **wrappers}
+            watched = Watched(4, **options)  # type: ignore[arg-type]
+            watched.ask(params=params, speculation=Speculation(drafter), text=letters())
+            stats = watched.finish(100)[0].stats
+            verified = [p for p in watched.passes if p.kind is PassKind.CANONICAL]
+            assert len(verified) == stats.passes, "rounds were run behind the end"
+            assert stats.accepted <= stats.drafted
+
+
+class Miscounted(WrappedBackend):
+    """Rounds say that one token more was accepted, or one less."""
+
+    def __init__(self, inner: object, by: int) -> None:
+        super().__init__(inner)
+        self.by = by
+
+    def submit(self, pass_: Pass) -> Ticket:
+        result: PassResult = self.inner.submit(pass_).result()
+        found = result.burst
+        if found is not None and found.drafts.size:
+            drafted = (found.drafts >= 0).sum(axis=-1)
+            accepted = np.clip(found.accepted + self.by, 0, drafted).astype(np.int32)
+            found = found._replace(accepted=np.where(found.accepted < 0, -1, accepted).astype(np.int32))
+        return ReadyTicket(replace(result, burst=found))
+
+
+class FeedsBackWhatWasRejected(WrappedBackend):
+    """The further rounds of a burst go on from the token that was drafted, where the target drew another."""
+
+    def submit(self, pass_: Pass) -> Ticket:
+        return self.inner.submit(pass_) if pass_.burst is None else super().submit(pass_)
+
+    def run(self, pass_: Pass) -> PassResult:
+        if pass_.kind is not PassKind.CANONICAL:
+            return self.inner.run(pass_)
+        return Confirming(self.inner, "first wrong").run(pass_)
+
+
+def test_the_check_passes() -> None:
+    check()
+
+
+@pytest.mark.parametrize(
+    ("wrap", "says"),
+    [
+        (partial(Rebound, stop_ids=()), "behind the end"),
+        (partial(Miscounted, by=1), "oracle|canonical"),
+        (partial(Miscounted, by=-1), "oracle|canonical|K/V"),
+        (FeedsBackWhatWasRejected, "oracle"),
+    ],
+    ids=["runs on behind a stop", "one too many", "one too few", "feeds back a rejected token"],
+)
+def test_every_mutation_is_caught(wrap: Callable[[object], object], says: str) -> None:
+    with pytest.raises((AssertionError, ValueError, IndexError), match=says):
+        check(wrap=wrap)
