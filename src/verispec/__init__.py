@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from verispec.async_llm import AsyncLLM
     from verispec.config import EngineConfig
     from verispec.engine import Engine, Request
     from verispec.errors import VerispecError
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "AsyncLLM": "async_llm",
     "LLM": "llm",
     "Completion": "llm",
     "Engine": "engine",
@@ -33,6 +35,7 @@ _HOMES = {
 }
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "Completion",
     "Engine",
     "EngineConfig",

@@ -134,9 +134,20 @@ class LLM(Runtime):
         `on_finish(index, completion)` is called as each ends. Interrupted, it frees everything it started. With
         `receipts`, which only deterministic requests can have, each completion holds one per sample.
         """
-        speculation = self._chosen(drafter, speculative)
-        requests = [self._request(each, speculation) for each in pair(prompts, params)]
+        requests = self.requests(prompts, params, drafter=drafter, speculative=speculative)
         return self.run(requests, on_finish=on_finish, receipts=receipts)
+
+    def requests(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        params: Params | Sequence[Params] | None = None,
+        *,
+        drafter: str | None = None,
+        speculative: Speculative = None,
+    ) -> list[Request]:
+        """`request` for one prompt or many."""
+        speculation = self.chosen(drafter, speculative)
+        return [self._request(each, speculation) for each in pair(prompts, params)]
 
     def run(
         self,
@@ -146,11 +157,7 @@ class LLM(Runtime):
         receipts: bool = False,
     ) -> list[Completion]:
         """`generate` for requests made by `request`: a batch whose prompts may name different drafters."""
-        for request in requests:
-            if not isinstance(request, Request):
-                raise InputError(f"requests must be made by `request`, not {type(request).__name__}")
-            if receipts:
-                check_recordable(request.params)
+        check_requests(requests, receipts=receipts)
         samples: dict[int, list[SampleOutput]] = defaultdict(list)
         done: dict[int, Completion] = {}
         with Inbox(self.thread) as inbox:
@@ -161,7 +168,7 @@ class LLM(Runtime):
                     if event.output is not None:
                         samples[index].append(event.output)
                     if len(samples[index]) == requests[index].params.n:
-                        done[index] = self._completion(requests[index], samples.pop(index), receipts=receipts)
+                        done[index] = self.completion(requests[index], samples.pop(index), receipts=receipts)
                         if on_finish is not None:
                             on_finish(index, done[index])
         return [done[i] for i in range(len(requests))]
@@ -237,7 +244,7 @@ class LLM(Runtime):
         speculative: Speculative = None,
     ) -> Request:
         """The engine's request for a prompt. Raises InputError if this model can never serve it."""
-        return self._request(spec(prompt, params), self._chosen(drafter, speculative))
+        return self._request(spec(prompt, params), self.chosen(drafter, speculative))
 
     def _request(self, prompt: PromptSpec, speculation: Speculation) -> Request:
         self.thread.check_open()
@@ -254,7 +261,7 @@ class LLM(Runtime):
         self.thread.engine.validate(request)
         return request
 
-    def _chosen(self, drafter: str | None, speculative: Speculative) -> Speculation:
+    def chosen(self, drafter: str | None, speculative: Speculative) -> Speculation:
         """What a request asks for, or the default; naming the default's drafter keeps its tree and rule."""
         if drafter is not None and speculative is not None:
             raise InputError("drafter and speculative exclude each other")
@@ -266,7 +273,7 @@ class LLM(Runtime):
 
     def receipt(self, prompt: Prompt, params: Params, output: SampleOutput) -> Receipt:
         """The receipt of an answer that was streamed; `output` came with its last event."""
-        return self._receipt(self.request(prompt, params, speculative=False), output)
+        return self.receipt_of(self.request(prompt, params, speculative=False), output)
 
     def score(self, prompt: Prompt, *, alternatives: int = 0) -> ScoreResult:
         """Log-probabilities of the given tokens under the model, in parallel canonical passes."""
@@ -286,14 +293,16 @@ class LLM(Runtime):
                     num_left -= event.output is not None
                     yield event
 
-    def _completion(self, request: Request, samples: Iterable[SampleOutput], *, receipts: bool) -> Completion:
+    def completion(self, request: Request, samples: Iterable[SampleOutput], *, receipts: bool = False) -> Completion:
+        """The samples of one request, put together."""
         ordered = tuple(sorted(samples, key=lambda s: s.sample_index))
         recorded = [s for s in ordered if receipts and s.finish_reason is not FinishReason.ERROR]
         return Completion(
-            tuple(request.prompt_ids), ordered, self.profile, tuple(self._receipt(request, s) for s in recorded)
+            tuple(request.prompt_ids), ordered, self.profile, tuple(self.receipt_of(request, s) for s in recorded)
         )
 
-    def _receipt(self, request: Request, output: SampleOutput) -> Receipt:
+    def receipt_of(self, request: Request, output: SampleOutput) -> Receipt:
+        """The receipt of a sample that `request` was answered with."""
         return make_receipt(
             model=self.identity,
             profile=self.calibration.profile,
@@ -303,6 +312,15 @@ class LLM(Runtime):
             eos_ids=request.eos_ids,
             output=output,
         )
+
+
+def check_requests(requests: Sequence[Request], *, receipts: bool) -> None:
+    """Raise InputError for what is no request, or cannot have a receipt where one is wanted."""
+    for request in requests:
+        if not isinstance(request, Request):
+            raise InputError(f"requests must be made by `request`, not {type(request).__name__}")
+        if receipts:
+            check_recordable(request.params)
 
 
 def _are_conversations(messages: object) -> bool:

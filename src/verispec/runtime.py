@@ -250,12 +250,15 @@ class Runtime:
             self.thread.engine = self.fresh_engine()  # what the old one has cached will be overwritten
             yield self.fresh_engine(drafters=drafters, **changes)
 
-    def chat_ids(self, messages: Sequence[Message]) -> list[int]:
-        """The prompt tokens of a conversation. Control tokens written inside messages stay text."""
+    def chat_ids(self, messages: Sequence[Message], **options: Any) -> list[int]:
+        """The prompt tokens of a conversation. Control tokens written inside messages stay text.
+
+        `options` are those of `ChatPrompts.ids`: `tools`, `variables` of the template, where the prompt ends.
+        """
         with self._chat_lock:
             if self._chat_prompts is None:
                 self._chat_prompts = ChatPrompts(self.tokenizer)
-            return self._chat_prompts.ids(messages)
+            return self._chat_prompts.ids(messages, **options)
 
     def close(self) -> None:
         """Give back the model's memory; keep what passes were seen to cost.

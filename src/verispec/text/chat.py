@@ -25,6 +25,7 @@ MAX_PROMPT_CHARS = 16 * 1024 * 1024  # also the cap on everything that goes in
 BASE_STEPS = 200_000
 STEPS_PER_INPUT_STEP = 100
 _MAX_BRIEF_CHARS = 200
+_VARIABLES = ("messages", "tools", "add_generation_prompt")
 
 _MONTHS = (
     *("January", "February", "March", "April", "May", "June"),
@@ -74,32 +75,43 @@ class ChatTemplate:
         special_tokens: Mapping[str, str],
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
         mask: ContentMask | None = None,
     ) -> str:
         """The prompt for `messages`; raises `InputError` where they are malformed or the template refuses them.
 
+        `variables` are further names that the template may look at (`enable_thinking`, say), never those it has anyway.
         With a `mask` the text still wears it: control tokens in it are the template's own.
         """
         conversation = _checked(messages)
         declared = None if tools is None else [dict(tool) for tool in tools]
-        input_steps = _input_steps(conversation, declared)
+        further = self._further(variables or {}, special_tokens)
+        input_steps = _input_steps(conversation, declared, further)
         if mask is not None:
-            conversation, declared = mask.apply(conversation, declared, template=self._source)
+            conversation, declared, further = mask.apply(conversation, declared, further, template=self._source)
         self._environment.meter = Meter(BASE_STEPS + STEPS_PER_INPUT_STEP * input_steps)
-        variables = {
+        known = {
+            **further,
             **special_tokens,
             "messages": conversation,
             "tools": declared,
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return self._collect(variables)
+            return self._collect(known)
         except TemplateError as error:
             raise InputError(f"the chat template refused the messages: {_brief(error)}") from error
         except InputError:
             raise
         except Exception as error:  # a template is a program we did not write and may fail in any way
             raise InputError(f"the chat template failed on the messages: {_brief(error)}") from error
+
+    def _further(self, variables: Mapping[str, Any], special_tokens: Mapping[str, str]) -> dict[str, Any]:
+        own = {*_VARIABLES, *special_tokens, *self._environment.globals}
+        for name in variables:
+            if name in own or not name.isidentifier():
+                raise InputError(f"chat_template_kwargs cannot set {_one_line(name)!r}")
+        return dict(variables)
 
     def _collect(self, variables: dict[str, Any]) -> str:
         pieces: list[str] = []
@@ -142,12 +154,14 @@ def _checked(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [dict(message) for message in messages]
 
 
-def _input_steps(conversation: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> int:
+def _input_steps(
+    conversation: list[dict[str, Any]], tools: list[dict[str, Any]] | None, variables: dict[str, Any]
+) -> int:
     """What the input is worth in steps; refuses input that is too large or not plain data."""
     meter = Meter(MAX_PROMPT_CHARS)
     if sum(len(message["content"]) for message in conversation) > MAX_PROMPT_CHARS:
         raise InputError(f"messages hold more than {MAX_PROMPT_CHARS} characters")
-    for name, values in (("messages", conversation), ("tools", tools or [])):
+    for name, values in (("messages", conversation), ("tools", tools or []), ("chat_template_kwargs", [variables])):
         for index, value in enumerate(values):
             try:
                 meter.weigh(value)

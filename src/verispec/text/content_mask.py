@@ -57,11 +57,17 @@ class ContentMask:
         self._stand_ins: tuple[str, str] | None = None
 
     def apply(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, *, template: str
-    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-        """Messages and tools as the template is to see them; they must be plain data of limited depth."""
-        self._texts = [template, *_strings(messages), *_strings(tools)]
-        return [self._masked_message(message) for message in messages], self._masked(tools)
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        variables: dict[str, Any],
+        *,
+        template: str,
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None, dict[str, Any]]:
+        """Messages, tools and variables as the template is to see them; they must be plain data of limited depth."""
+        self._texts = [template, *_strings(messages), *_strings(tools), *_strings(variables)]
+        masked = {name: self._masked(value, alone=True) for name, value in variables.items()}
+        return [self._masked_message(message) for message in messages], self._masked(tools), masked
 
     @property
     def hides(self) -> bool:

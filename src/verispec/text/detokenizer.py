@@ -50,10 +50,11 @@ class TextStream:
     """The text of one generation.
 
     Text that could still become a stop string is held back. The stop string that completes first wins; of several that
-    complete with the same character, the one that starts first. The cost of a token does not depend on the text so far.
+    complete with the same character, the one that starts first. It is left out of the text, unless `keeps_stop`. The
+    cost of a token does not depend on the text so far.
     """
 
-    def __init__(self, tokenizer: TokenBytes, stop: tuple[str, ...] = ()) -> None:
+    def __init__(self, tokenizer: TokenBytes, stop: tuple[str, ...] = (), *, keeps_stop: bool = False) -> None:
         if isinstance(stop, str):
             raise InputError("stop must be a sequence of strings, not one string")
         for index, text in enumerate(stop):
@@ -66,6 +67,7 @@ class TextStream:
         self._beginnings = frozenset(text[0] for text in stop)
         self._released: list[str] = []
         self._held = ""
+        self._keeps_stop = keeps_stop
         self._finished = False
         self.matched_stop: str | None = None
 
@@ -113,7 +115,8 @@ class TextStream:
             if completed and may_stop:
                 self.matched_stop = max(completed, key=len)
                 self._held = ""
-                return TextPiece(self._release(window[: end - len(self.matched_stop)]), stopped=True)
+                kept_len = end if self._keeps_stop else end - len(self.matched_stop)
+                return TextPiece(self._release(window[:kept_len]), stopped=True)
         held_len = max((matcher.matched_len for matcher in self._matchers), default=0)
         cut = len(window) - held_len
         self._held = window[cut:]

@@ -1,0 +1,223 @@
+"""An LLM for asyncio: the same engine thread and the same answers, awaited instead of waited for.
+
+Knows the event loop and the engine's thread. Requests that are made on the loop hear of their tokens there, all of them
+together by one call per step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Self
+
+from verispec.engine import Request
+from verispec.engine.thread import Sink, on_loop
+from verispec.errors import VerispecError
+from verispec.llm import LLM, Completion, Speculative, check_requests
+from verispec.prompts import Params, Prompt
+from verispec.runtime import Message
+from verispec.types import SampleOutput, TokenEvent
+
+
+class SlowReaderError(VerispecError):
+    """A stream was read more slowly than its tokens came, for too long; it was aborted."""
+
+
+class Stream:
+    """The events of some requests as they come; iterate over it, or `take` what there is. `abort` ends it early.
+
+    Whoever reads too slowly loses it: with `max_pending` events unread it is aborted, and reading raises.
+    """
+
+    def __init__(self, llm: AsyncLLM, max_pending: int | None) -> None:
+        self._llm = llm
+        self._max_pending = max_pending
+        self._pending: deque[TokenEvent] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._num_left: dict[int, int] = {}  # samples that have not ended, by request id
+        self._overflowed = False
+        self.request_ids: list[int] = []
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all samples have; what they said may still be unread."""
+        return not self._num_left
+
+    async def take(self) -> list[TokenEvent]:
+        """What has come since the last time, at least one event; nothing once all were taken."""
+        while not self._pending and self._num_left and not self._overflowed:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        if self._overflowed:
+            raise SlowReaderError(f"the stream was not read for {self._max_pending} events, so the request was ended")
+        events = list(self._pending)
+        self._pending.clear()
+        return events
+
+    def abort(self) -> None:
+        """End the requests before the next step; their last events say so. Nothing happens to those that have ended."""
+        for request_id in self._num_left:
+            self._llm.abort(request_id)
+
+    def close(self) -> None:
+        """`abort`, and hear no more."""
+        self.abort()
+        self._llm._forget(self)
+        self._num_left.clear()
+        self._wake()
+
+    async def __aiter__(self) -> AsyncIterator[TokenEvent]:
+        try:
+            while events := await self.take():
+                for event in events:
+                    yield event
+        finally:
+            self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _put(self, event: TokenEvent) -> None:
+        self._pending.append(event)
+        if event.output is not None:
+            self._num_left[event.request_id] -= 1
+            if not self._num_left[event.request_id]:
+                del self._num_left[event.request_id]
+        if self._max_pending is not None and len(self._pending) > self._max_pending:
+            self._overflowed = True
+            self.close()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class AsyncLLM:
+    """What `LLM` does, on an event loop. `AsyncLLM(llm)` shares a loaded model; use it on one loop at a time.
+
+    Any number of calls run at once, as one batch. Cancelling one frees everything it started. `llm` has the rest:
+    tokenizer, profile, `chat_ids`.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+        self._streams: dict[int, Stream] = {}
+        self._sink: Sink = self._deliver
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def generate(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        params: Params | Sequence[Params] | None = None,
+        *,
+        drafter: str | None = None,
+        speculative: Speculative = None,
+        receipts: bool = False,
+    ) -> list[Completion]:
+        """`LLM.generate`, awaited."""
+        requests = self.llm.requests(prompts, params, drafter=drafter, speculative=speculative)
+        return await self._completed(requests, receipts=receipts)
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        params: Params | None = None,
+        *,
+        drafter: str | None = None,
+        speculative: Speculative = None,
+    ) -> Completion:
+        """Answer one conversation through the model's chat template."""
+        request = self.llm.request(self.llm.chat_ids(messages), params, drafter=drafter, speculative=speculative)
+        (completion,) = await self._completed([request])
+        return completion
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: Params | None = None,
+        *,
+        drafter: str | None = None,
+        speculative: Speculative = None,
+        trace: bool = False,
+        max_pending: int | None = None,
+    ) -> Stream:
+        """Complete one prompt; iterate over the result for each commit as it happens."""
+        request = self.llm.request(prompt, params, drafter=drafter, speculative=speculative)
+        return self.open([replace(request, is_traced=trace)], max_pending=max_pending)
+
+    def chat_stream(self, messages: Sequence[Message], params: Params | None = None, **options: Any) -> Stream:
+        """`chat`, streamed; `options` are those of `stream`."""
+        return self.stream(self.llm.chat_ids(messages), params, **options)
+
+    def open(self, requests: Sequence[Request], *, max_pending: int | None = None) -> Stream:
+        """One stream for all of these requests, or none: raises QueueFullError when there is no room for them."""
+        self._bind()
+        stream = Stream(self, max_pending)
+        try:
+            for request in requests:
+                request_id = self.llm.thread.submit(request, self._sink)
+                stream.request_ids.append(request_id)
+                stream._num_left[request_id] = request.params.n
+                self._streams[request_id] = stream
+        except BaseException:
+            stream.close()
+            raise
+        return stream
+
+    def abort(self, request_id: int) -> None:
+        """End a request before the next step. One that has ended is left alone."""
+        self.llm.thread.abort(request_id)
+
+    async def aclose(self) -> None:
+        """`LLM.close`, without blocking the loop."""
+        await asyncio.to_thread(self.llm.close)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def _completed(self, requests: Sequence[Request], *, receipts: bool = False) -> list[Completion]:
+        check_requests(requests, receipts=receipts)
+        samples: dict[int, list[SampleOutput]] = {}
+        async with self.open([replace(r, is_streamed=False) for r in requests]) as stream:
+            while events := await stream.take():
+                for event in events:
+                    if event.output is not None:
+                        samples.setdefault(event.request_id, []).append(event.output)
+        return [
+            self.llm.completion(request, samples[request_id], receipts=receipts)
+            for request, request_id in zip(requests, stream.request_ids, strict=True)
+        ]
+
+    def _bind(self) -> None:
+        """Hear of tokens on the loop that runs now."""
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            self._loop, self._sink = loop, on_loop(loop, self._deliver)
+
+    def _deliver(self, events: list[TokenEvent]) -> None:
+        for event in events:
+            stream = self._streams.get(event.request_id)
+            if stream is None:  # closed by its reader
+                continue
+            if event.output is not None and stream._num_left[event.request_id] == 1:
+                del self._streams[event.request_id]
+            stream._put(event)
+
+    def _forget(self, stream: Stream) -> None:
+        for request_id in stream.request_ids:
+            self._streams.pop(request_id, None)
