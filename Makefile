@@ -7,13 +7,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 HF_BIN := .venv-hf/bin
 
-.PHONY: help run test test-hf test-cuda gpu-test test-long test-wheel wheel native native-asan native-aarch64 native-digests lint goldens model setup clean
+.PHONY: help run serve test test-hf test-cuda gpu-test test-long test-wheel wheel native native-asan native-aarch64 native-digests lint goldens model setup clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 run: setup ## Install, fetch the default model once, and stream an answer (PROMPT="...", MODEL=...)
 	@$(BIN)/verispec generate --model "$(MODEL)" -- "$(PROMPT)"
+
+serve: setup model ## Serve the default model on http://127.0.0.1:8000 (MODEL=...)
+	$(BIN)/verispec serve --model "$(MODEL)"
 
 test: setup model lint ## The whole test suite
 	$(BIN)/pytest -n auto --dist loadfile --durations 15 -m "not hf and not cuda and not long"

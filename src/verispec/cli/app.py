@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from verispec.cli import bench, chat, generate, inspect, models, replay, tune, verify
+from verispec.cli import bench, chat, generate, inspect, models, replay, serve, tune, verify
 from verispec.cli.parser import PROGRAM, Command, argument, nearest
 from verispec.cli.terminal import out, stdin_is_terminal
 from verispec.errors import InputError
@@ -85,6 +85,7 @@ COMMANDS = {
     for command in (
         Command(generate.generate),
         Command(chat.chat, defaults=chat.DEFAULTS, without=frozenset(("ignore_eos", "n"))),
+        Command(serve.serve),
         Command(inspect.score, without=frozenset(("max_len",))),
         Command(inspect.audit, without=frozenset(("kv_slots", "max_len"))),
         Command(tune.tune, without=frozenset(("kv_slots", "max_len"))),

@@ -1,0 +1,114 @@
+"""/v1/completions: text or tokens, continued."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from verispec.errors import InputError
+from verispec.server.api import MAX_PROMPTS, CompletionRequest
+from verispec.server.core import Answer, Choice, Commit, Core, sampling_params
+from verispec.server.http import Received, Reply
+from verispec.server.logprobs import completion_entries, prompt_entries
+from verispec.server.openai import Shape, make_call, reply
+from verispec.types import TokenLogprob
+
+DEFAULT_MAX_TOKENS = 16
+
+
+async def completions(core: Core, received: Received) -> Reply:
+    """Continue one prompt or several."""
+    body = received.parsed(CompletionRequest)
+    model = core.check_model(body.model)
+    if body.best_of is not None and body.best_of > (body.n or 1):
+        raise InputError("best_of above n is not supported")
+    if body.echo and body.stream:
+        raise InputError("echo cannot be streamed")
+    prompt_logprobs = body.prompt_logprobs
+    if body.echo and body.logprobs is not None:
+        prompt_logprobs = max(body.logprobs, prompt_logprobs or 0)
+    if body.echo and body.max_tokens == 0:
+        prompt_logprobs = prompt_logprobs or 0  # the engine scores a prompt instead of generating nothing
+    params = sampling_params(
+        body,
+        core.llm.generation_defaults,
+        max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
+        logprobs=body.logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
+    call = make_call(core, body, received, prompts=await _prompts(core, body), params=params)
+    return await reply(core.start(call), body, _shape(body), model)
+
+
+async def _prompts(core: Core, body: CompletionRequest) -> list[list[int]]:
+    """The tokens of every prompt. A flat list of numbers is one prompt."""
+    prompt: Any = body.prompt
+    if isinstance(prompt, str) or isinstance(prompt[0], int):
+        prompt = [prompt]
+    if len(prompt) > MAX_PROMPTS:
+        raise InputError(f"prompt may hold at most {MAX_PROMPTS} prompts, not {len(prompt)}")
+    if len({str if isinstance(each, str) else list for each in prompt}) > 1 or any(
+        isinstance(each, int) or (isinstance(each, list) and not all(isinstance(i, int) for i in each))
+        for each in prompt
+    ):
+        raise InputError("prompt must be text, token ids, a list of texts or a list of lists of token ids")
+    encode = partial(core.llm.tokenizer.encode, add_special=body.add_special_tokens is not False)
+    return [
+        await core.tokenised(partial(encode, each), len(each)) if isinstance(each, str) else each for each in prompt
+    ]
+
+
+def _shape(body: CompletionRequest) -> Shape:
+    wants_ids = bool(body.return_token_ids)
+
+    def logprobs(answer: Answer, entries: Any, offset: int = 0) -> dict[str, Any] | None:
+        if body.logprobs is None:
+            return None
+        ids = [entry.token_id for entry in entries]
+        return completion_entries(answer.core.llm.tokenizer, entries, ids, offset)
+
+    def whole(answer: Answer, index: int, choice: Choice) -> dict[str, Any]:
+        tokenizer = answer.core.llm.tokenizer
+        prompt_ids = answer.call.prompts[index // answer.call.params.n]
+        text = choice.text
+        listed = logprobs(answer, choice.entries)
+        if body.echo:
+            text = tokenizer.decode(prompt_ids) + text
+            if body.logprobs is not None and choice.output is not None:
+                entries: list[TokenLogprob | None] = [None, *(choice.output.prompt_logprobs or ()), *choice.entries]
+                ids = [*prompt_ids, *(entry.token_id for entry in choice.entries)]
+                listed = completion_entries(tokenizer, entries, ids)
+        found: dict[str, Any] = {
+            "index": index,
+            "text": text,
+            "logprobs": listed,
+            "finish_reason": None if choice.output is None else str(choice.output.finish_reason),
+        }
+        if wants_ids:
+            found["token_ids"] = [entry.token_id for entry in choice.entries]
+            found["prompt_token_ids"] = list(prompt_ids)
+        if body.prompt_logprobs is not None and choice.output is not None:
+            found["prompt_logprobs"] = prompt_entries(tokenizer, choice.output.prompt_logprobs)
+        return found
+
+    def frame(answer: Answer, commit: Commit) -> dict[str, Any]:
+        reason = commit.event.finish_reason
+        found: dict[str, Any] = {
+            "index": commit.choice,
+            "text": commit.text,
+            "logprobs": logprobs(answer, commit.logprobs),
+            "finish_reason": None if reason is None else str(reason),
+        }
+        if wants_ids:
+            found["token_ids"] = commit.token_ids
+        return found
+
+    return Shape(
+        kind="text_completion",
+        id_prefix="cmpl-",
+        whole=whole,
+        frame=frame,
+        opening={"text": ""},
+        plain=(b',"text":', b',"logprobs":null,"finish_reason":null}]}'),
+        has_details=wants_ids or body.logprobs is not None,
+    )

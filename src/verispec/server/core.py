@@ -1,0 +1,375 @@
+"""From a client's fields to the engine and back: every interface is an adapter over this.
+
+A *call* is what one HTTP request asks of the engine: some prompts, and parameters for all of them. An *answer* is its
+events as they come, with what all interfaces report of it. Knows nothing of HTTP or of how answers are written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from verispec.async_llm import AsyncLLM, Stream
+from verispec.engine import Request
+from verispec.errors import InputError, QueueFullError, VerispecError
+from verispec.llm import LLM
+from verispec.receipt import Receipt
+from verispec.server.api import Extension, Sampling, Speculative
+from verispec.server.errors import ApiError
+from verispec.server.metrics import Metrics
+from verispec.server.receipts import ReceiptStore
+from verispec.server.settings import Settings
+from verispec.strict_json import numbered
+from verispec.text.detokenizer import TextStream
+from verispec.types import MAX_SEED_BITS, FinishReason, SampleOutput, SamplingParams, TokenEvent, TokenLogprob
+
+FINGERPRINT_DIGITS = 16
+INLINE_CHARS = 20_000  # longer texts are tokenised on another thread, so that streams go on meanwhile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """What one HTTP request asks of the engine. `params.seed` is never None. `skip` are tokens, by choice, that the
+    client has seen: they are drawn again, and not told.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    params: SamplingParams
+    extension: Extension
+    tenant: str
+    keeps_stop: bool = False
+    skip: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def num_choices(self) -> int:
+        """Samples of all prompts together."""
+        return len(self.prompts) * self.params.n
+
+
+class Commit(NamedTuple):
+    """What became visible of one choice: its event, less what the client has seen already. `end` counts its tokens."""
+
+    choice: int
+    event: TokenEvent
+    logprobs: tuple[TokenLogprob, ...]
+    pieces: tuple[str, ...]
+    end: int
+
+    @property
+    def text(self) -> str:
+        """The text that became final."""
+        return "".join(self.pieces)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens committed."""
+        return [entry.token_id for entry in self.logprobs]
+
+
+@dataclass(slots=True)
+class Choice:
+    """One sample, as far as it has come."""
+
+    entries: list[TokenLogprob] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)
+    accepted_lens: list[int] = field(default_factory=list)  # of each draft that was judged
+    draft_lens: list[int] = field(default_factory=list)
+    output: SampleOutput | None = None
+
+    @property
+    def text(self) -> str:
+        """Its text so far."""
+        return "".join(self.pieces)
+
+
+class Answer:
+    """The events of a call, and what came of them so far."""
+
+    def __init__(self, core: Core, call: Call, stream: Stream, requests: Sequence[Request]) -> None:
+        self.call = call
+        self.core = core
+        self.created = int(time.time())
+        self.choices = [Choice() for _ in range(call.num_choices)]
+        self.receipts: dict[int, Receipt] = {}
+        self._requests = requests
+        self._stream = stream
+        self._first = {request_id: i * call.params.n for i, request_id in enumerate(stream.request_ids)}
+        self._given = [len(ids) for ids in call.extension.committed_ids or [[]] * call.params.n]
+        self._seen = dict(call.skip)
+        self._deadline = time.monotonic() + core.settings.timeout
+
+    @property
+    def seed(self) -> int:
+        """The seed that gives this answer again."""
+        assert self.call.params.seed is not None
+        return self.call.params.seed
+
+    @property
+    def prompt_len(self) -> int:
+        """Prompt tokens, of all prompts."""
+        return sum(map(len, self.call.prompts))
+
+    @property
+    def num_generated(self) -> int:
+        """Output tokens of all choices, those the client gave included."""
+        given = sum(self._given) * len(self.call.prompts)
+        return given + sum(len(choice.entries) for choice in self.choices)
+
+    async def commits(self) -> AsyncIterator[list[Commit]]:
+        """What becomes visible, step by step, to the end. Raises ApiError where it ends otherwise."""
+        try:
+            while events := await self._next():
+                yield [commit for event in events for commit in self._taken(event)]
+        finally:
+            self.close()
+
+    async def finish(self) -> None:
+        """Wait for the end."""
+        async for _ in self.commits():
+            pass
+
+    def close(self) -> None:
+        """Abort what has not ended."""
+        self._stream.close()
+        self.core.leave(self)
+
+    def abort(self) -> None:
+        """End it at once; whoever reads it is told."""
+        self._stream.abort()
+
+    async def _next(self) -> list[TokenEvent]:
+        try:
+            async with asyncio.timeout(self._deadline - time.monotonic()):
+                return await self._stream.take()
+        except TimeoutError:
+            seconds = self.core.settings.timeout
+            raise ApiError(504, f"the answer was not complete after {seconds:g} seconds", code="timeout") from None
+
+    def _taken(self, event: TokenEvent) -> list[Commit]:
+        index = self._first[event.request_id] + event.sample_index
+        choice = self.choices[index]
+        skip = min(self._seen.get(index, 0), len(event.logprobs))
+        if skip:
+            self._seen[index] -= skip
+        choice.entries += event.logprobs
+        choice.pieces += event.pieces
+        if event.num_accepted or event.rejected_ids:
+            choice.accepted_lens.append(event.num_accepted)
+            choice.draft_lens.append(event.num_accepted + len(event.rejected_ids))
+        self.core.metrics.count_commit(event)
+        if event.output is not None:
+            choice.output = event.output
+            self._ended(index, event.output)
+        end = self._given[event.sample_index] + len(choice.entries)
+        is_told = len(event.logprobs) > skip or event.output is not None
+        return [Commit(index, event, event.logprobs[skip:], event.pieces[skip:], end)] if is_told else []
+
+    def _ended(self, index: int, output: SampleOutput) -> None:
+        self.core.metrics.count_end(output)
+        if output.finish_reason is FinishReason.ERROR:
+            raise ApiError(500, f"the engine failed: {output.error}", code="engine_error")
+        if output.finish_reason is FinishReason.ABORT:
+            raise ApiError(503, "the server ended the request: it is stopping", code="aborted")
+        if self.call.extension.receipt:
+            request = self._requests[index // self.call.params.n]
+            self.receipts[index] = self.core.llm.receipt_of(request, output)
+
+    def extension(self, index: int | None = None) -> dict[str, Any]:
+        """What only this server reports, of the whole answer or, at its end, of one choice."""
+        found: dict[str, Any] = {"seed": self.seed, "profile": self.core.llm.profile}
+        if index is None:
+            return found
+        output = self.choices[index].output
+        if output is None:
+            return found
+        stats = output.stats
+        found |= {"digest": output.digest, "tokens_per_pass": _rounded(_tokens_per_pass(output))}
+        if not stats.drafted:
+            found["no_draft_reason"] = stats.no_draft_reason or stats.chosen_because
+        if index in self.receipts:
+            found["receipt"] = self.core.receipts.keep(self.receipts[index], self.call.tenant)
+        return found
+
+    def usage(self) -> dict[str, Any]:
+        """Tokens, as OpenAI counts them."""
+        stats = [choice.output.stats for choice in self.choices if choice.output is not None]
+        accepted, drafted = sum(s.accepted for s in stats), sum(s.drafted for s in stats)
+        return {
+            "prompt_tokens": self.prompt_len,
+            "completion_tokens": self.num_generated,
+            "total_tokens": self.prompt_len + self.num_generated,
+            "prompt_tokens_details": {"cached_tokens": sum(s.cached_tokens for s in stats)},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": drafted - accepted,
+            },
+        }
+
+    def metrics(self) -> dict[str, Any]:
+        """Times and drafts, under vLLM's names; of the first choice where there are several."""
+        choice = self.choices[0]
+        if choice.output is None:
+            return {}
+        stats, num_tokens = choice.output.stats, len(choice.entries)
+        first, last = stats.first_token_time, stats.last_token_time
+        found: dict[str, Any] = {}
+        if first is not None and last is not None:
+            seconds = last - first
+            found["time_to_first_token_ms"] = _rounded(1000 * (first - stats.arrival_time))
+            found["generation_time_ms"] = _rounded(1000 * seconds)
+            if num_tokens > 1 and seconds > 0:
+                found["mean_itl_ms"] = _rounded(1000 * seconds / (num_tokens - 1))
+                found["tokens_per_second"] = _rounded((num_tokens - 1) / seconds)
+        if choice.accepted_lens:
+            found["speculative_decoding"] = _speculative(choice.accepted_lens, choice.draft_lens)
+        return found
+
+
+class Core:
+    """The engine with everything that requests to it share."""
+
+    def __init__(self, llm: LLM, settings: Settings) -> None:
+        self.llm = llm
+        self.settings = settings
+        self.names = settings.served_names or (llm.identity.name,)
+        self.started = int(time.time())
+        self.metrics = Metrics(settings.metrics_prefix, llm.status)
+        self.receipts = ReceiptStore(settings.max_receipts)
+        self.is_draining = False
+        self.fingerprint = _fingerprint(llm)
+        self._async = AsyncLLM(llm)
+        self._answers: dict[Answer, int] = {}
+
+    @property
+    def num_samples(self) -> int:
+        """Samples that run or wait."""
+        return sum(self._answers.values())
+
+    @property
+    def failure(self) -> str | None:
+        """Why the engine takes no more requests, if it does not."""
+        try:
+            self.llm.thread.check_open()
+        except VerispecError as error:
+            return str(error)
+        return None
+
+    def start(self, call: Call) -> Answer:
+        """Hand a call to the engine. Raises what is wrong with it, and QueueFullError when there is no room."""
+        settings = self.settings
+        if self.is_draining:
+            raise ApiError(503, "the server is stopping", code="stopping")
+        if call.num_choices > settings.max_samples:
+            raise InputError(f"prompt and n ask for {call.num_choices} samples; at most {settings.max_samples} fit")
+        if self.num_samples + call.num_choices > settings.max_samples:
+            self.metrics.refused.inc()
+            raise QueueFullError(f"{self.num_samples} samples run or wait already; try again later")
+        requests = [self._request(call, ids) for ids in call.prompts]
+        answer = Answer(self, call, self._async.open(requests, max_pending=settings.max_pending), requests)
+        self._answers[answer] = call.num_choices
+        return answer
+
+    def leave(self, answer: Answer) -> None:
+        """An answer has come to its end."""
+        self._answers.pop(answer, None)
+
+    def drain(self) -> None:
+        """Take nothing more."""
+        self.is_draining = True
+
+    def abort_all(self) -> None:
+        """End every request; whoever waits for one is told."""
+        for answer in list(self._answers):
+            answer.abort()
+
+    def check_model(self, name: str | None) -> str:
+        """The name a client used, or the first one. Raises 404 for a name that is not served."""
+        if name is None or name in self.names:
+            return name or self.names[0]
+        shown = name[:100]
+        message = f"the model {shown!r} is not served here; served: {', '.join(self.names)}"
+        raise ApiError(404, message, param="model", code="model_not_found")
+
+    async def tokenised(self, make: Callable[[], list[int]], num_chars: int) -> list[int]:
+        """`make()`, on another thread if it will take long."""
+        return make() if num_chars < INLINE_CHARS else await asyncio.to_thread(make)
+
+    def _request(self, call: Call, prompt_ids: Sequence[int]) -> Request:
+        params, asked = call.params, call.extension
+        if asked.receipt and asked.committed_ids:
+            raise InputError("verispec.receipt cannot be had together with verispec.committed_ids")
+        return Request(
+            prompt_ids=prompt_ids,
+            params=params,
+            speculation=self.llm.chosen(None, _speculation(asked.speculative)),
+            is_traced=asked.trace,
+            eos_ids=self.llm.tokenizer.eos_ids,
+            text=lambda: TextStream(self.llm.tokenizer, params.stop, keeps_stop=call.keeps_stop),
+            committed_ids=asked.committed_ids or (),
+            salt=call.tenant,
+        )
+
+
+def sampling_params(body: Sampling, defaults: Mapping[str, Any], **instead: Any) -> SamplingParams:
+    """The parameters that a client's fields mean, with a seed in any case. `instead` goes above them, by name."""
+    named = {
+        name: getattr(body, name)
+        for name in (
+            "max_tokens", "min_tokens", "ignore_eos", "temperature", "top_p", "min_p", "presence_penalty",
+            "frequency_penalty", "repetition_penalty", "n", "seed", "prompt_logprobs",
+        )
+    }  # fmt: skip
+    named["top_k"] = None if body.top_k is None else max(0, body.top_k)
+    named["stop"] = None if body.stop is None else [body.stop] if isinstance(body.stop, str) else body.stop
+    named["stop_ids"] = body.stop_token_ids
+    named["logit_bias"] = None if body.logit_bias is None else numbered(body.logit_bias, name="logit_bias")
+    named["deterministic"] = None if body.verispec is None else body.verispec.deterministic
+    chosen = {"temperature": 1.0, **defaults}
+    chosen |= {name: value for name, value in {**named, **instead}.items() if value is not None}
+    chosen.setdefault("max_tokens", None)
+    chosen.setdefault("seed", secrets.randbits(MAX_SEED_BITS))
+    return SamplingParams.from_mapping(chosen)
+
+
+def _speculation(asked: bool | Speculative | None) -> Any:
+    """As the library takes it. vLLM's number of tokens is a chain of that length."""
+    if not isinstance(asked, Speculative):
+        return asked
+    chosen = {name: getattr(asked, name) for name in ("method", "tree", "accept") if getattr(asked, name) is not None}
+    if asked.num_speculative_tokens is not None:
+        chosen.setdefault("tree", f"chain:{asked.num_speculative_tokens}")
+    return chosen
+
+
+def _fingerprint(llm: LLM) -> str:
+    """Equal for servers whose answers are equal: a hash of the numeric profile and of the model's files."""
+    parts = [llm.profile, *(file.sha256 for file in llm.identity.files), llm.tokenizer.chat_template or ""]
+    return "vs-" + hashlib.sha256("\n".join(parts).encode()).hexdigest()[:FINGERPRINT_DIGITS]
+
+
+def _speculative(accepted: Sequence[int], drafted: Sequence[int]) -> dict[str, Any]:
+    histogram = [0] * (max(drafted) + 1)
+    for num_accepted in accepted:
+        histogram[num_accepted] += 1
+    return {
+        "mean_acceptance_length": _rounded(1 + sum(accepted) / len(accepted)),
+        "draft_acceptance_rate": _rounded(sum(accepted) / max(1, sum(drafted))),
+        "acceptance_histogram": histogram,
+        "num_spec_steps": len(accepted),
+        "num_accepted_draft_tokens": sum(accepted),
+        "num_draft_tokens": sum(drafted),
+        "num_spec_tokens": max(drafted),
+    }
+
+
+def _tokens_per_pass(output: SampleOutput) -> float:
+    return len(output.logprobs) / max(1, output.stats.passes + output.stats.fast_passes)
+
+
+def _rounded(value: float) -> float:
+    return round(value, 3)

@@ -1,0 +1,85 @@
+"""What a client is told when something is wrong: a status and one sentence, in the form its interface expects."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from verispec.async_llm import SlowReaderError
+from verispec.errors import BackendDeadError, DeterminismError, InputError, QueueFullError, VerispecError
+
+RETRY_SECONDS = 1
+_KINDS = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error",
+    429: "rate_limit_error", 500: "server_error", 503: "overloaded_error", 504: "timeout_error",
+}  # fmt: skip
+# Fields of the library that clients know by another name.
+_API_NAMES = {"stop_ids": "stop_token_ids", "alternatives": "top_logprobs"}
+
+
+class ApiError(Exception):
+    """An answer that is an error. `partial` is what was generated before it."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        partial: Any = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+        self.partial = partial
+
+    @property
+    def kind(self) -> str:
+        """The type that clients tell errors apart by."""
+        return _KINDS.get(self.status, "invalid_request_error")
+
+    def body(self, *, anthropic: bool = False) -> dict[str, Any]:
+        """As JSON has it, in OpenAI's form or in Anthropic's."""
+        error: dict[str, Any] = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        if anthropic:
+            kind = "api_error" if self.status == 500 else self.kind
+            return {"type": "error", "error": {"type": kind, "message": self.message, "param": self.param}}
+        return {"error": error} if self.partial is None else {"error": error, "partial": self.partial}
+
+
+def as_api_error(error: Exception, *, fields: frozenset[str] = frozenset()) -> ApiError:
+    """What an exception means to a client; `fields` are names that its sentence may begin with."""
+    match error:
+        case ApiError():
+            return error
+        case InputError() | DeterminismError():
+            return ApiError(400, _in_api_names(str(error)), param=_named(str(error), fields))
+        case QueueFullError():
+            return ApiError(429, str(error), code="queue_full", headers={"Retry-After": str(RETRY_SECONDS)})
+        case SlowReaderError():
+            return ApiError(408, str(error), code="slow_reader")
+        case BackendDeadError():
+            return ApiError(503, str(error), code="engine_dead")
+        case VerispecError():
+            return ApiError(500, str(error), code="engine_error")
+        case _:
+            return ApiError(500, "the server failed to answer this request", code="internal_error")
+
+
+def _in_api_names(message: str) -> str:
+    return re.sub(r"^\w+", lambda match: _API_NAMES.get(match[0], match[0]), message)
+
+
+def _named(message: str, fields: frozenset[str]) -> str | None:
+    """The field that a sentence is about: its first word, with what follows in brackets and dots, if it is one."""
+    match = re.match(r"(?:unknown )?(\w+)((?:\[\d+\]|\.\w+)*)", message)
+    if match is None:
+        return None
+    name = _API_NAMES.get(match[1], match[1])
+    return name + match[2] if name in fields else None

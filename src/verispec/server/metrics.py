@@ -1,0 +1,104 @@
+"""Prometheus metrics under vLLM's names, with a prefix of the operator's choice; each server counts for itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from verispec.engine.thread import Status
+from verispec.types import SampleOutput, TokenEvent
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+MAX_POSITIONS = 32  # of a draft that are counted apart
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+
+
+class Metrics:
+    """Counters of one server; `status` says what the engine has to do when somebody looks."""
+
+    def __init__(self, prefix: str, status: Callable[[], Status]) -> None:
+        registry = CollectorRegistry()
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"{prefix}:{name}", text, labels, registry=registry)
+
+        def histogram(name: str, text: str) -> Histogram:
+            return Histogram(f"{prefix}:{name}", text, registry=registry, buckets=_SECONDS)
+
+        self._registry = registry
+        self._generated = counter("generation_tokens", "Tokens generated.")
+        self._prompt = counter("prompt_tokens", "Prompt tokens of requests that ended.")
+        self._ended = counter("request_success", "Samples that ended, by reason.", "finished_reason")
+        self._first = histogram("time_to_first_token_seconds", "From arrival to the first token.")
+        self._gap = histogram("inter_token_latency_seconds", "From one commit to the next, per token.")
+        self._whole = histogram("e2e_request_latency_seconds", "From arrival to the end.")
+        self._queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+        self._hits = counter("prefix_cache_hits", "Prompt tokens found in it.")
+        self._drafts = counter("spec_decode_num_drafts", "Drafts judged.")
+        self._drafted = counter("spec_decode_num_draft_tokens", "Tokens drafted.")
+        self._accepted = counter("spec_decode_num_accepted_tokens", "Drafted tokens accepted.")
+        per_position = counter(
+            "spec_decode_num_accepted_tokens_per_pos", "Accepted, by place in the draft.", "position"
+        )
+        self._per_position = [per_position.labels(str(i)) for i in range(MAX_POSITIONS)]
+        self.refused = counter("requests_refused", "Requests refused because the queue was full.")
+        self.receipts = counter("receipts", "Receipts made.")
+        self.replays = counter("replays", "Receipts replayed over HTTP.")
+        self.replay_failures = counter("replay_failures", "Of these, those that were not reproduced.")
+        registry.register(_EngineLoad(prefix, status))
+
+    def count_commit(self, event: TokenEvent) -> None:
+        """Count what one step committed."""
+        self._generated.inc(len(event.logprobs))
+        if event.num_accepted or event.rejected_ids:
+            self._drafts.inc()
+            self._drafted.inc(event.num_accepted + len(event.rejected_ids))
+            self._accepted.inc(event.num_accepted)
+            for position in self._per_position[: event.num_accepted]:
+                position.inc()
+
+    def count_end(self, output: SampleOutput) -> None:
+        """Count a sample that has ended."""
+        stats = output.stats
+        self._ended.labels(str(output.finish_reason)).inc()
+        self._prompt.inc(output.prompt_len)
+        self._queries.inc(output.prompt_len)
+        self._hits.inc(stats.cached_tokens)
+        if stats.time_to_first_token is not None:
+            self._first.observe(stats.time_to_first_token)
+        if stats.finish_time is not None:
+            self._whole.observe(stats.finish_time - stats.arrival_time)
+        for gap in stats.gaps:
+            self._gap.observe(gap)
+
+    def text(self) -> bytes:
+        """Everything, as Prometheus reads it."""
+        return generate_latest(self._registry)
+
+
+class _EngineLoad:
+    """Gauges and totals that the engine keeps itself."""
+
+    def __init__(self, prefix: str, status: Callable[[], Status]) -> None:
+        self._prefix = prefix
+        self._status = status
+
+    def collect(self) -> Iterable[Metric]:
+        """What is true now."""
+        status, prefix = self._status(), self._prefix
+        gauges = {
+            "num_requests_running": ("Samples that hold K/V.", status.num_running),
+            "num_requests_waiting": ("Samples in the queue.", status.num_waiting),
+        }
+        for name, (text, value) in gauges.items():
+            yield GaugeMetricFamily(f"{prefix}:{name}", text, value=value)
+        totals = {
+            "num_preemptions": ("Samples that lost their K/V to others for a while.", status.totals.preemptions),
+            "determinism_replays": ("Canonical passes that verified regular decoding.", status.totals.replays),
+            "determinism_mismatches": ("Of these, those that found another token.", status.totals.mismatches),
+            "determinism_recomputed_tokens": ("Tokens dropped for that.", status.totals.recomputed),
+        }
+        for name, (text, value) in totals.items():
+            yield CounterMetricFamily(f"{prefix}:{name}", text, value=value)

@@ -1,0 +1,174 @@
+"""What chat completions and completions have in common: calls from fields, whole answers, and frames.
+
+An interface says how one choice is written, whole and as a frame; everything around it is here.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from verispec.server.api import Extension, Sampling, StreamOptions
+from verispec.server.core import Answer, Call, Choice, Commit, Core
+from verispec.server.errors import ApiError, as_api_error
+from verispec.server.http import EVENTS, Received, Reply, event, json_reply
+from verispec.types import SamplingParams
+
+DONE = b"data: [DONE]\n\n"
+_encode = msgspec.json.encode
+_EVENT_ID = re.compile(r"(\d{1,4})\.(\d{1,9})")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """How an interface writes answers. `plain` writes the usual frame of text alone, from its ends; `opening` is what
+    the first frame of a choice holds.
+    """
+
+    kind: str
+    id_prefix: str
+    whole: Callable[[Answer, int, Choice], dict[str, Any]]
+    frame: Callable[[Answer, Commit], dict[str, Any]]
+    plain: tuple[bytes, bytes]
+    opening: Mapping[str, Any]
+    has_details: bool = False  # whether frames hold more than text
+
+
+def new_id(prefix: str) -> str:
+    """An id for people and logs; nothing goes by it."""
+    return prefix + secrets.token_hex(12)
+
+
+def make_call(
+    core: Core, body: Sampling, received: Received, *, prompts: list[list[int]], params: SamplingParams
+) -> Call:
+    """The call of a request whose prompts are tokens by now."""
+    asked = body.verispec or Extension()
+    seen = _seen(received.header("last-event-id"), body, params, num_choices=len(prompts) * params.n)
+    given = [len(ids) for ids in asked.committed_ids or [[]] * params.n]
+    return Call(
+        prompts=prompts,
+        params=params,
+        extension=asked,
+        tenant=received.tenant,
+        keeps_stop=bool(body.include_stop_str_in_output),
+        skip={i: max(0, num_tokens - given[i % params.n]) for i, num_tokens in seen.items()},
+    )
+
+
+def _seen(event_id: str | None, body: Sampling, params: SamplingParams, *, num_choices: int) -> dict[int, int]:
+    """Tokens that the client has, by choice, going by the last frame it saw."""
+    if event_id is None:
+        return {}
+    name = "Last-Event-ID"
+    found = [_EVENT_ID.fullmatch(part) for part in event_id.split(",")]
+    if not event_id or not all(found) or len(found) > num_choices:
+        raise ApiError(400, f"{name} must be the id of a frame of this request, such as 0.17", param=name)
+    if body.seed is None or not body.stream:
+        raise ApiError(400, f"{name} continues a stream, which needs the seed that it began with", param="seed")
+    if not params.deterministic:
+        raise ApiError(400, f"{name} continues deterministic answers only", param="verispec.deterministic")
+    seen = {int(match[1]): int(match[2]) for match in found if match is not None}
+    if max(seen) >= num_choices:
+        raise ApiError(400, f"{name} names a choice that this request does not have", param=name)
+    return seen
+
+
+async def reply(answer: Answer, body: Sampling, shape: Shape, model: str) -> Reply:
+    """The answer, whole or as frames."""
+    head = {
+        "id": new_id(shape.id_prefix),
+        "object": shape.kind,
+        "created": answer.created,
+        "model": model,
+        "system_fingerprint": answer.core.fingerprint,
+    }
+    if body.stream:
+        frames = _frames(answer, shape, head, body.stream_options or StreamOptions())
+        return Reply(frames, content_type=EVENTS, on_end=answer.close)
+    try:
+        await answer.finish()
+    except ApiError as error:
+        if answer.num_generated:
+            error.partial = _whole(answer, shape, head)
+        raise
+    return json_reply(_whole(answer, shape, head))
+
+
+def _whole(answer: Answer, shape: Shape, head: Mapping[str, Any]) -> dict[str, Any]:
+    extensions = [answer.extension(i) for i in range(len(answer.choices))]
+    return {
+        **head,
+        "choices": [shape.whole(answer, i, choice) for i, choice in enumerate(answer.choices)],
+        "usage": answer.usage(),
+        "metrics": answer.metrics(),
+        "verispec": extensions[0] if len(extensions) == 1 else {**answer.extension(), "choices": extensions},
+    }
+
+
+async def _frames(answer: Answer, shape: Shape, head: dict[str, Any], options: StreamOptions) -> AsyncIterator[bytes]:
+    head["object"] += ".chunk" if shape.kind == "chat.completion" else ""
+    usage = {"usage": None} if options.include_usage else {}
+    is_plain = not (shape.has_details or usage or answer.call.extension.trace)
+    before = _encode({**head, "choices": []})[:-2] + b'{"index":'
+    ends = [0] * len(answer.choices)
+
+    def named(commit: Commit) -> str:
+        ends[commit.choice] = commit.end
+        return f"0.{commit.end}" if len(ends) == 1 else ",".join(f"{i}.{end}" for i, end in enumerate(ends))
+
+    def written(commit: Commit) -> bytes:
+        event_id = named(commit)
+        if is_plain and commit.event.output is None:
+            middle, after = shape.plain
+            return event(
+                b"%s%d%s%s%s" % (before, commit.choice, middle, _encode(commit.text), after), event_id=event_id
+            )
+        more: dict[str, Any] = dict(usage)
+        if options.continuous_usage_stats:
+            more["usage"] = answer.usage()
+        own = traced(answer, commit) if answer.call.extension.trace else {}
+        if commit.event.output is not None:
+            own |= answer.extension(commit.choice)
+        if own:
+            more["verispec"] = own
+        return event(_encode({**head, "choices": [shape.frame(answer, commit)], **more}), event_id=event_id)
+
+    try:
+        if not answer.call.skip:
+            for i in range(len(ends)):
+                choice = {"index": i, **shape.opening, "logprobs": None, "finish_reason": None}
+                yield event(_encode({**head, "choices": [choice], **usage, "verispec": answer.extension()}))
+        async for commits in answer.commits():
+            if commits:
+                yield b"".join(map(written, commits))
+        if options.include_usage:
+            last = {**head, "choices": [], "usage": answer.usage(), "metrics": answer.metrics()}
+            yield event(_encode(last))
+    except Exception as error:
+        yield event(_encode(as_api_error(error).body()))
+    yield DONE
+
+
+def traced(answer: Answer, commit: Commit) -> dict[str, Any]:
+    """Where the tokens of a frame came from, for whoever asked for a trace."""
+    text, event_ = answer.core.llm.tokenizer.token_text, commit.event
+    found: dict[str, Any] = {
+        "tokens": [text(token_id) for token_id in commit.token_ids],
+        "accepted": event_.num_accepted,
+        "rejected": [text(token_id) for token_id in event_.rejected_ids],
+    }
+    if (trace := event_.trace) is not None and len(trace.draft):
+        found["draft"] = {
+            "tokens": [text(token_id) for token_id in trace.draft.token_ids],
+            "parents": list(trace.draft.parents),
+            "path": list(trace.verdict.path),
+            "draft_probabilities": [round(p, 4) for p in trace.draft.probabilities],
+            "target_probabilities": [round(p, 4) for p in trace.target_probabilities],
+        }
+    return found

@@ -1,0 +1,71 @@
+"""What operators ask: is it alive, is it ready, what does it do, which models and which version."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verispec import __version__
+from verispec.server.core import Core
+from verispec.server.errors import ApiError
+from verispec.server.http import Received, Reply, json_reply
+from verispec.server.metrics import CONTENT_TYPE
+
+HUNG_SECONDS = 10.0
+HUNG_TIMES = 10  # as long as the pass was predicted to take
+
+
+def trouble(core: Core) -> str | None:
+    """What is wrong with the engine, if anything is."""
+    if (failure := core.failure) is not None:
+        return f"the engine has failed: {failure}"
+    status = core.llm.status()
+    if status.step_seconds > max(HUNG_SECONDS, HUNG_TIMES * status.predicted_seconds):
+        return f"a step has been running for {status.step_seconds:.0f} seconds"
+    return None
+
+
+async def health(core: Core, received: Received) -> Reply:
+    """200 while the engine works."""
+    wrong = trouble(core)
+    return json_reply({"status": "ok" if wrong is None else wrong}, status=200 if wrong is None else 503)
+
+
+async def ready(core: Core, received: Received) -> Reply:
+    """200 while requests are taken."""
+    wrong = "the server is stopping" if core.is_draining else trouble(core)
+    return json_reply({"status": "ready" if wrong is None else wrong}, status=200 if wrong is None else 503)
+
+
+async def metrics(core: Core, received: Received) -> Reply:
+    """For Prometheus."""
+    return Reply(core.metrics.text(), content_type=CONTENT_TYPE.encode())
+
+
+async def version(core: Core, received: Received) -> Reply:
+    """Which software, and which numbers."""
+    return json_reply({"version": __version__, "profile": core.llm.profile, "system_fingerprint": core.fingerprint})
+
+
+async def models(core: Core, received: Received) -> Reply:
+    """The names this model is served under."""
+    return json_reply({"object": "list", "data": [_model(core, name) for name in core.names]})
+
+
+async def model(core: Core, received: Received) -> Reply:
+    """One of them."""
+    name = received.request.path_params["name"]
+    if name not in core.names:
+        raise ApiError(404, f"the model {name[:100]!r} is not served here", param="model", code="model_not_found")
+    return json_reply(_model(core, name))
+
+
+def _model(core: Core, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": core.started,
+        "owned_by": "verispec",
+        "root": core.llm.identity.name,
+        "max_model_len": core.llm.max_len,
+        "verispec": {"drafters": list(core.llm.drafter_names), "system_fingerprint": core.fingerprint},
+    }

@@ -1,0 +1,251 @@
+"""Under load and at the end: equal bytes in any company, full queues, gone and slow clients, timeouts, stopping."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.served import Served, chat_body, frames, serving
+from verispec.llm import LLM
+from verispec.server import run
+from verispec.server.settings import Settings
+
+CHAT = "/v1/chat/completions"
+ENDLESS: dict[str, Any] = {"max_tokens": 900, "ignore_eos": True}
+
+
+def wait_for(what: Any, seconds: float = 10) -> None:
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def is_idle(served: Served) -> bool:
+    status = served.core.llm.status()
+    return status.num_running + status.num_waiting + served.core.num_samples == 0
+
+
+async def answers(served: Served, bodies: list[dict[str, Any]]) -> list[Any]:
+    """All at once; of streams, all frames."""
+    async with httpx.AsyncClient(base_url=served.url, timeout=60, limits=httpx.Limits(max_connections=100)) as client:
+
+        async def one(body: dict[str, Any]) -> Any:
+            answer = await client.post(CHAT, json=body)
+            assert answer.status_code == 200, answer.text
+            return [f.data for f in frames(iter(answer.text.split("\n")))] if body.get("stream") else answer.json()
+
+        return await asyncio.gather(*map(one, bodies))
+
+
+def said(answer: Any) -> tuple[Any, ...]:
+    """What must be equal to the byte: text, ids, log-probabilities, finish, digest, fingerprint."""
+    if isinstance(answer, dict):
+        (choice,) = answer["choices"]
+        entries = choice["logprobs"]["content"]
+        text, ids, finish = choice["message"]["content"], choice["token_ids"], choice["finish_reason"]
+        return text, ids, entries, finish, answer["verispec"]["digest"], answer["system_fingerprint"]
+    chunks = [chunk["choices"][0] for chunk in answer[1:-1]]
+    return (
+        "".join(c["delta"]["content"] for c in chunks),
+        [i for c in chunks for i in c["token_ids"]],
+        [e for c in chunks for e in c["logprobs"]["content"]],
+        chunks[-1]["finish_reason"],
+        answer[-2]["verispec"]["digest"],
+        answer[-2]["system_fingerprint"],
+    )
+
+
+def test_a_request_gets_the_same_bytes_alone_and_in_any_company(served: Served) -> None:
+    watched = chat_body("watched", logprobs=True, top_logprobs=2, return_token_ids=True, max_tokens=24)
+    (alone,) = asyncio.run(answers(served, [watched]))
+    others = [
+        chat_body(f"other {i}" * (1 + i % 5), seed=i, max_tokens=5 + i % 40, temperature=i % 3 / 2,
+                  verispec={"deterministic": i % 2 == 0}, stream=i % 3 == 0)
+        for i in range(64)
+    ]  # fmt: skip
+    crowd = [*others[:30], watched, *others[30:], {**watched, "stream": True}]
+    found = asyncio.run(answers(served, crowd))
+    assert said(found[30]) == said(alone)
+    assert said(found[-1]) == said(alone)
+    (control,) = asyncio.run(answers(served, [{**watched, "seed": 8}]))
+    assert said(control)[:3] != said(alone)[:3]
+
+
+def test_a_second_server_gives_the_same_bytes(served: Served, chat_llm: LLM) -> None:
+    body = chat_body(logprobs=True, return_token_ids=True)
+    first = said(served.post(CHAT, body).json())
+    with serving(chat_llm) as other:
+        assert said(other.post(CHAT, body).json()) == first
+
+
+@pytest.fixture
+def slow_steps(chat_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine whose requests last long enough to be looked at."""
+    step = chat_llm.engine.step
+
+    def slow() -> Any:
+        time.sleep(0.03)
+        return step()
+
+    monkeypatch.setattr(chat_llm.engine, "step", slow)
+
+
+def test_a_full_queue_is_429_at_once(chat_llm: LLM, slow_steps: None) -> None:
+    with serving(chat_llm, max_running=1, max_waiting=1) as served:
+        with served.client.stream("POST", CHAT, json=chat_body(stream=True, n=2, **ENDLESS)) as running:
+            lines = running.iter_lines()
+            next(lines)
+            times = []
+            for _ in range(20):
+                start = time.monotonic()
+                answer = served.post(CHAT, chat_body())
+                times.append(time.monotonic() - start)
+                assert answer.status_code == 429
+                assert int(answer.headers["retry-after"]) >= 1
+                assert answer.json()["error"]["type"] == "rate_limit_error"
+            assert sorted(times)[10] < 0.05
+            assert served.client.get("/health").status_code == 200
+        wait_for(lambda: is_idle(served))
+        assert served.post(CHAT, chat_body()).status_code == 200
+        assert served.post(CHAT, chat_body(n=3)).status_code == 400  # never fits
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_frees_its_slots(served: Served, stream: bool, slow_steps: None) -> None:
+    """The engine is not far in its 900 tokens when the client leaves."""
+    host, port = served.url.removeprefix("http://").split(":")
+    body = httpx.Request("POST", served.url, json=chat_body(stream=stream, **ENDLESS)).content
+    before = served.core.llm.status().totals.committed
+    with socket.create_connection((host, int(port))) as sock:
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        sock.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        wait_for(lambda: served.core.llm.status().num_running)
+    wait_for(lambda: is_idle(served))
+    assert served.core.llm.status().totals.committed - before < 900
+    served.core.llm.engine.check()
+
+
+def test_a_slow_reader_is_ended_and_others_go_on(chat_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def listening(settings: Settings) -> socket.socket:
+        listener = listen(settings)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)  # the system's own buffers take megabytes
+        return listener
+
+    listen = run._listening
+    monkeypatch.setattr(run, "_listening", listening)
+    with serving(chat_llm, max_pending=64) as served:
+        host, port = served.url.removeprefix("http://").split(":")
+        fields = {**ENDLESS, "n": 4, "logprobs": True, "top_logprobs": 4, "verispec": {"speculative": False}}
+        body = httpx.Request("POST", served.url, json=chat_body(stream=True, **fields)).content
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+            sock.connect((host, int(port)))
+            head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            sock.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            wait_for(lambda: served.core.llm.status().num_running)
+            assert served.chat()["choices"][0]["finish_reason"]
+            wait_for(lambda: served.core.llm.status().num_running == 0, 60)
+            data = b""
+            while b"[DONE]" not in data:
+                data += sock.recv(1 << 16)
+        assert b"slow_reader" in data
+        wait_for(lambda: is_idle(served))
+
+
+def test_a_request_that_takes_too_long_is_504_with_what_there_was(chat_llm: LLM) -> None:
+    with serving(chat_llm, timeout=0.05) as served:
+        answer = served.post(CHAT, chat_body(n=4, **ENDLESS))
+        assert answer.status_code == 504
+        found = answer.json()
+        assert found["error"]["type"] == "timeout_error"
+        assert found["partial"]["usage"]["completion_tokens"] > 0
+        streamed = served.stream(CHAT, chat_body(stream=True, n=4, **ENDLESS))
+        assert streamed[-2].data["error"]["code"] == "timeout"
+        wait_for(lambda: is_idle(served))
+
+
+def test_stopping_lets_short_requests_end_and_tells_long_ones(chat_llm: LLM, slow_steps: None) -> None:
+    results: dict[str, Any] = {}
+
+    def ask(served: Served, name: str, body: dict[str, Any]) -> None:
+        results[name] = served.stream(CHAT, body)
+
+    with serving(chat_llm, drain=1.0) as served:
+        bodies = {"short": chat_body(stream=True, max_tokens=10, ignore_eos=True),
+                  "long": chat_body(stream=True, n=16, **ENDLESS)}  # fmt: skip
+        threads = [threading.Thread(target=ask, args=(served, *item)) for item in bodies.items()]
+        for thread in threads:
+            thread.start()
+        wait_for(lambda: served.core.num_samples == 17)
+    for thread in threads:
+        thread.join(10)
+    assert results["short"][-2].data["choices"][0]["finish_reason"] == "length"
+    assert results["long"][-2].data["error"]["code"] == "aborted"
+    assert chat_llm.generate("abc", {"max_tokens": 2})  # the model lives on
+
+
+def test_a_failing_pass_is_500_and_the_server_lives(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = served.core.llm.engine
+    step = engine.step
+
+    def broken() -> Any:
+        monkeypatch.setattr(engine, "step", step)
+        raise RuntimeError("the device coughed")
+
+    monkeypatch.setattr(engine, "step", broken)
+    answer = served.post(CHAT, chat_body())
+    assert answer.status_code == 500
+    assert answer.json()["error"]["code"] == "engine_error"
+    assert served.client.get("/health").status_code == 200
+    assert served.post(CHAT, chat_body()).status_code == 200
+
+
+def test_a_step_that_hangs_shows_on_health(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    status = served.core.llm.status()._replace(step_seconds=11.0, predicted_seconds=0.1)
+    monkeypatch.setattr(served.core.llm, "status", lambda: status)
+    assert served.client.get("/health").status_code == 503
+    slow_pass = status._replace(predicted_seconds=2.0)
+    monkeypatch.setattr(served.core.llm, "status", lambda: slow_pass)
+    assert served.client.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("given", [0, 1, 5, 11, 12])
+def test_a_stream_goes_on_where_it_broke_off(served: Served, given: int) -> None:
+    """By its last frame's id or by the tokens themselves, the rest is equal to the bit."""
+    body = chat_body("broken", stream=True, logprobs=True, return_token_ids=True, ignore_eos=True)
+    whole = served.stream(CHAT, body)
+    chunks = [f.data["choices"][0] for f in whole[1:-1]]
+    ids = [i for c in chunks for i in c["token_ids"]]
+    entries = [e for c in chunks for e in c["logprobs"]["content"]]
+    text = "".join(c["delta"]["content"] for c in chunks)
+    head_text = "".join(c["delta"]["content"] for f, c in zip(whole[1:-1], chunks, strict=True)
+                        if int(f.event_id.partition(".")[2]) <= given)  # fmt: skip
+    seen = [f.event_id for f in whole[1:-1] if int(f.event_id.partition(".")[2]) <= given]
+    frame_id = seen[-1] if seen else "0.0"
+    num_seen = int(frame_id.partition(".")[2])
+    by_id = served.stream(CHAT, body, headers={"Last-Event-ID": frame_id})
+    by_ids = served.stream(CHAT, {**body, "verispec": {"committed_ids": [ids[:num_seen]]}})
+    for rest in (by_id, by_ids):
+        found = [f.data["choices"][0] for f in rest[:-1] if "logprobs" in f.data["choices"][0]]
+        assert [i for c in found for i in c.get("token_ids", [])] == ids[num_seen:]
+        assert [e for c in found if c["logprobs"] for e in c["logprobs"]["content"]] == entries[num_seen:]
+        assert head_text + "".join(c["delta"].get("content", "") for c in found) == text
+    assert by_id[-2].event_id == whole[-2].event_id == by_ids[-2].event_id
+
+
+def test_going_on_needs_the_seed_and_a_real_id(served: Served) -> None:
+    def status(event_id: str, **fields: Any) -> int:
+        return served.post(CHAT, chat_body(stream=True, **fields), headers={"Last-Event-ID": event_id}).status_code
+
+    assert status("0.3") == 200
+    assert status("0.3", seed=None) == 400
+    assert status("0.3", verispec={"deterministic": False}) == 400
+    for bad in ("", "3", "x.y", "5.1", "0.3,0.4,0.5"):
+        assert status(bad) == 400, bad

@@ -1,0 +1,236 @@
+"""Bad requests get 4xx in OpenAI's form, with the field named; no input gives a 5xx or stops the server."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.scale import scaled
+from tests.support.served import Served, chat_body, serving
+from verispec.llm import LLM
+from verispec.server import api
+from verispec.server.app import ROUTES
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+USER = {"role": "user", "content": "hello"}
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"temperature": "hot"}, "temperature"),
+    ({"temperature": -1}, "temperature"),
+    ({"temperature": 1e-9}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"n": 0}, "n"),
+    ({"n": 10**9}, "n"),
+    ({"max_tokens": -5}, "max_tokens"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"min_tokens": 99, "max_tokens": 3}, "min_tokens"),
+    ({"seed": 2**65}, "seed"),
+    ({"stop": [""]}, "stop"),
+    ({"stop": ["a"] * 65}, "stop"),
+    ({"stop_token_ids": [10**6]}, "stop_token_ids"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"99999": 1}}, "logit_bias"),
+    ({"logit_bias": {"3": "much"}}, "logit_bias[...]"),
+    ({"top_logprobs": 3}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 99}, "top_logprobs"),
+    ({"no_such_thing": 1}, "no_such_thing"),
+    ({"stream_options": {"x": 1}}, "stream_options.x"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+    ({"response_format": {"type": "json_object"}}, "response_format.type"),
+    ({"modalities": ["audio"]}, "modalities"),
+    ({"messages": []}, "messages"),
+    ({"messages": "hello"}, "messages"),
+    ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+    ({"messages": [{"role": "user"}]}, "messages"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+    ({"verispec": {"speculative": {"method": "magic"}}}, None),
+    ({"verispec": {"committed_ids": [[10**6]]}}, None),
+    ({"verispec": {"committed_ids": [[1], [2]]}}, None),
+    ({"verispec": {"what": 1}}, "verispec.what"),
+    ({"messages": [{"role": "user", "content": "x" * 5000}]}, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "param"), BAD, ids=lambda value: str(value)[:40])
+def test_a_bad_field_is_refused_by_its_name(served: Served, fields: dict[str, Any], param: str | None) -> None:
+    answer = served.post(CHAT, chat_body(**fields))
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["message"]
+    assert error["param"] == param
+
+
+@pytest.mark.parametrize("name", sorted(api.ChatRequest.refused))
+def test_refused_fields_are_refused_unless_null(served: Served, name: str) -> None:
+    answer = served.post(CHAT, chat_body(**{name: {}}))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == name
+    served.chat(**{name: None})
+
+
+def test_inert_fields_change_no_token(served: Served) -> None:
+    values: dict[str, Any] = dict.fromkeys(api.ChatRequest.inert, "x")
+    values["prediction"] = {"type": "content", "content": "abc"}
+    assert served.chat(**values)["choices"] == served.chat()["choices"]
+
+
+def test_every_field_is_of_one_class() -> None:
+    for kind in (api.ChatRequest, api.CompletionRequest):
+        fields = set(kind.__struct_fields__)
+        assert not kind.inert & kind.refused
+        assert kind.inert | kind.refused <= fields
+
+
+def test_a_model_that_is_not_served_is_404_with_those_that_are(served: Served) -> None:
+    answer = served.post(CHAT, chat_body(model="gpt-9"))
+    assert answer.status_code == 404
+    error = answer.json()["error"]
+    assert (error["param"], error["code"]) == ("model", "model_not_found")
+    assert served.core.names[0] in error["message"]
+
+
+BODIES = {
+    "empty": b"",
+    "not JSON": b"{",
+    "a list": b"[]",
+    "a number": b"7",
+    "NaN": b'{"temperature": NaN}',
+    "huge": b'{"temperature": 1e999, "messages": []}',
+    "digits": b'{"seed": ' + b"9" * 5000 + b"}",
+    "deep": b'{"metadata": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "nested": b'{"messages": [{"role": "user", "content": "x"}], "tools": [' + b'{"a":' * 60 + b"1" + b"}" * 60 + b"]}",
+    "bytes": b'{"messages": [{"role": "user", "content": "\xff\xfe"}]}',
+    "surrogate": b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+    "nul": b"\0" * 100,
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_bodies_that_are_no_requests(served: Served, name: str) -> None:
+    headers = {"Content-Type": "application/json"}
+    answer = served.client.post(CHAT, content=BODIES[name], headers=headers)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["message"]
+
+
+def test_long_bodies_are_refused_before_they_are_read(served: Served) -> None:
+    answer = served.client.post(CHAT, content=b" " * (10 * 2**20), headers={"Content-Type": "application/json"})
+    assert answer.status_code == 413
+    assert served.client.get("/health").status_code == 200
+
+
+def test_other_paths_and_methods(served: Served) -> None:
+    assert served.client.get("/nowhere").status_code == 404
+    assert served.client.get("/nowhere").json()["error"]["message"]
+    assert served.client.get(CHAT).status_code == 405
+    assert served.client.get("/static/../app.py").status_code == 404
+
+
+def _values(rng: random.Random, depth: int = 0) -> Any:
+    kind = rng.randrange(10 if depth < 3 else 7)
+    plain = [None, True, rng.randrange(-3, 300), rng.choice([0.5, 1e300, -1e-300, 2**63, -(2**70)]), "", "x" * 50]
+    if kind < 7:
+        return plain[kind] if kind < 6 else rng.choice(["user", "text", "auto", "é\u0000\U0001f600", "1"])
+    if kind < 9:
+        return [_values(rng, depth + 1) for _ in range(rng.randrange(4))]
+    return {rng.choice(["type", "content", "role", "a"]): _values(rng, depth + 1) for _ in range(rng.randrange(4))}
+
+
+def test_no_generated_request_gives_a_5xx(served: Served) -> None:
+    """Valid requests with one to three fields replaced by anything."""
+    rng = random.Random(16)
+    seen: set[int] = set()
+    kinds = {route.path: route.body for route in ROUTES if route.body is not None}
+    base: dict[str, dict[str, Any]] = {
+        CHAT: chat_body(max_tokens=2), COMPLETIONS: {"prompt": "ab", "max_tokens": 2},
+        "/tokenize": {"prompt": "ab"}, "/detokenize": {"tokens": [5]}, "/apply-template": {"messages": [USER]},
+    }  # fmt: skip
+    for _ in range(scaled(600)):
+        path = rng.choice(list(base))
+        body = dict(base[path])
+        for name in rng.sample(kinds[path].__struct_fields__, rng.randrange(1, 3)):
+            body[name] = _values(rng)
+        body["max_tokens"] = min(4, m) if isinstance(m := body.get("max_tokens"), int) else m
+        answer = served.post(
+            path, {k: v for k, v in body.items() if k != "max_tokens" or k in kinds[path].__struct_fields__}
+        )
+        seen.add(answer.status_code)
+        assert answer.status_code < 500, (body, answer.text)
+        if answer.status_code >= 400:
+            assert answer.json()["error"]["message"]
+    assert {200, 400} <= seen  # control: both kinds were generated
+
+
+def _raw(served: Served, data: bytes) -> bytes:
+    host, port = served.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as sock:
+        sock.sendall(data)
+        sock.shutdown(socket.SHUT_WR)
+        parts = []
+        while part := sock.recv(65536):
+            parts.append(part)
+        return b"".join(parts)
+
+
+RAW = {
+    "two lengths": b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nabc",
+    "length and chunks": b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /health HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    "negative": b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
+    "no HTTP": b"hello\r\n\r\n",
+    "many headers": b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"A: b\r\n" * 500 + b"\r\n",
+    "long header": b"GET /health HTTP/1.1\r\nHost: localhost\r\nA: " + b"b" * 100_000 + b"\r\n\r\n",
+    "long URL": b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_requests_that_are_no_http_are_refused(served: Served, name: str) -> None:
+    """Smuggling shapes and floods: at most one answer, and it is no success."""
+    answer = _raw(served, RAW[name])
+    assert answer.startswith(b"HTTP/1.1 4") or answer == b""
+    assert answer.count(b"HTTP/1.1") <= 1
+    assert served.client.get("/health").status_code == 200
+
+
+@pytest.fixture(scope="module")
+def hasty(chat_llm: LLM) -> Iterator[Served]:
+    """A server with little patience."""
+    with serving(chat_llm, body_timeout=0.3, header_timeout=0.5) as server:
+        yield server
+
+
+@pytest.mark.parametrize("begun", [b"", b"POST /tokenize HTTP/1.1\r\nHost: local"])
+def test_whoever_sends_headers_too_slowly_is_cut_off(hasty: Served, begun: bytes) -> None:
+    host, port = hasty.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as sock:
+        sock.sendall(begun)
+        assert sock.recv(100) == b""
+
+
+def test_whoever_sends_a_body_too_slowly_gets_408(hasty: Served) -> None:
+    host, port = hasty.url.removeprefix("http://").split(":")
+    head = (
+        b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
+    )
+    with socket.create_connection((host, int(port)), timeout=10) as sock:
+        sock.sendall(head)
+        assert sock.recv(100).startswith(b"HTTP/1.1 408")
+
+
+def test_openapi_describes_every_route(served: Served) -> None:
+    described = served.client.get("/openapi.json").json()
+    assert set(described["paths"]) == {route.path.replace(":path", "") for route in ROUTES}
+    body = described["paths"][CHAT]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    name = body["$ref"].rpartition("/")[2]
+    assert set(described["components"]["schemas"][name]["properties"]) == set(api.ChatRequest.__struct_fields__)
+    assert json.dumps(described)
