@@ -21,16 +21,19 @@ serve: setup model ## Serve the default model on http://127.0.0.1:8000 (MODEL=..
 test: setup model lint ## The whole test suite
 	$(BIN)/pytest -n auto --dist loadfile --durations 15 -m "not hf and not cuda and not long"
 
-test-hf: $(HF_BIN)/.installed model ## Compare with torch and transformers (installs them into .venv-hf)
+test-hf: $(HF_BIN)/.installed model ## Compare with torch and transformers (into .venv-hf); the CUDA backend on a CPU
 	$(HF_BIN)/pytest -m hf tests/hf
+	$(HF_BIN)/pytest -m cuda tests/backends/cuda/test_backend.py
 
 test-cuda: .venv-cuda/bin/.installed ## Compile the CUDA kernels and look at their PTX (installs NVRTC into .venv-cuda; no GPU)
 	.venv-cuda/bin/pytest -m cuda tests/backends/cuda
 
-gpu-test: ## On a machine with an H200, torch and numpy: the CUDA kernels against the bit model and each other; FOLDER=...
+gpu-test: ## On a machine with an H200 and torch: kernels, backend and (PROMPTS=FILE MODEL=FILE) the equality oracle; FOLDER=...
 	mkdir -p "$(FOLDER)"
 	PYTHONPATH=src:. $(PYTHON) -m tests.backends.cuda.device_check "$(FOLDER)"
 	PYTHONPATH=src:. $(PYTHON) -m tests.backends.cuda.draw_check
+	PYTHONPATH=src:. $(PYTHON) -m tests.backends.cuda.backend_check
+	if [ -n "$(PROMPTS)" ]; then PYTHONPATH=src:. $(PYTHON) -m tests.backends.cuda.oracle_check "$(MODEL)" "$(PROMPTS)"; fi
 
 test-long: setup model ## The suite with many more generated cases; takes a long time
 	$(BIN)/pytest -m "not hf and not cuda" --times 20

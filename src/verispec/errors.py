@@ -37,5 +37,9 @@ class BackendDeadError(VerispecError):
     """The backend cannot run any further pass: all requests end, and no other is taken."""
 
 
+class DeviceMemoryError(VerispecError):
+    """A pass found no room in the GPU's memory; it alone is lost."""
+
+
 class NumericError(VerispecError):
     """The model produced NaN logits for a request; that request alone ends."""

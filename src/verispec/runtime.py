@@ -20,8 +20,16 @@ from typing import Any, Self
 from verispec.arguments import check_bool, check_int
 from verispec.backends.calibration import Calibration, calibrate
 from verispec.backends.protocol import Backend
-from verispec.backends.select import AS_STORED, BackendOptions, check_name, default_backend, make_backend
-from verispec.config import DEFAULTS, MAX_SIZE, EngineConfig
+from verispec.backends.select import (
+    AS_STORED,
+    BackendOptions,
+    check_name,
+    default_backend,
+    engine_defaults,
+    fitting_slots,
+    make_backend,
+)
+from verispec.config import DEFAULTS, MAX_SIZE
 from verispec.engine import Engine, Request
 from verispec.engine.thread import EngineThread, Status
 from verispec.errors import InputError
@@ -53,11 +61,12 @@ class Runtime:
     even where that is predicted not to pay. `draft_model` is a smaller model with the same vocabulary, for drafter
     `model`; `tree` is the shape of drafts (`chain:N`, `branch:3,2,1`, `beam:3,4`), `accept` the rule that judges them.
     `kv_slots` is the K/V capacity in tokens, `max_len` the most a request may hold, prompt included. `backend` is
-    native or numpy (default: native where it was built). `threads` is how many compute (default: all cores); it changes
-    no bit. `weights="q8"` makes the native backend quantise float weights at load, `kv_dtype` is float16 or float32;
-    both are part of the profile. `family` names canonical shapes other than the audit's choice; `full_audit` audits
-    kernels that loading checks by known answers only, `fresh_audit` measures again. `progress(stage, share)` reports
-    loading.
+    cuda, native or numpy (default: the first that can serve here); cuda runs on GPU number `device` and takes the share
+    `gpu_memory` of its memory, unless `kv_slots` says how much K/V to have. `threads` is how many compute (default: all
+    cores); it changes no bit. `weights="q8"` makes the native backend quantise float weights at load, `kv_dtype` is its
+    float16 or float32; both are part of the profile. `family` names canonical shapes other than the audit's choice;
+    `full_audit` audits kernels that loading checks by known answers only, `fresh_audit` measures again.
+    `progress(stage, share)` reports loading.
     """
 
     def __init__(
@@ -72,16 +81,18 @@ class Runtime:
         threads: int | None = None,
         weights: str = AS_STORED,
         kv_dtype: str | None = None,
-        kv_slots: int = DEFAULTS.num_slots,
+        kv_slots: int | None = None,
         max_len: int | None = None,
-        max_running: int = DEFAULTS.max_running,
-        row_budget: int = DEFAULTS.row_budget,
+        max_running: int | None = None,
+        row_budget: int | None = None,
         draft_len: int | None = DEFAULTS.max_draft,
         force: bool = False,
         prefix_cache: bool = True,
         family: Sequence[int] | None = None,
         full_audit: bool = False,
         fresh_audit: bool = False,
+        device: int = 0,
+        gpu_memory: float = 0.9,
         progress: LoadProgress | None = None,
     ) -> None:
         report = progress or (lambda stage, share: None)
@@ -92,28 +103,40 @@ class Runtime:
             check_bool(name, flag)
         family = None if family is None else _checked_family(family)
         backend = default_backend() if backend is None else backend
-        check_name(backend)
+        check_name(backend, check_int("device", device, 0, MAX_SIZE))
+        if not 0 < gpu_memory <= 1:
+            raise InputError(f"gpu_memory must be above 0 and at most 1, not {gpu_memory}")
         self._speculation = Speculation.of(drafter, tree=tree, accept=accept)
         check_method(self._speculation.method)
         if tree is not None and draft_len is not None:
             raise InputError(f"tree {tree} and draft_len exclude each other: draft_len N is short for chain:N")
         if drafter == MODEL_DRAFTER and draft_model is None:
             raise InputError(f"drafter {drafter} needs a draft_model")
-        self._config = EngineConfig(
-            num_slots=check_int("kv_slots", kv_slots, 2, MAX_SIZE),
-            max_len=max_len,
-            max_running=max_running,
-            row_budget=row_budget,
+        if kv_slots is not None:
+            check_int("kv_slots", kv_slots, 2, MAX_SIZE)
+        sizes = {"num_slots": kv_slots, "max_len": max_len, "max_running": max_running, "row_budget": row_budget}
+        self._config = replace(
+            engine_defaults(backend),
             max_draft=draft_len,
             prefix_cache=prefix_cache,
+            **{name: value for name, value in sizes.items() if value is not None},
         )
         paths = _resolved(model, draft_model, report)
         report("loading", 0.0)
         with ExitStack() as files:
             checkpoints = [files.enter_context(open_checkpoint(path)) for path in paths]
             self._read(checkpoints, name=label(model, paths[0]))
-            _check_memory(kv_slots, checkpoints, kv_dtype or ("float32" if backend == "numpy" else "float16"))
-            options = BackendOptions(self._config.num_slots, self._config.max_running, threads, weights, kv_dtype)
+            if backend != "cuda":
+                kind = kv_dtype or ("float32" if backend == "numpy" else "float16")
+                _check_memory(self._config.num_slots, checkpoints, kind)
+            elif kv_slots is None:
+                architectures = [c.architecture for c in checkpoints]
+                fitting = fitting_slots(architectures, device=device, gpu_memory=gpu_memory)
+                self._config = replace(self._config, num_slots=fitting)
+            options = BackendOptions(
+                self._config.num_slots, self._config.max_running, threads, weights, kv_dtype, device,
+                cache_dir() / "cuda",
+            )  # fmt: skip
             self._backend: Backend = make_backend(backend, checkpoints, options, progress=report)
         self.calibration: Calibration = calibrate(
             self._backend, cache_dir=cache_dir(), family=family, full=full_audit, fresh=fresh_audit, progress=report

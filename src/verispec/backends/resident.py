@@ -55,8 +55,8 @@ class Resident:
         self.stop_ids = np.full((count, 1), NO_TOKEN, np.int64)  # padded; wider when a sequence has more
         self.has_edits = np.zeros(count, np.bool_)  # penalties, bias or a least length
         self._samplers: dict[int, Sampler] = {}
-        self._next_tokens = np.full(count, NO_TOKEN, np.int64)  # NO_TOKEN: has ended
-        self._lengths = np.zeros(count, np.int64)
+        self.next_tokens = np.full(count, NO_TOKEN, np.int64)  # NO_TOKEN: has ended
+        self.lengths = np.zeros(count, np.int64)
 
     def bind(self, seq_row: int, sampler: Sampler) -> None:
         """Write everything of one sequence; nothing of the row's last owner stays."""
@@ -77,7 +77,7 @@ class Resident:
         self.stop_ids[seq_row, : len(stop_ids)] = stop_ids
         self.has_edits[seq_row] = params.has_penalties or bool(params.logit_bias) or params.min_tokens > 0
         self._samplers[seq_row] = sampler
-        self._next_tokens[seq_row] = NO_TOKEN
+        self.next_tokens[seq_row] = NO_TOKEN
 
     def take(self, pass_: Pass) -> Pass:
         """Note what the pass says of slots and tokens. Returns it with the rows named that the host could not name."""
@@ -95,10 +95,10 @@ class Resident:
         """Rows that go on from where a burst left their sequences; those of ended ones are padding."""
         at = np.flatnonzero(unnamed)
         seq_rows = rows.seq_rows[at]
-        ended = self._next_tokens[seq_rows] == NO_TOKEN
-        positions = np.where(ended, 0, self._lengths[seq_rows] - 1).astype(np.int32)
+        ended = self.next_tokens[seq_rows] == NO_TOKEN
+        positions = np.where(ended, 0, self.lengths[seq_rows] - 1).astype(np.int32)
         rows = copied(rows)
-        rows.token_ids[at] = np.maximum(self._next_tokens[seq_rows], 0)
+        rows.token_ids[at] = np.maximum(self.next_tokens[seq_rows], 0)
         rows.positions[at], rows.slots[at] = positions, self.table[seq_rows, positions]
         rows.prefix_lens[at], rows.tail_lens[at] = positions + 1, 0
         idled(rows, at[ended])
@@ -168,8 +168,8 @@ class Resident:
 
     def remember(self, fed: Fed) -> None:
         """Where a burst left its sequences."""
-        self._next_tokens[fed.seq_rows] = np.where(self.goes_on(fed), fed.token_ids, NO_TOKEN)
-        self._lengths[fed.seq_rows] = fed.t + 1
+        self.next_tokens[fed.seq_rows] = np.where(self.goes_on(fed), fed.token_ids, NO_TOKEN)
+        self.lengths[fed.seq_rows] = fed.t + 1
 
     def is_padding(self, rows: Rows, drawn: Int32) -> Mask:
         """Which of the rows stand for a sequence that had ended."""

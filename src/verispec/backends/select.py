@@ -1,4 +1,5 @@
-"""Which backend runs a model: the native one where it was built, else numpy; or the one that is named.
+"""Which backend runs a model: CUDA where there is a GPU for it, else native where it was built, else numpy; or the
+one that is named.
 
 Imports a backend only when it is asked for.
 """
@@ -6,33 +7,41 @@ Imports a backend only when it is asked for.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from verispec.backends.audit import Progress, no_progress
 from verispec.backends.protocol import Backend
+from verispec.config import MAX_SIZE, EngineConfig
 from verispec.errors import InputError
 from verispec.model.architecture import Architecture
 from verispec.model.checkpoint import Checkpoint
 
-BACKENDS = ("native", "numpy")
+BACKENDS = ("native", "numpy", "cuda")
 AS_STORED, QUANTISED = "as-stored", "q8"
 WEIGHTS = (AS_STORED, QUANTISED)
 
 
 class BackendOptions(NamedTuple):
-    """How a backend is set up. `weights` and `kv_dtype` are for the native one; None is its default."""
+    """How a backend is set up. `weights` and `kv_dtype` are for the native one; None is its default. `device` is the
+    CUDA backend's GPU, and `cache_folder` where it keeps compiled kernels."""
 
     num_slots: int
     num_seq_rows: int
     threads: int | None = None
     weights: str = AS_STORED
     kv_dtype: str | None = None
+    device: int = 0
+    cache_folder: Path | None = None
 
 
 def default_backend() -> str:
     """The fastest backend there is here."""
+    from verispec.backends.cuda.available import why_not
     from verispec.backends.native_library import why_missing
 
+    if why_not() is None:
+        return "cuda"
     return "numpy" if why_missing() else "native"
 
 
@@ -44,19 +53,38 @@ def what_is_lost() -> str | None:
     return None if reason is None else f"the native backend is missing: {reason}. numpy serves, several times slower"
 
 
-def check_name(name: str) -> None:
+def engine_defaults(name: str) -> EngineConfig:
+    """Sizes that suit a backend. A GPU takes many rows at once, and plans are made while it computes."""
+    if name != "cuda":
+        return EngineConfig()
+    return EngineConfig(num_slots=MAX_SIZE, row_budget=1024, max_running=256, depth=2)
+
+
+def fitting_slots(architectures: Sequence[Architecture], *, device: int, gpu_memory: float) -> int:
+    """How many tokens of K/V a GPU has room for."""
+    from verispec.backends.cuda.load import fitting_slots as fitting
+
+    return fitting(architectures, index=device, gpu_memory=gpu_memory)
+
+
+def check_name(name: str, device: int = 0) -> None:
     """Raise InputError for a backend that does not exist, or not here."""
     if name not in BACKENDS:
         raise InputError(f"unknown backend {name!r}; known: {', '.join(BACKENDS)}")
     if name == "native" and (lost := what_is_lost()):
         raise InputError(f"backend native: {lost}")
+    if name == "cuda":
+        from verispec.backends.cuda.available import why_not
+
+        if (reason := why_not(device)) is not None:
+            raise InputError(f"backend cuda: {reason}")
 
 
 def make_backend(
     name: str, checkpoints: Sequence[Checkpoint], options: BackendOptions, *, progress: Progress = no_progress
 ) -> Backend:
     """The named backend with the checkpoints' models in it: the target's first, then a draft model's."""
-    check_name(name)
+    check_name(name, options.device)
     if options.weights not in WEIGHTS:
         raise InputError(f"unknown weights {options.weights!r}; known: {', '.join(WEIGHTS)}")
     if name == "numpy":
@@ -70,6 +98,15 @@ def make_backend(
             num_seq_rows=options.num_seq_rows,
             threads=options.threads,
         )
+    if name == "cuda":
+        from verispec.backends.cuda.load import load
+
+        if options.weights != AS_STORED or options.kv_dtype not in (None, "bfloat16"):
+            raise InputError("weights and kv_dtype are options of the native backend; cuda computes in bfloat16")
+        return load(
+            checkpoints, num_slots=options.num_slots, num_seq_rows=options.num_seq_rows, index=options.device,
+            cache_folder=options.cache_folder, progress=progress,
+        )  # fmt: skip
     from verispec.backends.native_backend import NativeBackend
     from verispec.backends.native_model import StoredModel
 
@@ -90,6 +127,11 @@ def describe(name: str, architectures: Sequence[Architecture]) -> tuple[Mapping[
         from verispec.backends import numpy_backend
 
         return numpy_backend.fingerprint(architectures), numpy_backend.NumpyBackend.shapes
+    if name == "cuda":
+        from verispec.backends.cuda import backend
+        from verispec.backends.cuda.device import Gpu
+
+        return backend.fingerprint(architectures, Gpu().describe()["gpu"]), backend.CudaBackend.shapes
     from verispec.backends import native_backend
 
     return native_backend.fingerprint(architectures), native_backend.NativeBackend.shapes

@@ -54,17 +54,21 @@ class Loading:
         "(org/name)",
     )  # fmt: skip
     backend: str | None = option(
-        None, metavar="NAME", values=lambda: ("native", "numpy"),
-        help="native: C++ kernels, the same bits on every CPU. numpy: float32. Default: native where it was built",
+        None, metavar="NAME", values=lambda: ("cuda", "native", "numpy"),
+        help="cuda: an NVIDIA GPU. native: C++ kernels, the same bits on every CPU. numpy: float32. Default: the first "
+        "that can serve here",
     )  # fmt: skip
     weights: str = option(
         "as-stored", metavar="KIND", values=lambda: ("as-stored", "q8"),
         help="q8: quantise float weights to 8 bits at load (native), which is part of the profile",
     )  # fmt: skip
     threads: int | None = option(None, "-t", help="threads that compute; changes no bit. Default: all cores")
-    kv_slots: int = option(
-        DEFAULTS.num_slots, bounds=(2, MAX_COUNT), help="K/V capacity in tokens, for all requests together"
-    )
+    device: int = option(0, bounds=(0, MAX_COUNT), help="which GPU, by number (cuda)")
+    gpu_memory: float = option(0.9, help="share of the GPU's memory to use (cuda)")
+    kv_slots: int | None = option(
+        None, bounds=(2, MAX_COUNT),
+        help=f"K/V capacity in tokens, for all requests together. Default: {DEFAULTS.num_slots}; what fits (cuda)",
+    )  # fmt: skip
     max_len: int | None = option(
         None, help="the most tokens of one request, prompt included. Default: the model's context"
     )

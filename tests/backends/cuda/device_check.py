@@ -14,12 +14,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tests.backends.cuda import tiny
-from verispec.backends.cuda import bits
-from verispec.backends.cuda.arguments import filled
+from verispec.backends.cuda import bits, tiny
 from verispec.backends.cuda.bit_model import Context, attention
 from verispec.backends.cuda.forward import DeviceModel, Plan
-from verispec.backends.cuda.kernels import ALL_FEW, ALL_MANY, Kind, LinearArgs, RowInputs, undivided_products
+from verispec.backends.cuda.kernels import ALL_FEW, ALL_MANY, RowInputs, tree_of_parts, undivided_products
 from verispec.backends.cuda.shapes import SPAN, Shapes, rope_tables
 
 RESULTS: list[dict[str, object]] = []
@@ -199,14 +197,11 @@ def check_products(name: str) -> None:
                 x = x * torch.exp2(torch.randint(-60, 60, x.shape, device="cuda").float())
                 x[:, ::3] = 0
             x = x.to(torch.bfloat16)
-            y = torch.empty(4, outputs, dtype=torch.bfloat16, device="cuda")
-            model.kernels._linear(Kind.PLAIN, w, 4, filled(LinearArgs(), x=x, w=w, out=y, rows=4))
+            y = model.kernels.plain(x, w, model.buffers, many=False).clone()
             with undivided_products():
                 library, parts = model.kernels._product(x, w, model.buffers)
             if parts > 1:
-                p = list(library)
-                low = p[0] + p[1]
-                library = low if parts == 2 else low + (p[2] if parts == 3 else p[2] + p[3])
+                library = tree_of_parts(list(library))
             some = rng.choice(outputs, 24, replace=False)
             exact = bits.product(x.float().cpu().numpy(), w[some].float().cpu().numpy(), parts)
             reference = torch.from_numpy(bits.bf16(exact)).cuda()

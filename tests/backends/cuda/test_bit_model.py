@@ -7,11 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.backends.cuda import tiny
-from verispec.backends.cuda import bits
+from verispec.backends.cuda import bits, tiny
 from verispec.backends.cuda.shapes import num_parts
 
-GOLDENS = json.loads(Path(__file__).with_name("goldens.json").read_text())
+GOLDENS = json.loads(Path(tiny.__file__).with_name("goldens.json").read_text())
 
 
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)

@@ -18,6 +18,7 @@ SOURCES = [
     *(("attention.cu", {**MODEL, "HEAD_DIM": size, "TWO_BUFFERS": 1}) for size in (64, 128)),
     ("attention.cu", {**MODEL, "TWO_BUFFERS": 0}),
     ("draw.cu", {}),
+    ("steps.cu", {}),
 ]
 
 

@@ -287,11 +287,11 @@ extern "C" __global__ void __launch_bounds__(128) attention_groups(const Args a)
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ int slots[3][kTile];  // of the tiles in hand, on their way, and behind them
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, t = lane & 3, kv_head = blockIdx.y;
-  const int first = a.groups[2 * blockIdx.x], count = a.groups[2 * blockIdx.x + 1], final_row = first + count - 1;
+  const int first = a.groups[2 * blockIdx.x], count = a.groups[2 * blockIdx.x + 1], final_row = first + max(count, 1) - 1;
   const int longest = a.positions[final_row] + 1, first_tile = max(0, a.positions[first] + 1 - a.window) / kTile;
   const int first_span = first_tile / kTiles, spans = (longest + kSpan - 1) / kSpan, span = blockIdx.z;
   release_next();
-  if (span < first_span || span >= spans) return;
+  if (count == 0 || span < first_span || span >= spans) return;  // a captured launch may have more groups than a pass
   const int begin = max(first_tile, span * kTiles), end = min((longest + kTile - 1) / kTile, (span + 1) * kTiles);
   wait_for_previous();
   int len[2];

@@ -52,7 +52,7 @@ class DrawKernels:
 
     def __init__(self, vocab: int, rows: int, cache_folder: Path | None = None) -> None:
         self._modules, self._kernels = Modules(cache_folder), dict[str, Kernel]()
-        self._vocab, most = vocab, -(-vocab // _MIN_CHUNK)
+        self._vocab, most, self._chunks = vocab, -(-vocab // _MIN_CHUNK), 0
 
         def empty(*size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.zeros(size, dtype=dtype, device="cuda")
@@ -70,7 +70,7 @@ class DrawKernels:
         chunk = _MIN_CHUNK
         while chunk < _MAX_CHUNK and rows * self._vocab > chunk * _ENOUGH_BLOCKS:
             chunk *= 2
-        chunks = -(-self._vocab // chunk)
+        chunks = self._chunks = -(-self._vocab // chunk)
         args = filled(
             _DrawArgs(), raw=logits, edited=logits if edited is None else edited, token_ids=self.token_ids,
             logprobs=self.logprobs, kept=self._kept if filters else self._all_kept, vocab=self._vocab,
@@ -81,6 +81,10 @@ class DrawKernels:
             self._launch("draw_filter", (rows, 1, 1), 1024, args)
         self._launch("draw_best", (chunks, rows, 1), 256, args)
         self._launch("draw_token", (rows, 1, 1), 32, args)
+
+    def sums(self, rows: int) -> torch.Tensor:
+        """The weights of each row's raw logits that the last draw added up. int64"""
+        return self._scratch["sums"].flatten()[: rows * self._chunks].view(rows, self._chunks).sum(1)
 
     def advance(self, inputs: RowInputs, draws: DrawInputs, rows: int) -> None:
         """The drawn tokens become the rows of the next pass, without the host."""

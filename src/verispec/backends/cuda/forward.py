@@ -6,18 +6,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from verispec.backends.cuda.kernels import NO_WINDOW, Buffers, Forms, Kernels, Layer, RowInputs, undivided_products
+from verispec.backends.cuda.device import Device, Gpu, Graph
+from verispec.backends.cuda.kernels import MAX_FEW_ROWS, NO_WINDOW, Buffers, Forms, Layer, RowInputs
 from verispec.backends.cuda.shapes import SPAN, Shapes, gate_up_order, qkv_order
+from verispec.backends.protocol import FULL_VIEW, View
+from verispec.errors import InputError
 
 Tensor: TypeAlias = NDArray[np.float32] | torch.Tensor
 Reader = Callable[[str], Tensor]  # by verispec's name; KeyError for what the model does not have
+
+
+_FEW_ROWS = ((8 << 20, MAX_FEW_ROWS), (200 << 20, 16), (1 << 62, 8))  # by bytes of weights
 
 
 class Plan(NamedTuple):
@@ -28,8 +33,9 @@ class Plan(NamedTuple):
     single_rows: int  # rows [0, single_rows) are attended to one by one, the rest in `groups`
     spans: int  # the most spans any row has
     groups: torch.Tensor | None = None  # [G, 2]
-    head_rows: int = 0  # 0: the head runs on all rows
+    head_rows: int = 0  # 0: the head runs on all rows; -1: on none
     window: int = NO_WINDOW
+    view: View = FULL_VIEW
 
 
 class DeviceModel:
@@ -37,37 +43,60 @@ class DeviceModel:
 
     def __init__(
         self, shapes: Shapes, num_layers: int, read: Reader, cos: NDArray[np.float32], sin: NDArray[np.float32], *,
-        num_slots: int, max_rows: int, context_len: int, tied: bool, cache_folder: Path | None = None,
+        num_slots: int, max_rows: int, context_len: int, tied: bool, device: Device | None = None,
+        max_row_spans: int | None = None, head_rows: int | None = None, loaded: Callable[[float], None] | None = None,
     ) -> None:  # fmt: skip
         refusal = shapes.refusal()
         if refusal is not None:
-            raise ValueError(refusal)
+            raise InputError(refusal)
         self.shapes = shapes
-        self.kernels = Kernels(shapes, _vector(cos), _vector(sin), cache_folder)
-        self.layers = [_layer(shapes, read, i) for i in range(num_layers)]
-        self.embed = _matrix(read("embed"))
-        self.final_gain = _vector(read("final_norm"))
-        self.head = self.embed if tied else _matrix(read("head"))
+        self.device = device = device or Gpu()
+        load = _Loader(shapes, read, device.name)
+        self.kernels = device.kernels(shapes, load.vector(cos), load.vector(sin))
+        self.layers = []
+        for i in range(num_layers):
+            self.layers.append(load.layer(i))
+            if loaded is not None:
+                loaded(i / num_layers)
+        self.embed = load.matrix(read("embed"))
+        self.final_gain = load.vector(read("final_norm"))
+        self.head = self.embed if tied else load.matrix(read("head"))
         store = (num_layers, num_slots, shapes.kv_heads, shapes.head_dim)
-        self.k = torch.zeros(store, dtype=torch.bfloat16, device="cuda")
-        self.v = torch.zeros(store, dtype=torch.bfloat16, device="cuda")
-        self.buffers = Buffers.of(shapes, max_rows, -(-context_len // SPAN))
-        self.logits = torch.empty(max_rows, shapes.vocab, dtype=torch.float32, device="cuda")
+        self.k = torch.zeros(store, dtype=torch.bfloat16, device=device.name)
+        self.v = torch.zeros(store, dtype=torch.bfloat16, device=device.name)
+        most = max_rows * -(-context_len // SPAN)
+        self.buffers = Buffers.of(shapes, max_rows, min(most, max_row_spans or most), device.name)
+        self.logits = torch.empty(head_rows or max_rows, shapes.vocab, dtype=torch.float32, device=device.name)
 
     def forward(self, inputs: RowInputs, plan: Plan, row_ids: torch.Tensor | None = None) -> torch.Tensor:
         """Logits of the wanted rows. [head rows, V]"""
         kernels, b, rows = self.kernels, self.buffers, plan.rows
-        kernels.embed(self.embed, self.layers[0].attn_gain, inputs, b, rows)
-        for i, layer in enumerate(self.layers):
-            following = self.layers[i + 1].attn_gain if i + 1 < len(self.layers) else self.final_gain
-            kernels.qkv(layer, self.k[i], self.v[i], inputs, b, rows, many=plan.forms.qkv)
-            self.attend(i, inputs, plan)
-            kernels.residual(b.attention, layer.o, layer.mlp_gain, b, rows, many=plan.forms.o)
-            kernels.gate_up(layer, b, rows, many=plan.forms.gate_up)
-            kernels.residual(b.h, layer.down, following, b, rows, many=plan.forms.down)
+        parts = [
+            (i, layer, is_attention) for i, layer in enumerate(self.layers) for is_attention in (True, False)
+            if i not in (plan.view.skipped_attention if is_attention else plan.view.skipped_mlp)
+        ]  # fmt: skip
+        gains = [layer.attn_gain if is_attention else layer.mlp_gain for _, layer, is_attention in parts]
+        gains.append(self.final_gain)  # each part leaves its result scaled for the norm behind it
+        kernels.embed(self.embed, gains[0], inputs, b, rows)
+        for (i, layer, is_attention), following in zip(parts, gains[1:], strict=True):
+            if is_attention:
+                kernels.qkv(layer, self.k[i], self.v[i], inputs, b, rows, many=plan.forms.qkv)
+                self.attend(i, inputs, plan)
+                kernels.residual(b.attention, layer.o, following, b, rows, many=plan.forms.o)
+            else:
+                kernels.gate_up(layer, b, rows, many=plan.forms.gate_up)
+                kernels.residual(b.h, layer.down, following, b, rows, many=plan.forms.down)
         head_rows = plan.head_rows or rows
-        kernels.head(self.head, b, self.logits, row_ids, head_rows, many=plan.forms.head)
-        return self.logits[:head_rows]
+        if head_rows > 0:
+            kernels.head(self.head, b, self.logits, row_ids, head_rows, many=plan.forms.head)
+        return self.logits[: max(0, head_rows)]
+
+    def forms(self, rows: int, head_rows: int) -> Forms:
+        """The quicker form of each product; both have the same bits."""
+        layer = self.layers[0]
+        matrices = (layer.qkv, layer.o, layer.gate_up, layer.down)
+        many = [rows > _most_few_rows(w) for w in matrices]
+        return Forms(*[*many, head_rows > _most_few_rows(self.head)])
 
     def attend(self, layer: int, inputs: RowInputs, plan: Plan) -> None:
         """Attention of all rows, single ones first."""
@@ -82,49 +111,54 @@ class DeviceModel:
                 spans=plan.spans, window=window,
             )  # fmt: skip
 
-    def capture(self, work: Callable[[], object]) -> torch.cuda.CUDAGraph:
-        """A graph of what `work` launches. It runs once before, so that everything is compiled and loaded."""
-        with undivided_products():
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                work()
-            torch.cuda.current_stream().wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                work()
-        return graph
+    def capture(self, work: Callable[[], object]) -> Graph:
+        """A graph of what `work` launches."""
+        return self.device.capture(work)
 
 
-def _vector(values: Tensor) -> torch.Tensor:
-    return torch.as_tensor(values, dtype=torch.float32, device="cuda").contiguous()
+def _most_few_rows(w: torch.Tensor) -> int:
+    """Up to how many rows our own product of these weights is quicker than the library's, as measured on an H200."""
+    nbytes = w.numel() * w.element_size()
+    return next(rows for most, rows in _FEW_ROWS if nbytes <= most)
 
 
-def _matrix(*values: Tensor) -> torch.Tensor:
-    return torch.cat([torch.as_tensor(value, device="cuda").to(torch.bfloat16) for value in values]).contiguous()
+class _Loader:
+    """Tensors as the kernels want them."""
 
+    def __init__(self, shapes: Shapes, read: Reader, device: str) -> None:
+        self._shapes, self._read, self._device = shapes, read, device
 
-def _layer(shapes: Shapes, read: Reader, index: int) -> Layer:
-    def tensor(name: str) -> Tensor:
-        return read(f"layers.{index}.{name}")
+    def vector(self, values: Tensor) -> torch.Tensor:
+        return torch.as_tensor(values, dtype=torch.float32, device=self._device).contiguous()
 
-    def optional(*names: str) -> torch.Tensor | None:
-        try:
-            return torch.cat([_vector(tensor(name)) for name in names])
-        except KeyError:
-            return None
+    def matrix(self, *values: Tensor) -> torch.Tensor:
+        parts = [torch.as_tensor(value, device=self._device).to(torch.bfloat16) for value in values]
+        return torch.cat(parts).contiguous()
 
-    def ordered(order: NDArray[np.int64], *names: str) -> torch.Tensor:
-        return _matrix(*(tensor(name) for name in names))[torch.from_numpy(order).cuda()].contiguous()
+    def layer(self, index: int) -> Layer:
+        """One layer's weights."""
 
-    return Layer(
-        attn_gain=_vector(tensor("attn_norm")),
-        qkv=ordered(qkv_order(shapes), "q", "k", "v"),
-        qkv_bias=optional("q_bias", "k_bias", "v_bias"),
-        q_gain=optional("q_norm"),
-        k_gain=optional("k_norm"),
-        o=_matrix(tensor("o")),
-        mlp_gain=_vector(tensor("mlp_norm")),
-        gate_up=ordered(gate_up_order(shapes), "gate", "up"),
-        down=_matrix(tensor("down")),
-    )
+        def tensor(name: str) -> Tensor:
+            return self._read(f"layers.{index}.{name}")
+
+        def optional(*names: str) -> torch.Tensor | None:
+            try:
+                return torch.cat([self.vector(tensor(name)) for name in names])
+            except KeyError:
+                return None
+
+        def ordered(order: NDArray[np.int64], *names: str) -> torch.Tensor:
+            at = torch.from_numpy(order).to(self._device)
+            return self.matrix(*(tensor(name) for name in names))[at].contiguous()
+
+        return Layer(
+            attn_gain=self.vector(tensor("attn_norm")),
+            qkv=ordered(qkv_order(self._shapes), "q", "k", "v"),
+            qkv_bias=optional("q_bias", "k_bias", "v_bias"),
+            q_gain=optional("q_norm"),
+            k_gain=optional("k_norm"),
+            o=self.matrix(tensor("o")),
+            mlp_gain=self.vector(tensor("mlp_norm")),
+            gate_up=ordered(gate_up_order(self._shapes), "gate", "up"),
+            down=self.matrix(tensor("down")),
+        )

@@ -134,11 +134,11 @@ class Buffers:
     not_finite: torch.Tensor  # [M] int32, 1 where a row's K or V was not finite
 
     @classmethod
-    def of(cls, shapes: Shapes, rows: int, spans: int) -> Buffers:
-        """Allocate them. `spans` is the most spans of one row."""
+    def of(cls, shapes: Shapes, rows: int, row_spans: int, device: str) -> Buffers:
+        """Allocate them. `row_spans` is the most rows times spans of one pass."""
 
         def empty(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-            return torch.empty(size, dtype=dtype, device="cuda")
+            return torch.empty(size, dtype=dtype, device=device)
 
         layers = ((shapes.qkv, shapes.width), (shapes.width, shapes.attention), (2 * shapes.mlp, shapes.width))
         widest = max(n * num_parts(n, k) for n, k in (*layers, (shapes.width, shapes.mlp)))
@@ -151,9 +151,9 @@ class Buffers:
             attention=empty(rows, shapes.heads, shapes.head_dim),
             h=empty(rows, shapes.mlp),
             products=empty(rows * widest, dtype=torch.float32),
-            partial=empty(rows * shapes.kv_heads * spans * group * (shapes.head_dim + 2), dtype=torch.float32),
-            arrived=torch.zeros(rows, shapes.kv_heads, dtype=torch.int32, device="cuda"),
-            not_finite=torch.zeros(rows, dtype=torch.int32, device="cuda"),
+            partial=empty(row_spans * shapes.kv_heads * group * (shapes.head_dim + 2), dtype=torch.float32),
+            arrived=torch.zeros(rows, shapes.kv_heads, dtype=torch.int32, device=device),
+            not_finite=torch.zeros(rows, dtype=torch.int32, device=device),
         )
 
 
@@ -170,6 +170,13 @@ def undivided_products() -> Iterator[None]:
     finally:
         torch.backends.cuda.preferred_blas_library(before_library)
         matmul.allow_bf16_reduced_precision_reduction = before_reduction
+
+
+def tree_of_parts(parts: list[torch.Tensor]) -> torch.Tensor:
+    """p0, or p0 + p1, or (p0 + p1) + p2, or (p0 + p1) + (p2 + p3)."""
+    while len(parts) > 1:
+        parts = [*(a + b for a, b in zip(parts[::2], parts[1::2], strict=False)), *parts[len(parts) // 2 * 2 :]]
+    return parts[0]
 
 
 class Kernels:
@@ -276,6 +283,15 @@ class Kernels:
         args = filled(RowArgs(), y=y, **common)
         grid = (rows, -(-self.shapes.mlp // 512), 1)
         self._rows_kernel("gate_up_rows", parts).launch(grid, 128, args, stream=current_stream())
+
+    def plain(self, x: torch.Tensor, w: torch.Tensor, b: Buffers, *, many: bool) -> torch.Tensor:
+        """Y = bf16(y) of any product, in either form: for the audit."""
+        if many:
+            y, parts = self._product(x, w, b)
+            return y if parts == 1 else tree_of_parts(list(y)).to(torch.bfloat16)
+        out = b.products.view(torch.bfloat16)[: len(x) * len(w)].view(len(x), len(w))
+        self._linear(Kind.PLAIN, w, len(x), filled(LinearArgs(), x=x, w=w, out=out, rows=len(x)))
+        return out
 
     def head(
         self, w: torch.Tensor, b: Buffers, logits: torch.Tensor, row_ids: torch.Tensor | None, rows: int, *, many: bool

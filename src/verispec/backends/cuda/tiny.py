@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from verispec.backends.cuda.bit_model import BitModel, Context
 from verispec.backends.cuda.bits import bf16
 from verispec.backends.cuda.shapes import Shapes, rope_tables
-from verispec.model.architecture import Architecture, LayerSpec, Rope, expected_tensors, inverse_frequencies
+from verispec.model.architecture import Architecture, Family, LayerSpec, Rope, expected_tensors, inverse_frequencies
 
 CONTEXT_LEN = 512
 NUM_SLOTS = 700
@@ -34,11 +34,11 @@ def _words(name: str, count: int) -> NDArray[np.uint64]:
 def numbers(name: str, shape: tuple[int, ...]) -> Float32:
     """Values in (-1, 1) with a tail: most are small, a few are large."""
     u = (_words(name, int(np.prod(shape))) >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-23) - np.float32(1)
-    return (u * (np.float32(0.25) + u * u)).reshape(shape)
+    return np.asarray(u * (np.float32(0.25) + u * u), np.float32).reshape(shape)
 
 
 def _architecture(
-    family: str, width: int, heads: int, kv_heads: int, head_dim: int, mlp: int, *, theta: float = 10000.0
+    family: Family, width: int, heads: int, kv_heads: int, head_dim: int, mlp: int, *, theta: float = 10000.0
 ) -> Architecture:
     layer = LayerSpec(
         rope=Rope(theta=theta), query_scalar=head_dim, qkv_bias=family == "qwen2", qk_norm=family == "qwen3"
@@ -68,6 +68,7 @@ class TinyModel(NamedTuple):
 
 
 def tiny_model(name: str) -> TinyModel:
+    """One of ARCHITECTURES, with the same weights everywhere."""
     arch = ARCHITECTURES[name]
     tensors = {}
     for tensor, (shape, _) in expected_tensors(arch).items():
@@ -107,6 +108,7 @@ def given_kv(model: TinyModel) -> tuple[Float32, Float32]:
 
 
 def passes() -> list[TinyRows]:
+    """A chunk of a prompt; then the rest of it and a second prompt."""
     table = slot_table()
     prompts = {1: _words("prompt a", PROMPT_A) % np.uint64(320), 2: _words("prompt b", PROMPT_B) % np.uint64(320)}
     chunks = [[(1, range(GIVEN_A, CHUNK_A))], [(1, range(CHUNK_A, PROMPT_A)), (2, range(PROMPT_B))]]

@@ -1,0 +1,244 @@
+"""Tokens per second of the whole engine on a GPU: python -m bench.gpu_engine FOLDER [MODEL.gguf PROMPTS.jsonl] [8b]
+
+SmolLM2 (or any model file) with the prompts of a file, and the shapes of an 8B model with random weights. Each figure
+is the median of three runs; the first run of a size also captures its graphs and is not counted.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import io
+import json
+import pstats
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from verispec.backends.calibration import calibrate
+from verispec.backends.cuda.backend import CudaBackend, CudaModel
+from verispec.backends.cuda.device import Gpu
+from verispec.backends.select import engine_defaults
+from verispec.engine import Engine, Request
+from verispec.llm import LLM
+from verispec.model import LayerSpec, Rope
+from verispec.model.architecture import Architecture, expected_tensors
+from verispec.model.hub import cache_dir
+from verispec.spec.none import NoDrafter
+from verispec.spec.speculation import Speculation
+from verispec.types import SamplingParams
+
+RESULTS: list[dict[str, object]] = []
+NONE = Speculation.of("none")
+
+
+class Timed:
+    """A backend whose calls are timed: what is left of a run is the engine's own time."""
+
+    def __init__(self, backend) -> None:
+        self.backend = backend
+        self.submitting = self.waiting = 0.0
+        self.passes = 0
+        self.events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] | None = None
+
+    def __getattr__(self, name: str):
+        return getattr(self.backend, name)
+
+    def submit(self, pass_):
+        begin = time.perf_counter()
+        if self.events is not None:
+            marks = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            marks[0].record()
+        ticket = self.backend.submit(pass_)
+        if self.events is not None:
+            marks[1].record()
+            self.events.append((_kind(pass_), *marks))
+        self.submitting += time.perf_counter() - begin
+        self.passes += 1
+        return _TimedTicket(ticket, self)
+
+
+def _kind(pass_) -> str:
+    """Rows of prompts and of others, to the next power of two, and rounds."""
+    real = int((pass_.rows.slots != 1).sum())
+    drawn = 0 if pass_.wanted.draw is None else len(pass_.wanted.draw.rows)
+    rounds = 0 if pass_.burst is None else pass_.burst.num_rounds
+    prompt, others = (1 << max(0, count - 1).bit_length() for count in (real - drawn, drawn))
+    return f"{prompt} prompt + {others}, {1 + rounds} rounds"
+
+
+class _TimedTicket:
+    def __init__(self, ticket, timed: Timed) -> None:
+        self._ticket, self._timed = ticket, timed
+
+    def result(self):
+        begin = time.perf_counter()
+        result = self._ticket.result()
+        self._timed.waiting += time.perf_counter() - begin
+        return result
+
+
+def run(make_engine: Callable[[], Engine], requests: list[Request]) -> tuple[int, float]:
+    engine = make_engine()
+    begin = time.perf_counter()
+    for request in requests:
+        engine.add(request)
+    tokens = 0
+    while engine.has_work:
+        for event in engine.step():
+            if event.output is not None:
+                tokens += len(event.output.token_ids)
+    return tokens, time.perf_counter() - begin
+
+
+def measure(name: str, make_engine: Callable[[], Engine], requests: list[Request], timed: Timed, runs: int = 3) -> None:
+    begin = time.perf_counter()
+    run(make_engine, requests)
+    first = time.perf_counter() - begin
+    rates, parts = [], []
+    for _ in range(runs):
+        timed.submitting = timed.waiting = 0.0
+        timed.passes = 0
+        tokens, seconds = run(make_engine, requests)
+        rates.append(tokens / seconds)
+        parts.append((timed.submitting / seconds, timed.waiting / seconds, timed.passes))
+    submitting, waiting, passes = parts[-1]
+    entry = {
+        "what": name, "tokens_per_second": statistics.median(rates), "runs": rates, "first_seconds": first,
+        "submitting": submitting, "waiting": waiting, "passes": passes, "tokens": tokens,
+    }  # fmt: skip
+    RESULTS.append(entry)
+    print(
+        f"{name}: {statistics.median(rates):,.0f} tok/s ({', '.join(f'{r:,.0f}' for r in rates)}); waiting for the "
+        f"device {waiting:.0%}, submitting {submitting:.0%}, {passes} passes; first run {first:.2f} s", flush=True,
+    )  # fmt: skip
+
+
+def device_times(name: str, make_engine: Callable[[], Engine], requests: list[Request], timed: Timed) -> None:
+    """What the device spends on passes of each kind."""
+    timed.events = []
+    run(make_engine, requests)
+    torch.cuda.synchronize()
+    kinds: dict[str, list[float]] = {}
+    for kind, begin, end in timed.events:
+        kinds.setdefault(kind, []).append(begin.elapsed_time(end))
+    timed.events = None
+    print(f"device ms of {name}:")
+    for kind, times in sorted(kinds.items(), key=lambda item: -sum(item[1]))[:12]:
+        print(
+            f"  {kind}: {len(times)} passes, {sum(times):.0f} in all, {statistics.median(times):.2f} each", flush=True
+        )
+
+
+def profile(name: str, make_engine: Callable[[], Engine], requests: list[Request], lines: int = 14) -> None:
+    """Where the host's time goes."""
+    profiler = cProfile.Profile()
+    profiler.enable()
+    tokens, seconds = run(make_engine, requests)
+    profiler.disable()
+    text = io.StringIO()
+    pstats.Stats(profiler, stream=text).sort_stats("tottime").print_stats(lines)
+    kept = [line for line in text.getvalue().splitlines() if line.strip()][4:]
+    print(f"profile of {name} ({tokens} tokens, {seconds:.2f} s with the profiler)")
+    print("\n".join(line.replace(str(Path.cwd()), "") for line in kept), flush=True)
+
+
+def plain(ids: list[int], num_tokens: int, seed: int, temperature: float = 1.0) -> Request:
+    params = SamplingParams(temperature=temperature, max_tokens=num_tokens, seed=seed, ignore_eos=True)
+    return Request(ids, params, NONE, is_streamed=False)
+
+
+def smol(model: str, prompts: Path) -> None:
+    begin = time.perf_counter()
+    llm = LLM(model, backend="cuda", drafter="none", prefix_cache=False, max_running=512)
+    print(f"start {time.perf_counter() - begin:.1f} s, {torch.cuda.memory_allocated() / 2**30:.2f} GiB, "
+          f"{llm.engine._config.num_slots} slots", flush=True)  # fmt: skip
+    costs = zip(llm.calibration.cost.shapes, llm.calibration.cost.base, strict=True)
+    print("cost ms", " ".join(f"{m}:{s * 1e3:.2f}" for m, s in costs))
+    lines = [json.loads(line) for line in prompts.read_text().splitlines()]
+    texts = [line["turns"][0] for line in lines]
+    ids = [llm.tokenizer.encode(text)[-1024:] for text in texts]
+    timed = Timed(llm.backend)
+    llm._backend = timed  # the engines made from here on are timed
+    for count in (1, 8, 32):
+        requests = [plain(ids[i], 256, i) for i in range(count)]
+        measure(f"SmolLM2 batch {count}", llm.fresh_engine, requests, timed)
+        if count in (1, 32):
+            profile(f"batch {count}", llm.fresh_engine, requests)
+    requests = [plain(part, 256, i) for i, part in enumerate(ids * 2)]
+    measure("SmolLM2 480 requests, ids to ids", llm.fresh_engine, requests, timed)
+    device_times("480 requests", llm.fresh_engine, requests, timed)
+    profile("480 requests", llm.fresh_engine, requests)
+    for running in (128, 480):
+        engine = lambda running=running: llm.fresh_engine(max_running=running)  # noqa: E731
+        if running <= llm.backend.limits.num_seq_rows:
+            measure(f"SmolLM2 480 requests, {running} at once", engine, requests, timed)
+    params = SamplingParams(temperature=1.0, max_tokens=256, seed=1, ignore_eos=True)
+    llm.engine = llm.fresh_engine()
+    rates = []
+    for _ in range(4):
+        begin = time.perf_counter()
+        done = llm.generate(texts * 2, params)
+        rates.append(sum(len(c.token_ids) for c in done) / (time.perf_counter() - begin))
+    print(f"SmolLM2 480 requests, text to text: {statistics.median(rates[1:]):,.0f} tok/s ({rates})", flush=True)
+    RESULTS.append({"what": "SmolLM2 480 text to text", "tokens_per_second": statistics.median(rates[1:])})
+    llm.close()
+
+
+def large() -> None:
+    """Random weights in the shapes of Llama 8B."""
+    layer = LayerSpec(rope=Rope(500000.0), query_scalar=128)
+    arch = Architecture(
+        family="llama", layers=(layer,) * 32, hidden_size=4096, num_heads=32, num_kv_heads=8, head_dim=128,
+        mlp_size=14336, vocab_size=128256, context_len=2048, norm_eps=1e-5, tied_head=False,
+    )  # fmt: skip
+    shapes = {name: spec.shape for name, spec in expected_tensors(arch).items()}
+    generator = torch.Generator(device="cuda").manual_seed(0)
+
+    def read(name: str) -> torch.Tensor:
+        shape = shapes[name]
+        if len(shape) == 1:
+            return torch.ones(shape, device="cuda")
+        scale = 1.0 if name == "embed" else shape[1] ** -0.5
+        return torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16) * scale
+
+    begin = time.perf_counter()
+    backend = CudaBackend(
+        [CudaModel(arch, read)], device=Gpu(0, cache_dir() / "cuda"), num_slots=256 * 800, num_seq_rows=256
+    )
+    print(f"8B shapes: start {time.perf_counter() - begin:.1f} s, {torch.cuda.memory_allocated() / 2**30:.1f} GiB")
+    found = calibrate(backend)
+    costs = zip(found.cost.shapes, found.cost.base, strict=True)
+    print("cost ms", " ".join(f"{m}:{s * 1e3:.2f}" for m, s in costs))
+    timed = Timed(backend)
+    config = replace(engine_defaults("cuda"), num_slots=backend.limits.num_slots, prefix_cache=False)
+
+    def make() -> Engine:
+        return Engine(timed, family=backend.shapes, drafters={"none": NoDrafter()}, config=config, cost=found.cost)
+
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(1000, 100000, (256, 512)).tolist()
+    for count in (1, 8, 32):
+        measure(f"8B batch {count}", make, [plain(prompts[i], 256, i) for i in range(count)], timed, runs=2)
+    requests = [plain(prompts[i], 256, i) for i in range(256)]
+    measure("8B 256 requests 512 + 256", make, requests, timed, runs=2)
+    device_times("8B 256 requests", make, requests, timed)
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    print(torch.cuda.get_device_name(), "torch", torch.__version__, "CUDA", torch.version.cuda, flush=True)
+    if len(sys.argv) > 3:
+        smol(sys.argv[2], Path(sys.argv[3]))
+    if sys.argv[-1] == "8b":
+        large()
+    (folder / "engine.json").write_text(json.dumps(RESULTS, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""The known-answer test of the kernels: logits of a tiny model must have the digests an H200 gave, in both forms."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from verispec.backends.cuda import tiny
+from verispec.backends.cuda.device import Device
+from verispec.backends.cuda.forward import DeviceModel, Plan
+from verispec.backends.cuda.kernels import ALL_FEW, ALL_MANY, RowInputs
+
+_GOLDENS = Path(__file__).with_name("goldens.json")
+
+
+def wrong_answers(device: Device, family: str) -> tuple[str, ...]:
+    """The cases that fail here, of the tiny model that is most like this family's."""
+    name = family if family in tiny.ARCHITECTURES else "llama"
+    goldens, source = json.loads(_GOLDENS.read_text())[name], tiny.tiny_model(name)
+    wrong = []
+    with device.current():
+        model = DeviceModel(
+            source.shapes, source.arch.num_layers, source.tensors.__getitem__, source.cos, source.sin,
+            num_slots=tiny.NUM_SLOTS, max_rows=64, context_len=tiny.CONTEXT_LEN, tied=source.arch.tied_head,
+            device=device,
+        )  # fmt: skip
+        table = tiny.slot_table()
+        given = torch.from_numpy(table[1, : tiny.GIVEN_A]).to(device.name)
+        kv = [torch.from_numpy(part).to(device.name, torch.bfloat16) for part in tiny.given_kv(source)]
+        for forms, form in ((ALL_FEW, "few"), (ALL_MANY, "many")):
+            model.k[:, given], model.v[:, given] = kv
+            for number, rows in enumerate(tiny.passes()):
+                plan = Plan(len(rows.positions), forms, len(rows.positions), spans=2)
+                with device.exact_products():
+                    logits = model.forward(_inputs(rows, table, device.name), plan)
+                if tiny.digest(logits.cpu().numpy()) != goldens[f"{number}/logits"]:
+                    wrong.append(f"{name}, pass {number}, {form} rows")
+    return tuple(wrong)
+
+
+def _inputs(rows: tiny.TinyRows, table: NDArray[np.int64], device: str) -> RowInputs:
+    def sent(values: NDArray[np.int64]) -> torch.Tensor:
+        return torch.from_numpy(values.astype(np.int32)).to(device)
+
+    first = {int(s): int(rows.positions[rows.seq_rows == s].min()) for s in set(rows.seq_rows.tolist())}
+    return RowInputs(
+        token_ids=sent(rows.token_ids), positions=sent(rows.positions), slots=sent(rows.slots),
+        seq_rows=sent(rows.seq_rows), prefix_lens=sent(rows.positions + 1),
+        ready_lens=sent(np.array([first[int(s)] for s in rows.seq_rows])),
+        tails=sent(np.zeros((len(rows.positions), 1), np.int64)), table=sent(table),
+    )  # fmt: skip

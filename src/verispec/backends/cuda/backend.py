@@ -1,0 +1,392 @@
+"""The CUDA backend: passes as replays of captured graphs, with the sequences' state on the device.
+
+A pass that only draws is one copy to the device, one graph per round and one copy back, none of which the host waits
+for; rounds behind the first need no host at all. For what few requests want (log-probabilities of given tokens,
+alternatives, distributions, penalties and bias) the host waits, round by round.
+Every row has the bits of `docs/cuda-arithmetic.md`, whatever else is in its pass: the family is every number of rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from verispec.backends.audit import KernelProbe, Progress, no_progress
+from verispec.backends.checks import check_pass
+from verispec.backends.cuda import answers
+from verispec.backends.cuda.arrange import MAX_PLACES, MAX_ROWS, ROW_SIZES, Arranged, arrange, at_least, spans_of
+from verispec.backends.cuda.device import Device, Graph
+from verispec.backends.cuda.flights import CudaTicket, Expected, Health, Lane
+from verispec.backends.cuda.forward import DeviceModel, Reader
+from verispec.backends.cuda.graphs import Draw, GraphKey, Graphs
+from verispec.backends.cuda.outputs import DeviceOutputs
+from verispec.backends.cuda.probes import probes
+from verispec.backends.cuda.shapes import Shapes, rope_tables
+from verispec.backends.cuda.steps import (
+    BROKEN,
+    LENGTH,
+    MAX_ROUNDS,
+    MAX_STOPS,
+    MAX_UPDATES,
+    NEXT,
+    Parcel,
+    StepSizes,
+    StepState,
+    record_of,
+)
+from verispec.backends.protocol import (
+    FROM_STATE,
+    BackendLimits,
+    Burst,
+    Pass,
+    PassResult,
+    ReadyTicket,
+    Rows,
+    TableUpdate,
+    Ticket,
+)
+from verispec.backends.resident import Resident
+from verispec.backends.rounds import NO_UPDATE, run_rounds
+from verispec.errors import InputError
+from verispec.kv import DUMP_SLOT, NUM_RESERVED, TARGET_STORE
+from verispec.model.architecture import Architecture, inverse_frequencies
+from verispec.sampling.draw import NO_TOKEN
+from verispec.sampling.rows import Sampler
+from verispec.sampling.weights import SAMPLING
+
+ARITHMETIC = "hopper-1"
+_MAX_ROW_SPANS = 16384  # rows times spans of one pass: 1024 rows with contexts of 4096
+Int32 = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class CudaModel:
+    """What the backend needs of a checkpoint. Tensors may be the host's or the device's; KeyError for absent ones."""
+
+    architecture: Architecture
+    read: Reader
+
+
+class CudaBackend:
+    """One slot table and one record per sequence, and per model the weights and a K/V store under the same slot ids."""
+
+    shapes = ROW_SIZES
+    prepares = True  # the first pass of a size takes long: it is compiled and captured
+
+    def __init__(
+        self, models: Sequence[CudaModel], *, device: Device, num_slots: int, num_seq_rows: int,
+        context_len: int | None = None, max_tail: int = 64, progress: Progress = no_progress,
+    ) -> None:  # fmt: skip
+        arch = models[0].architecture
+        context_len = min(context_len or arch.context_len, arch.context_len)
+        if any(m.architecture.vocab_size != arch.vocab_size for m in models):
+            raise InputError("models that share a backend must share their vocabulary")
+        if num_seq_rows > MAX_ROWS:
+            raise InputError(f"the CUDA backend runs up to {MAX_ROWS} sequences at once, not {num_seq_rows}")
+        self.limits = BackendLimits(arch.vocab_size, context_len, num_slots, num_seq_rows, max_tail, len(models))
+        self._device = device
+        self._architectures = [m.architecture for m in models]
+        with device.current():
+            self._models = [
+                _loaded(m, device, self.limits, partial(_report, progress, i, len(models)))
+                for i, m in enumerate(models)
+            ]
+            self._state = StepState(self.limits, MAX_PLACES, device.name)
+            self._graphs = Graphs(device, self._models, self._state, MAX_ROWS)
+        self.resident = Resident(self.limits)
+        self._outputs = DeviceOutputs(device, self._graphs.draws)
+        count = num_seq_rows + 1
+        self._filters = np.zeros(count, np.bool_)
+        self._by_hand = np.zeros(count, np.bool_)  # sampled on the host
+        self._reach = np.zeros(count, np.int32)  # how far the table's row was written
+        self._binds: dict[int, Int32] = {}  # not yet sent
+        self._lanes: list[Lane] = []
+        self._health = Health()
+
+    def bind(self, seq_row: int, sampler: Sampler) -> None:
+        """A sequence takes this row of the table. It is sent with the next pass."""
+        resident, params = self.resident, sampler.params
+        resident.bind(seq_row, sampler)
+        self._binds[seq_row] = record_of(sampler, self.limits)
+        self._filters[seq_row] = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+        self._by_hand[seq_row] = resident.has_edits[seq_row] or len(sampler.stop_ids) > MAX_STOPS
+        self._reach[seq_row] = 0
+
+    def submit(self, pass_: Pass) -> Ticket:
+        """Start the pass; what the host must take part in is done before this returns."""
+        check_pass(pass_, self.limits)
+        with self._health.guarded(), self._device.current():
+            lane = self._lanes.pop() if self._lanes else Lane(self._device, self._state)
+            ticket = self._started(pass_, lane)
+            return ReadyTicket(self._sampled_by_hand(pass_, lane)) if ticket is None else ticket
+
+    # Passes that only draw.
+
+    def _started(self, pass_: Pass, lane: Lane) -> Ticket | None:
+        """The pass under way; None if the host must sample it."""
+        draw, burst = self._draw_on_device(pass_), pass_.burst
+        if draw is None:
+            return None
+        num_rounds = burst.num_rounds if burst is not None else 0
+        spans = spans_of(self._longest(pass_, num_rounds))
+        parcel, rounds = Parcel(lane.sent), list[Graph]()
+        is_cohort = burst is not None and _is_cohort(pass_)
+        width = 0
+        if not is_cohort:
+            arranged = arrange(pass_.rows, len(_drawn(pass_)), self._models[pass_.store].kernels.rows_per_group)
+            if arranged.columns.shape[1] * spans > _MAX_ROW_SPANS:
+                return None
+            rounds.append(self._graphs.get(self._key(pass_, arranged, spans, draw)))
+            self._put_rows(parcel, arranged, _drawn(pass_), pass_.wanted.draw and pass_.wanted.draw.noise)
+            width = arranged.head
+        if burst is not None and (is_cohort or num_rounds):
+            size = at_least(ROW_SIZES, len(burst.rows))
+            if size * spans > _MAX_ROW_SPANS:
+                return None
+            sizes = StepSizes(size, size, is_round=True)
+            further = self._graphs.get(GraphKey(pass_.store, pass_.view, sizes, size, spans, draw))
+            rounds += [further] * (num_rounds + is_cohort)
+            width = max(width, size)
+        if burst is not None:
+            self._put_burst(parcel, pass_, burst, is_cohort=is_cohort)
+        parcel.set("out_width", width)
+        self._send(parcel, lane, pass_.table_update)
+        for graph in rounds:
+            graph.replay()
+        num_drawn = len(_drawn(pass_)) if pass_.wanted.draw is not None else None
+        expected = Expected(num_rounds + 1, width, num_drawn, None if burst is None else len(burst.rows))
+        lane.fetch(self._state.out, expected.num_words)
+        return CudaTicket(lane, self._lanes, expected, self._health)
+
+    def _draw_on_device(self, pass_: Pass) -> Draw | None:
+        """How the rows draw; None where the host must do it."""
+        wanted, rows, burst = pass_.wanted, pass_.rows, pass_.burst
+        if wanted.logprobs or wanted.top_k or wanted.noisy_top_k or wanted.distribution or len(rows) > MAX_ROWS:
+            return None
+        seq_rows = rows.seq_rows[_drawn(pass_)]
+        if self._by_hand[seq_rows].any() or (burst is not None and (burst.drafts or burst.num_rounds > MAX_ROUNDS)):
+            return None
+        return Draw.NONE if not len(seq_rows) else Draw.FILTERED if self._filters[seq_rows].any() else Draw.PLAIN
+
+    def _put_burst(self, parcel: Parcel, pass_: Pass, burst: Burst, *, is_cohort: bool) -> None:
+        """Who goes on: from where the pass's rows are, or from what they draw."""
+        rows, none = pass_.rows, burst.rows * 0
+        tokens, positions = (rows.token_ids[burst.rows], rows.positions[burst.rows]) if is_cohort else (none - 1, none)
+        parcel.put("members", rows.seq_rows[burst.rows], burst.rounds, tokens, positions)
+        parcel.set("members", len(burst.rows))
+        if not is_cohort:
+            parcel.put("fed", np.searchsorted(_drawn(pass_), burst.rows))
+            parcel.set("fed", len(burst.rows))
+
+    def _longest(self, pass_: Pass, num_rounds: int) -> int:
+        """The most context any row of the pass or of its rounds can have."""
+        update, rows = pass_.table_update, pass_.rows
+        if len(update.seq_rows):
+            np.maximum.at(self._reach, update.seq_rows, update.positions + 1)
+        longest = int(rows.positions.max()) + 1 + num_rounds
+        unnamed = rows.token_ids == FROM_STATE
+        if unnamed.any():
+            longest = max(longest, int(self._reach[rows.seq_rows[unnamed]].max()))
+        return min(longest, self.limits.context_len)
+
+    def _key(self, pass_: Pass, arranged: Arranged, spans: int, draw: Draw) -> GraphKey:
+        sizes = StepSizes(arranged.columns.shape[1], arranged.head, arranged.num_groups)
+        return GraphKey(pass_.store, pass_.view, sizes, arranged.single, spans, draw)
+
+    def _put_rows(self, parcel: Parcel, arranged: Arranged, head_rows: Int32, noise: Any) -> None:
+        parcel.put("rows", arranged.columns)
+        if arranged.tails is not None:
+            parcel.put("tails", arranged.tails)
+            parcel.set("tail_width", arranged.tails.shape[1])
+        parcel.put("groups", arranged.groups)
+        parcel.set("groups", len(arranged.groups))
+        t, stream = (head_rows * 0 - 1, head_rows * 0) if noise is None else noise
+        parcel.put("draws", arranged.places[head_rows], t, stream)
+        parcel.set("draws", len(head_rows))
+
+    def _send(self, parcel: Parcel, lane: Lane, update: TableUpdate) -> None:
+        """One copy: the parcel, with bindings and table entries."""
+        if self._binds:
+            words = [np.concatenate([[row], record]) for row, record in self._binds.items()]
+            parcel.put("binds", np.concatenate(words).astype(np.int32))
+            parcel.set("binds", len(words))
+            self._binds.clear()
+        count = len(update.seq_rows)
+        if count:
+            self.resident.table[update.seq_rows, update.positions] = update.slots
+        if count > MAX_UPDATES:
+            columns = torch.from_numpy(np.stack(update_columns(update)).astype(np.int64)).to(self._device.name)
+            self._state.inputs.table[columns[0], columns[1]] = columns[2].to(torch.int32)
+        elif count:
+            parcel.put("updates", *update_columns(update))
+            parcel.set("updates", count)
+        self._state.sent[: len(parcel)].copy_(lane.sent_words[: len(parcel)], non_blocking=True)
+
+    # Passes that the host takes part in.
+
+    def _sampled_by_hand(self, pass_: Pass, lane: Lane) -> PassResult:
+        """The pass and its rounds, one by one; the device's records are read before and written behind."""
+        resident, records = self.resident, self._state.records
+        kept = records.cpu().numpy()
+        bound = list(self._binds)
+        resident.next_tokens[:], resident.lengths[:] = kept[:, NEXT], kept[:, LENGTH]
+        resident.next_tokens[bound] = NO_TOKEN
+        if resident.has_edits[pass_.rows.seq_rows].any() or (pass_.burst is not None and pass_.burst.drafts):
+            resident.slot_tokens[:] = self._state.slot_tokens.cpu().numpy()
+        self._longest(pass_, 0)
+        with np.errstate(all="ignore"):
+            result = run_rounds(resident, pass_, lambda p: self._one_round(p, lane))
+        if pass_.burst is not None:
+            at = pass_.rows.seq_rows[pass_.burst.rows].astype(np.int64)
+            values = np.stack([resident.next_tokens[at], resident.lengths[at]], axis=1).astype(np.int32)
+            where = torch.from_numpy(at).to(self._device.name)
+            records[where, NEXT : LENGTH + 1] = torch.from_numpy(values).to(self._device.name)
+        self._lanes.append(lane)
+        return result
+
+    def _one_round(self, pass_: Pass, lane: Lane) -> PassResult:
+        pass_ = replace(pass_, burst=None)
+        ticket = self._started(pass_, lane)
+        if ticket is None:
+            return self._run(pass_, lane)
+        result = ticket.result()
+        self._lanes.remove(lane)  # it is still in use here
+        return result
+
+    def _run(self, pass_: Pass, lane: Lane) -> PassResult:
+        head_rows, update = pass_.wanted.head_rows(), pass_.table_update
+        parts, logits = self._pieces(pass_.rows), list[torch.Tensor]()
+        for part in parts:
+            rows = pass_.rows if len(parts) == 1 else _some(pass_.rows, part)
+            wanted = np.searchsorted(part, head_rows[np.isin(head_rows, part)]).astype(np.int32)
+            found = self._logits(replace(pass_, rows=rows, table_update=update), wanted, lane)
+            logits.append(found if len(parts) == 1 else found.clone())
+            update = NO_UPDATE
+        if not len(head_rows):
+            return PassResult()
+        every = logits[0]
+        if len(parts) > 1:
+            order = np.argsort(np.concatenate([head_rows[np.isin(head_rows, part)] for part in parts]))
+            every = torch.cat(logits)[torch.from_numpy(order).to(self._device.name)]
+        return self._outputs.collect(pass_, self.resident, head_rows, every)
+
+    def _pieces(self, rows: Rows) -> list[NDArray[np.int64]]:
+        """The rows in parts that fit, contexts first: within a part the order is the pass's."""
+        spans = spans_of(int(rows.positions.max()) + 1)
+        most = min(MAX_ROWS, _MAX_ROW_SPANS // spans) // 2
+        if len(rows) <= most:
+            return [np.arange(len(rows))]
+        order = np.argsort(rows.positions, kind="stable")
+        return [np.sort(order[i : i + most]) for i in range(0, len(rows), most)]
+
+    def _logits(self, pass_: Pass, head_rows: Int32, lane: Lane) -> torch.Tensor:
+        """Of these rows; NaN where a sequence's K or V was not finite. They stand until the next pass."""
+        rows, model = pass_.rows, self._models[pass_.store]
+        arranged = arrange(rows, len(head_rows), model.kernels.rows_per_group)
+        spans = spans_of(int(rows.positions.max()) + 1)
+        graph = self._graphs.get(self._key(pass_, arranged, spans, Draw.NONE))
+        parcel = Parcel(lane.sent)
+        self._put_rows(parcel, arranged, head_rows, None)
+        parcel.set("out_width", arranged.head)
+        self._send(parcel, lane, pass_.table_update)
+        graph.replay()
+        logits = model.logits[: len(head_rows)]
+        broken = self._state.records[:, BROKEN].cpu().numpy() != 0
+        if broken[rows.seq_rows[head_rows]].any():
+            logits[torch.from_numpy(broken[rows.seq_rows[head_rows]]).to(self._device.name)] = np.nan
+        return logits
+
+    # What it is.
+
+    def kv(self, store: int, slots: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Copies of K and V at these slots, [layers, slots, kv_heads, head_dim]; for tests and debugging."""
+        model, at = self._models[store], torch.from_numpy(slots).to(self._device.name)
+        return model.k[:, at].float().cpu().numpy(), model.v[:, at].float().cpu().numpy()
+
+    def fingerprint(self, store: int = TARGET_STORE) -> dict[str, str]:
+        """The arithmetic, the kind of device it was proven on, dtypes and model shapes."""
+        return fingerprint([self._architectures[store]], self._device.describe()["gpu"])
+
+    def device(self) -> dict[str, str]:
+        """What the speed depends on."""
+        return self._device.describe()
+
+    def wrong_answers(self) -> tuple[str, ...]:
+        """The cases of the known-answer test that fail on this device."""
+        return answers.wrong_answers(self._device, self._architectures[TARGET_STORE].family)
+
+    def probes(self) -> list[KernelProbe]:
+        """The products, attention and draw of the target's model, each in the form that the number of rows asks for."""
+        return probes(self._models[TARGET_STORE], self._device, self.limits)
+
+    def close(self) -> None:
+        """Drop weights, stores and graphs."""
+        del self._graphs
+        self._models, self._lanes = [], []
+
+
+def _drawn(pass_: Pass) -> Int32:
+    return pass_.wanted.draw.rows if pass_.wanted.draw is not None else np.zeros(0, np.int32)
+
+
+def _is_cohort(pass_: Pass) -> bool:
+    """Whether the pass is one row for each of some sequences, all of which are fed back."""
+    rows, burst, draw = pass_.rows, pass_.burst, pass_.wanted.draw
+    assert burst is not None
+    assert draw is not None
+    count = len(draw.rows)
+    return bool(
+        count == len(burst.rows)
+        and draw.noise is None
+        and (draw.rows == np.arange(count)).all()
+        and (burst.rows == draw.rows).all()
+        and not rows.tail_lens[:count].any()
+        and (rows.slots[count:] == DUMP_SLOT).all()
+    )
+
+
+def update_columns(update: TableUpdate) -> tuple[Int32, Int32, Int32]:
+    """Rows, positions and slots."""
+    return update.seq_rows, update.positions, update.slots
+
+
+def _some(rows: Rows, at: NDArray[np.int64]) -> Rows:
+    return Rows(
+        rows.token_ids[at], rows.positions[at], rows.slots[at], rows.seq_rows[at], rows.prefix_lens[at], rows.tails[at],
+        rows.tail_lens[at],
+    )  # fmt: skip
+
+
+def _loaded(model: CudaModel, device: Device, limits: BackendLimits, loaded: Callable[[float], None]) -> DeviceModel:
+    arch = model.architecture
+    cos, sin = rope_tables(inverse_frequencies(arch.layers[0].rope, arch.head_dim), limits.context_len)
+    return DeviceModel(
+        Shapes.of(arch), arch.num_layers, model.read, cos, sin, num_slots=limits.num_slots + NUM_RESERVED,
+        max_rows=MAX_PLACES, context_len=limits.context_len, tied=arch.tied_head, device=device,
+        max_row_spans=_MAX_ROW_SPANS, head_rows=MAX_ROWS, loaded=loaded,
+    )  # fmt: skip
+
+
+def _report(progress: Progress, index: int, num_models: int, share: float) -> None:
+    progress("loading", (index + share) / num_models)
+
+
+def fingerprint(architectures: Sequence[Architecture], gpu: str) -> dict[str, str]:
+    """The fingerprint of a backend with these models, which need not be loaded for it."""
+    shapes = "\n".join(map(str, architectures))
+    return {
+        "backend": "cuda",
+        "arithmetic": ARITHMETIC,
+        "gpu": gpu,
+        "sampling": SAMPLING,
+        "weights": "bfloat16",
+        "kv_dtype": "bfloat16",
+        "shapes": hashlib.sha256(shapes.encode()).hexdigest()[:16],
+    }

@@ -1,0 +1,111 @@
+"""Where tensors live and kernels run: a GPU. The tests put a CPU in its place, with the same methods."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from verispec.backends.cuda.drawing import DrawKernels
+from verispec.backends.cuda.kernels import Kernels, undivided_products
+from verispec.backends.cuda.shapes import Shapes
+from verispec.backends.cuda.steps import StepKernels
+
+
+class Graph(Protocol):
+    """Work that was captured."""
+
+    def replay(self) -> None: ...
+
+
+class Event(Protocol):
+    """A point of the stream."""
+
+    def record(self) -> None: ...
+    def synchronize(self) -> None: ...
+
+
+class Device(Protocol):
+    """What the backend asks of the machine it runs on."""
+
+    @property
+    def name(self) -> str:
+        """As torch names it."""
+
+    def kernels(self, shapes: Shapes, cos: torch.Tensor, sin: torch.Tensor) -> Any: ...
+    def draws(self, vocab_size: int, rows: int) -> Any: ...
+    def steps(self) -> Any: ...
+    def capture(self, work: Callable[[], object]) -> Graph: ...
+    def host_words(self, count: int) -> torch.Tensor: ...
+    def event(self) -> Event: ...
+    def current(self) -> AbstractContextManager[object]: ...
+    def exact_products(self) -> AbstractContextManager[object]: ...
+    def describe(self) -> dict[str, str]: ...
+
+
+class Gpu:
+    """One CUDA device; compiled kernels are kept in `cache_folder`."""
+
+    def __init__(self, index: int = 0, cache_folder: Path | None = None) -> None:
+        self._index = index
+        self._folder = cache_folder
+        self.name = f"cuda:{index}"
+        self._side: Any = None  # the stream and the memory of captures, made when first needed
+        self._pool: Any = None
+        self._first: Any = None  # kept, because the memory of captures ends with the last graph that uses it
+
+    def kernels(self, shapes: Shapes, cos: torch.Tensor, sin: torch.Tensor) -> Kernels:
+        """Those of a model's passes."""
+        return Kernels(shapes, cos, sin, self._folder)
+
+    def draws(self, vocab_size: int, rows: int) -> DrawKernels:
+        """Those of the draw."""
+        return DrawKernels(vocab_size, rows, self._folder)
+
+    def steps(self) -> StepKernels:
+        """Those at both ends of a round."""
+        return StepKernels(self._folder)
+
+    def capture(self, work: Callable[[], object]) -> Graph:
+        """A graph of what `work` launches. It runs once before, so that everything is compiled and loaded."""
+        if self._side is None:
+            self._side, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+        here = torch.cuda.current_stream()
+        graph: Any = torch.cuda.CUDAGraph()
+        self._side.wait_stream(here)
+        with undivided_products(), torch.cuda.stream(self._side):
+            work()
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                work()
+            finally:
+                graph.capture_end()
+        here.wait_stream(self._side)
+        self._first = self._first or graph
+        captured: Graph = graph
+        return captured
+
+    def host_words(self, count: int) -> torch.Tensor:
+        """Memory of the host that copies need not wait for."""
+        return torch.zeros(count, dtype=torch.int32, pin_memory=True)
+
+    def event(self) -> Event:
+        """A new one."""
+        event: Event = torch.cuda.Event()
+        return event
+
+    def current(self) -> AbstractContextManager[object]:
+        """Makes it the thread's device."""
+        here: AbstractContextManager[object] = torch.cuda.device(self._index)
+        return here
+
+    def exact_products(self) -> AbstractContextManager[object]:
+        """For products outside of captured work."""
+        return undivided_products()
+
+    def describe(self) -> dict[str, str]:
+        """What speed depends on."""
+        return {"gpu": torch.cuda.get_device_name(self._index), "torch": torch.__version__}

@@ -1,0 +1,110 @@
+"""Passes under way: host memory for what is sent and for what comes back, and the ticket that waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from verispec.backends.cuda.compiler import CudaError
+from verispec.backends.cuda.device import Device
+from verispec.backends.cuda.steps import StepState
+from verispec.backends.protocol import BurstResult, DrawResult, PassResult
+from verispec.errors import BackendDeadError, DeviceMemoryError
+
+Int32 = NDArray[np.int32]
+_FIRST_WORDS = 1 << 12
+
+
+class Health:
+    """Whether the device still works. An error of CUDA is for ever; only memory that ran out is not."""
+
+    def __init__(self) -> None:
+        self._failure = ""
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Errors of the device inside are raised as verispec's."""
+        if self._failure:
+            raise BackendDeadError(self._failure)
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise DeviceMemoryError("the GPU's memory ran out in a pass: lower gpu_memory or kv_slots") from error
+        except (torch.AcceleratorError, CudaError) as error:
+            reason = str(error).split("\n", 1)[0]
+            self._failure = f"the GPU failed and cannot be used by this process any more: {reason}"
+            raise BackendDeadError(self._failure) from error
+
+
+class Lane:
+    """Host memory of one pass: it is free again when the pass has been read."""
+
+    def __init__(self, device: Device, state: StepState) -> None:
+        self.sent_words = device.host_words(state.max_words)
+        self.sent: Int32 = self.sent_words.numpy()
+        self._device = device
+        self._back_words = device.host_words(_FIRST_WORDS)
+        self._event = device.event()
+
+    def fetch(self, out: torch.Tensor, count: int) -> None:
+        """Start the copy back."""
+        if count > len(self._back_words):
+            self._back_words = self._device.host_words(1 << (count - 1).bit_length())
+        self._back_words[:count].copy_(out[:count], non_blocking=True)
+        self._event.record()
+
+    def wait(self) -> Int32:
+        """What came back, once it has."""
+        self._event.synchronize()
+        words: Int32 = self._back_words.numpy()
+        return words
+
+
+class Expected(NamedTuple):
+    """What comes back: `num_rounds` records of tokens and log-probabilities, `width` each. None: not wanted."""
+
+    num_rounds: int
+    width: int
+    num_drawn: int | None
+    num_fed: int | None
+
+    @property
+    def num_words(self) -> int:
+        """Of the whole."""
+        return self.num_rounds * 2 * self.width
+
+
+class CudaTicket:
+    """A pass on the device."""
+
+    def __init__(self, lane: Lane, lanes: list[Lane], expected: Expected, health: Health) -> None:
+        self._lane: Lane | None = lane
+        self._lanes, self._expected, self._health = lanes, expected, health
+        self._result = PassResult()
+
+    def result(self) -> PassResult:
+        """Wait for the device, once; the lane goes back to the others."""
+        if self._lane is not None:
+            lane, expected = self._lane, self._expected
+            with self._health.guarded():
+                words = lane.wait()[: expected.num_words].reshape(expected.num_rounds, 2, expected.width)
+            self._lane = None
+            draw = burst = None
+            if expected.num_drawn is not None:
+                tokens, logprobs = words[0, :, : expected.num_drawn]
+                draw = DrawResult(tokens.astype(np.int64), logprobs.view(np.float32).copy())
+            if expected.num_fed is not None:
+                tokens, logprobs = words[1:, :, : expected.num_fed].transpose(1, 2, 0)  # [S, rounds] each
+                accepted = np.where(words[:, 0, : expected.num_fed].T >= 0, 0, -1).astype(np.int32)
+                accepted[:, 0] = 0  # nothing is drafted: each round gives its one token, or none
+                nothing = np.zeros((*accepted.shape, 0), np.int64)
+                values = np.ascontiguousarray(logprobs).view(np.float32)
+                burst = BurstResult(tokens.astype(np.int64), values, nothing, accepted)
+            self._result = PassResult(draw=draw, burst=burst)
+            self._lanes.append(lane)
+        return self._result

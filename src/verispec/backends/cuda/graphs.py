@@ -1,0 +1,75 @@
+"""Captured rounds: one graph for each size of a pass and each way to draw, made when it is first needed."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+
+from verispec.backends.cuda.arrange import PADDING
+from verispec.backends.cuda.device import Device, Graph
+from verispec.backends.cuda.forward import DeviceModel, Plan
+from verispec.backends.cuda.steps import Parcel, StepSizes, StepState
+from verispec.backends.protocol import View
+
+
+class Draw(IntEnum):
+    """What follows the logits."""
+
+    NONE = 0
+    PLAIN = 1
+    FILTERED = 2
+
+
+class GraphKey(NamedTuple):
+    """What a graph is captured for; `single` of its rows are attended to one by one."""
+
+    store: int
+    view: View
+    sizes: StepSizes
+    single: int
+    spans: int
+    draw: Draw
+
+
+class Graphs:
+    """All captured rounds of a backend."""
+
+    def __init__(self, device: Device, models: list[DeviceModel], state: StepState, max_head_rows: int) -> None:
+        self._device, self._models, self._state = device, models, state
+        self._steps = device.steps()
+        self.draws = device.draws(models[0].shapes.vocab, max_head_rows)
+        self._graphs: dict[GraphKey, Graph] = {}
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def get(self, key: GraphKey) -> Graph:
+        """The graph, captured if it is not there. That overwrites what was sent: send behind it."""
+        found = self._graphs.get(key)
+        if found is None:
+            self._send_padding(key.sizes)
+            found = self._graphs[key] = self._device.capture(lambda: self._round(key))
+        return found
+
+    def _send_padding(self, sizes: StepSizes) -> None:
+        """What the run before a capture reads: rows of padding, or no members."""
+        words = self._device.host_words(self._state.max_words)
+        parcel = Parcel(words.numpy())
+        if not sizes.is_round:
+            parcel.put("rows", np.repeat(PADDING[:, None], sizes.rows, axis=1))
+        self._state.sent[: len(parcel)].copy_(words[: len(parcel)])
+
+    def _round(self, key: GraphKey) -> None:
+        model, state, sizes = self._models[key.store], self._state, key.sizes
+        plan = Plan(
+            rows=sizes.rows, forms=model.forms(sizes.rows, sizes.head_rows), single_rows=key.single, spans=key.spans,
+            groups=state.groups[: sizes.num_groups] if sizes.num_groups else None, head_rows=sizes.head_rows or -1,
+            view=key.view,
+        )  # fmt: skip
+        self._steps.begin(state, sizes)
+        logits = model.forward(state.inputs, plan, None if sizes.is_round else state.row_ids[: sizes.head_rows])
+        if key.draw:
+            self.draws.draw(logits, state.draws, sizes.head_rows, filters=key.draw is Draw.FILTERED)
+        self._steps.end(state, sizes, self.draws.token_ids, self.draws.logprobs, model.buffers.not_finite)

@@ -1,0 +1,149 @@
+"""The CUDA backend's host side on a CPU that stands in for the GPU: conformance, bursts, and the engine's equality."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from tests.backends import test_bursts as bursts  # noqa: E402
+from tests.backends import test_conformance as conformance  # noqa: E402
+from tests.backends import test_drafted_bursts as drafted  # noqa: E402
+from tests.backends.cuda import backend_check  # noqa: E402
+from tests.support.cuda_stand_in import StandIn  # noqa: E402
+from tests.support.passes import Tape  # noqa: E402
+from tests.support.tiny_models import TinyConfig, make_tensors  # noqa: E402
+from verispec.backends.cuda.backend import CudaBackend, CudaModel  # noqa: E402
+from verispec.config import EngineConfig  # noqa: E402
+from verispec.engine import Engine, Request  # noqa: E402
+from verispec.errors import BackendDeadError, DeviceMemoryError  # noqa: E402
+from verispec.spec.registry import make_drafters  # noqa: E402
+from verispec.spec.speculation import Speculation  # noqa: E402
+from verispec.types import SamplingParams  # noqa: E402
+
+pytestmark = pytest.mark.cuda
+
+
+def stand_in(family: str) -> CudaBackend:
+    configs = [TinyConfig(family=family, seed=seed, context_len=256) for seed in (1, 2)]
+    models = [CudaModel(c.architecture, make_tensors(c).__getitem__) for c in configs]
+    return CudaBackend(models, device=StandIn(), num_slots=conformance.NUM_SLOTS, num_seq_rows=8, max_tail=32)
+
+
+@pytest.fixture(params=["llama", "qwen2", "qwen3"])
+def backend(request: pytest.FixtureRequest) -> CudaBackend:
+    return stand_in(request.param)
+
+
+@pytest.fixture
+def family(backend: CudaBackend) -> tuple[int, ...]:
+    return (1, 4, 16, 64, 256)
+
+
+@pytest.fixture
+def make():
+    return lambda: stand_in("llama")
+
+
+test_chunks = conformance.test_chunks_and_shapes_do_not_matter
+test_neighbours = conformance.test_neighbours_and_index_do_not_matter
+test_trees = conformance.test_tree_rows_equal_plain_decoding
+test_siblings = conformance.test_a_tree_row_does_not_see_its_sibling
+test_views = conformance.test_views
+test_stores = conformance.test_stores_share_slot_ids_and_nothing_else
+test_recycled = conformance.test_recycled_rows_and_slots_keep_nothing
+test_wanted = conformance.test_wanted_results_agree
+test_children = conformance.test_children_are_those_of_the_shared_code
+test_distributions = conformance.test_a_distribution_lives_until_it_is_released
+test_stable = conformance.test_results_are_stable
+test_bad_arrays = conformance.test_bad_arrays_raise
+test_a_burst = bursts.test_a_burst_is_its_rounds
+test_from_state = bursts.test_a_burst_goes_on_from_where_the_last_left_it
+test_ended_rows = bursts.test_an_ended_row_disturbs_nobody_and_writes_nothing
+test_the_tables_end = bursts.test_a_burst_ends_with_the_table
+test_bad_bursts = bursts.test_bad_bursts_raise
+test_drafted_bursts = drafted.test_a_burst_is_its_rounds
+test_two_drafters = drafted.test_two_drafters_and_none_in_one_burst
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_what_the_gpu_check_compares(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend_check, "FAILED", [])
+    for check in (backend_check.check_bursts, backend_check.check_draws, backend_check.check_not_finite):
+        check(name, StandIn())
+    assert backend_check.FAILED == []
+
+
+@pytest.mark.parametrize("is_memory", [True, False])
+def test_a_failed_device_is_dead_and_memory_that_ran_out_is_not(is_memory: bool) -> None:
+    class Failing(StandIn):
+        fails = False
+
+        def capture(self, work):
+            if self.fails:
+                raise torch.OutOfMemoryError("no room") if is_memory else torch.AcceleratorError("illegal access")
+            return super().capture(work)
+
+    config, device = TinyConfig(context_len=256), Failing()
+    backend = CudaBackend(
+        [CudaModel(config.architecture, make_tensors(config).__getitem__)], device=device, num_slots=50, num_seq_rows=2
+    )
+    expected = Tape(backend, seq_row=1, first_slot=0).feed([1, 2, 3], shape=4)
+    device.fails = True
+    with pytest.raises(DeviceMemoryError if is_memory else BackendDeadError):
+        Tape(backend, seq_row=1, first_slot=0).feed([1] * 20, shape=32)  # another size: another capture
+    device.fails = False
+    if is_memory:
+        assert (Tape(backend, seq_row=1, first_slot=0).feed([1, 2, 3], shape=4) == expected).all()
+    else:
+        with pytest.raises(BackendDeadError, match="illegal access"):
+            Tape(backend, seq_row=1, first_slot=0).feed([1, 2, 3], shape=4)
+
+
+REQUESTS = [
+    {}, {"temperature": 1.0, "seed": 5}, {"temperature": 0.8, "top_k": 6, "seed": 6},
+    {"temperature": 1.0, "n": 2, "seed": 7}, {"temperature": 1.0, "repetition_penalty": 1.2, "seed": 8},
+    {"logprobs": 2}, {"temperature": 1.0, "top_p": 0.7, "seed": 9}, {"temperature": 1.0, "min_tokens": 9, "seed": 10},
+    {"prompt_logprobs": 1},
+]  # fmt: skip
+WAYS = {
+    "batch": {"max_burst": 1}, "bursts": {"max_burst": 6}, "two flights": {"depth": 2, "max_burst": 5},
+    "preemption": {"depth": 2, "num_slots": 90, "prefix_cache": False}, "chunks": {"depth": 2, "row_budget": 16},
+    "ngram": {"depth": 2},
+}  # fmt: skip
+
+
+def test_the_engine_gives_the_same_whatever_runs_beside() -> None:
+    """Alone or in a batch, by bursts and flights, with drafts, after preemption, from a warm cache; every parameter."""
+    backend = stand_in("llama")
+    requests = [
+        Request(conformance.PROMPT[3 * i :][: 9 + 5 * i], SamplingParams(max_tokens=20, **more), eos_ids=(3,))
+        for i, more in enumerate(REQUESTS)
+    ]
+
+    def outputs(engine: Engine, chosen: list[Request], method: str = "none") -> list[str]:
+        speculation, found = Speculation.of(method), {}
+        ids = [engine.add(replace(r, speculation=speculation, is_streamed=False)) for r in chosen]
+        while engine.has_work:
+            for event in engine.step():
+                if event.output is not None:
+                    found[event.request_id, event.sample_index] = event.output.digest
+        engine.check()
+        return [found[i, n] for i, r in zip(ids, chosen, strict=True) for n in range(r.params.n)]
+
+    def make(**changes: object) -> Engine:
+        config = EngineConfig(**{"num_slots": conformance.NUM_SLOTS, "max_running": 8, **changes})
+        return Engine(backend, family=(1, 4, 16, 64, 256), drafters=make_drafters(), config=config)
+
+    alone = [digest for request in requests for digest in outputs(make(max_burst=1, prefix_cache=False), [request])]
+    assert len(set(alone)) > len(requests) // 2
+    for name, changes in WAYS.items():
+        engine = make(**changes)
+        method = "ngram" if name == "ngram" else "none"
+        assert outputs(engine, requests, method) == alone, name
+        assert outputs(engine, requests[::-1], method)[-1] == alone[0], name  # the cache is warm
+    # The control: another seed.
+    other = [replace(r, params=replace(r.params, seed=99)) for r in requests]
+    assert outputs(make(), other) != alone
