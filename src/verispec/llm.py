@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, overload
@@ -187,7 +187,7 @@ class LLM(Runtime):
         Closing the iterator aborts the request. With `trace`, events tell of the drafts that were judged.
         """
         request = self.request(prompt, params, drafter=drafter, speculative=speculative)
-        return self._stream(replace(request, is_traced=trace))
+        return self.events(replace(request, is_traced=trace))
 
     @overload
     def chat(
@@ -284,7 +284,8 @@ class LLM(Runtime):
             raise NumericError(completion.error or "the model gave no log-probabilities")
         return ScoreResult(completion.prompt_ids, completion.prompt_logprobs)
 
-    def _stream(self, request: Request) -> Iterator[TokenEvent]:
+    def events(self, request: Request) -> Generator[TokenEvent, None, None]:
+        """`stream` for a request made by `request`."""
         num_left = request.params.n
         with Inbox(self.thread) as inbox:
             inbox.submit([request])

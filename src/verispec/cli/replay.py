@@ -1,7 +1,7 @@
 """`verispec replay`: receipts checked one by one, by running them again on the model.
 
 Receipts come from anywhere. They are read strictly, and nothing in one is used as a path: the model is the one that
--m names, or one of the known models that is already here. What a result says in words is in `replay_text`.
+-m names, or one of the known models that is already here. What a result says in words is in `receipt.report`.
 """
 
 from __future__ import annotations
@@ -136,8 +136,8 @@ def _replay_all(
 ) -> Iterator[tuple[str, ReplayResult]]:
     """Replay each receipt and print what came out, as it comes."""
     from verispec.cli.progress import CountDisplay
-    from verispec.cli.replay_text import as_object, as_text
     from verispec.receipt import replay as run_again
+    from verispec.receipt.report import as_object, as_text
 
     with CountDisplay("replaying", len(receipts)) as display:
         for name, receipt in receipts:

@@ -7,8 +7,8 @@ where; what to make of it is the caller's business.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple
@@ -108,14 +108,17 @@ class ReplayResult:
         return self.reproduced or (self.is_sound and not self.same_profile and self.tokens_equal)
 
 
-def replay(llm: LLM, receipt: Receipt, prompt_ids: Sequence[int] | None = None) -> ReplayResult:
+def replay(
+    llm: LLM, receipt: Receipt, prompt_ids: Sequence[int] | None = None, *, beside: str | None = None
+) -> ReplayResult:
     """Run the receipt's answer again on this model and compare. A private receipt needs its prompt's ids.
 
-    No stream of the LLM may be open; its prefix cache is empty afterwards. Raises InputError for a prompt that is not
-    the receipt's, and for a receipt that this engine cannot run although nothing is wrong with it.
+    It has the engine alone, and leaves its prefix cache empty; with `beside`, a salt, it is drawn token by token among
+    the requests of others, which is slower and disturbs nobody. Raises InputError for a prompt that is not the
+    receipt's, and for a receipt that this engine cannot run although nothing is wrong with it.
     """
     _check_sampling(receipt.profile)
-    ids = _prompt_ids(receipt, prompt_ids)
+    ids = known_prompt(receipt, prompt_ids)
     result = ReplayResult(
         model=llm.identity.name,
         is_edited=receipt.is_edited,
@@ -126,7 +129,9 @@ def replay(llm: LLM, receipt: Receipt, prompt_ids: Sequence[int] | None = None) 
         notes=_notes(llm, receipt),
     )
     try:
-        return _compared(result, llm, receipt, ids)
+        _check_runnable(llm, receipt, ids)
+        found = _rerun(llm, receipt, ids) if beside is None else _drawn_again(llm, receipt, ids, salt=beside)
+        return _compared(result, found, receipt, ids)
     except InputError as error:
         if result.is_sound:
             raise
@@ -142,7 +147,8 @@ def _check_sampling(profile: ProfileRecord) -> None:
         )
 
 
-def _prompt_ids(receipt: Receipt, given: Sequence[int] | None) -> tuple[int, ...]:
+def known_prompt(receipt: Receipt, given: Sequence[int] | None) -> tuple[int, ...]:
+    """The receipt's own prompt, or the given one, if it is that."""
     recorded = receipt.prompt.token_ids
     if given is None:
         if recorded is None:
@@ -196,9 +202,8 @@ def _profile_differences(recorded: ProfileRecord, found: ProfileRecord) -> tuple
     return tuple(FieldDifference(n, one.get(n), other.get(n)) for n in names if one.get(n) != other.get(n))
 
 
-def _compared(result: ReplayResult, llm: LLM, receipt: Receipt, prompt_ids: tuple[int, ...]) -> ReplayResult:
+def _compared(result: ReplayResult, found: _Found, receipt: Receipt, prompt_ids: tuple[int, ...]) -> ReplayResult:
     recorded = receipt.output
-    found = _rerun(llm, receipt, prompt_ids)
     token, num_equal = None, len(recorded.token_ids)
     index = _first_difference(recorded.token_ids, found.entries, ended=found.finish is not None)
     if index is not None:
@@ -229,11 +234,9 @@ class _Found(NamedTuple):
 
 def _rerun(llm: LLM, receipt: Receipt, prompt_ids: tuple[int, ...]) -> _Found:
     recorded = receipt.output.token_ids
-    _check_runnable(llm, receipt, prompt_ids)
     drafter = RecordedDrafter(prompt_ids + recorded)
     max_len = min(receipt.parameters.max_len, llm.longest)
-    max_tokens = receipt.parameters.sampling.max_tokens
-    limit = min(receipt.parameters.max_len, math.inf if max_tokens is None else len(prompt_ids) + max_tokens)
+    limit = _limit(receipt, prompt_ids)
     entries: list[TokenLogprob] = []
     num_steps = 0
     with llm.separate_engine(
@@ -252,6 +255,36 @@ def _rerun(llm: LLM, receipt: Receipt, prompt_ids: tuple[int, ...]) -> _Found:
             if _first_difference(recorded, entries, ended=False) is not None:
                 break
     return _Found(entries, None, num_steps, None)
+
+
+def _drawn_again(llm: LLM, receipt: Receipt, prompt_ids: tuple[int, ...], *, salt: str) -> _Found:
+    request = drawn_request(llm, receipt, prompt_ids, salt=salt)
+    entries: list[TokenLogprob] = []
+    with closing(llm.events(request)) as events:
+        for event in events:
+            entries += event.logprobs
+            if (output := event.output) is not None:
+                is_cut = output.finish_reason is FinishReason.LENGTH
+                is_cut = is_cut and len(prompt_ids) + len(entries) < _limit(receipt, prompt_ids)
+                return _Found(entries, None if is_cut else output.finish_reason, output.stats.passes, output.error)
+            if _first_difference(receipt.output.token_ids, entries, ended=False) is not None:
+                break
+    return _Found(entries, None, 0, None)
+
+
+def drawn_request(llm: LLM, receipt: Receipt, prompt_ids: tuple[int, ...], *, salt: str) -> Request:
+    """The request as it was, for the engine that all share; the recorded length limit becomes one of tokens."""
+    request = _request(llm, receipt, prompt_ids)
+    max_tokens = min(_limit(receipt, prompt_ids), llm.max_len) - len(prompt_ids)
+    min_tokens = min(request.params.min_tokens, max_tokens)
+    params = replace(request.params, max_tokens=max_tokens, min_tokens=min_tokens)
+    return replace(request, params=params, salt=salt)
+
+
+def _limit(receipt: Receipt, prompt_ids: tuple[int, ...]) -> int:
+    """The most positions that the answer could have had."""
+    max_tokens, max_len = receipt.parameters.sampling.max_tokens, receipt.parameters.max_len
+    return max_len if max_tokens is None else min(max_len, len(prompt_ids) + max_tokens)
 
 
 def _check_runnable(llm: LLM, receipt: Receipt, prompt_ids: tuple[int, ...]) -> None:

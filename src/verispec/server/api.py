@@ -316,6 +316,14 @@ class GenerateRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     verispec: Extension | None = None
 
 
+class ReplayRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    """/verispec/replay and /verispec/check: a receipt, or the id of one that this server keeps."""
+
+    id: str | None = None
+    receipt: dict[str, Any] | None = None
+    prompt_ids: TokenIds | None = None
+
+
 class TokensRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     """/inference/v1/generate: tokens in, tokens out. `sampling_params` are the fields of /v1/completions."""
 

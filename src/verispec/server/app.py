@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route as StarletteRoute
 from starlette.types import ASGIApp
 
-from verispec.server import api, ops, tokens
+from verispec.server import api, audits, ops, tokens
 from verispec.server.chat import chat_completions
 from verispec.server.completions import completions
 from verispec.server.core import Core
@@ -75,6 +75,9 @@ ROUTES = (
     Route("/tokenize", tokens.tokenize, api.TokenizeRequest),
     Route("/detokenize", tokens.detokenize, api.DetokenizeRequest),
     Route("/apply-template", tokens.apply_template, api.TemplateRequest),
+    Route("/verispec/receipts/{name}", audits.receipt),
+    Route("/verispec/replay", audits.replay_receipt, api.ReplayRequest),
+    Route("/verispec/check", audits.check, api.ReplayRequest),
     Route("/health", ops.health),
     Route("/ready", ops.ready),
     Route("/metrics", ops.metrics),

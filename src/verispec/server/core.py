@@ -10,7 +10,8 @@ import asyncio
 import hashlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from verispec.engine import Request
 from verispec.errors import InputError, QueueFullError, VerispecError
 from verispec.llm import LLM
 from verispec.receipt import Receipt
+from verispec.receipt.values import check_recordable
 from verispec.server.api import Extension, Sampling, Speculative
 from verispec.server.errors import ApiError
 from verispec.server.metrics import Metrics
@@ -178,6 +180,7 @@ class Answer:
         if self.call.extension.receipt:
             request = self._requests[index // self.call.params.n]
             self.receipts[index] = self.core.llm.receipt_of(request, output)
+            self.core.metrics.receipts.inc()
 
     def extension(self, index: int | None = None) -> dict[str, Any]:
         """What only this server reports, of the whole answer or, at its end, of one choice."""
@@ -244,11 +247,12 @@ class Core:
         self.fingerprint = _fingerprint(llm)
         self._async = AsyncLLM(llm)
         self._answers: dict[Answer, int] = {}
+        self._audits: dict[object, int] = {}
 
     @property
     def num_samples(self) -> int:
         """Samples that run or wait."""
-        return sum(self._answers.values())
+        return sum(self._answers.values()) + sum(self._audits.values())
 
     @property
     def failure(self) -> str | None:
@@ -273,6 +277,24 @@ class Core:
         answer = Answer(self, call, self._async.open(requests, max_pending=settings.max_pending), requests)
         self._answers[answer] = call.num_choices
         return answer
+
+    @contextmanager
+    def audit(self, num_samples: int, *, max_audits: int) -> Iterator[None]:
+        """Count an audit as so many samples, as long as it runs. Raises QueueFullError when there is no room."""
+        if self.is_draining:
+            raise ApiError(503, "the server is stopping", code="stopping")
+        if len(self._audits) >= max_audits or self.num_samples + num_samples > self.settings.max_samples:
+            raise QueueFullError("too many requests run or wait already; try again later")
+        token = object()
+        self._audits[token] = num_samples
+        try:
+            yield
+        finally:
+            del self._audits[token]
+
+    def open(self, requests: Sequence[Request]) -> Stream:
+        """A stream over requests that are nobody's answer."""
+        return self._async.open(requests)
 
     def leave(self, answer: Answer) -> None:
         """An answer has come to its end."""
@@ -301,8 +323,10 @@ class Core:
 
     def _request(self, call: Call, prompt_ids: Sequence[int]) -> Request:
         params, asked = call.params, call.extension
-        if asked.receipt and asked.committed_ids:
-            raise InputError("verispec.receipt cannot be had together with verispec.committed_ids")
+        if asked.receipt:
+            check_recordable(params)
+            if asked.committed_ids:
+                raise InputError("verispec.receipt cannot be had together with verispec.committed_ids")
         return Request(
             prompt_ids=prompt_ids,
             params=params,

@@ -1,0 +1,93 @@
+"""/verispec/receipts, /verispec/replay and /verispec/check: whether answers are what they should be.
+
+They are requests like any other: they wait in the same queue, count against the same limits, and disturb nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from typing import Any
+
+from verispec.engine import Request
+from verispec.errors import InputError
+from verispec.receipt import Receipt, parse, replay
+from verispec.receipt.report import as_object
+from verispec.receipt.rerun import drawn_request, known_prompt
+from verispec.server.api import ReplayRequest
+from verispec.server.core import Core
+from verispec.server.errors import ApiError
+from verispec.server.http import Received, Reply, json_reply
+from verispec.spec.speculation import OFF, Speculation
+from verispec.types import SampleOutput
+
+CROWD = 6  # requests of others beside the one that is checked
+_MAX_AUDITS = 4  # that run at one time; each waits for its answers on a thread
+
+
+async def receipt(core: Core, received: Received) -> Reply:
+    """A receipt that was asked for with an answer."""
+    found = core.receipts.find(received.request.path_params["name"], received.tenant)
+    return Reply(found.to_json().encode(), headers={"Content-Disposition": 'attachment; filename="receipt.json"'})
+
+
+async def replay_receipt(core: Core, received: Received) -> Reply:
+    """Draw a receipt's answer again and compare every token and log-probability."""
+    recorded, prompt_ids = _asked(core, received)
+    with core.audit(1, max_audits=_MAX_AUDITS):
+        result = await asyncio.to_thread(replay, core.llm, recorded, prompt_ids, beside=received.tenant)
+    core.metrics.replays.inc()
+    core.metrics.replay_failures.inc(not result.agrees)
+    return json_reply(as_object(result, recorded))
+
+
+async def check(core: Core, received: Received) -> Reply:
+    """Draw a receipt's answer under other circumstances: the digests must all be the same."""
+    recorded, prompt_ids = _asked(core, received)
+    request = drawn_request(core.llm, recorded, known_prompt(recorded, prompt_ids), salt=received.tenant)
+    found: list[dict[str, Any]] = []
+    with core.audit(CROWD + 1, max_audits=_MAX_AUDITS):
+        for name, batch in _circumstances(core, request):
+            output = await _answered(core, batch)
+            found.append({"circumstance": name, "digest": output.digest, "num_tokens": len(output.logprobs)})
+    recorded_ids = list(recorded.output.token_ids)
+    equal = len({each["digest"] for each in found}) == 1 and output.token_ids == tuple(recorded_ids)
+    return json_reply({"equal": equal, "runs": found})
+
+
+def _circumstances(core: Core, request: Request) -> list[tuple[str, list[Request]]]:
+    """Batches whose first request is the one that is checked."""
+    seed = request.params.seed or 0
+    others = [
+        replace(
+            request, params=replace(request.params, seed=(seed + 1 + i) % 2**53), prompt_ids=request.prompt_ids[i % 2 :]
+        )
+        for i in range(CROWD)
+        if len(request.prompt_ids) > 1
+    ]
+    alone = replace(request, speculation=Speculation(OFF))
+    drafters = [name for name in core.llm.drafter_names if name != OFF]
+    drafted = [(f"drafter {name}", [replace(request, speculation=Speculation(name))]) for name in drafters]
+    cold = replace(alone, salt=f"{request.salt} cold")
+    return [("drafter none", [alone]), ("without cached prefix", [cold]), *drafted, ("in a crowd", [request, *others])]
+
+
+async def _answered(core: Core, batch: list[Request]) -> SampleOutput:
+    async with core.open(batch) as stream:
+        while events := await stream.take():
+            for event in events:
+                if event.request_id == stream.request_ids[0] and event.output is not None:
+                    if event.output.error is not None:
+                        raise ApiError(500, f"the engine failed: {event.output.error}", code="engine_error")
+                    return event.output
+    raise ApiError(503, "the server ended the request: it is stopping", code="aborted")
+
+
+def _asked(core: Core, received: Received) -> tuple[Receipt, list[int] | None]:
+    body = received.parsed(ReplayRequest)
+    if (body.id is None) == (body.receipt is None):
+        raise InputError("receipt: give either a receipt or the id of one")
+    if body.id is not None:
+        return core.receipts.find(body.id, received.tenant), body.prompt_ids
+    return parse(json.dumps(body.receipt)), body.prompt_ids

@@ -1,0 +1,93 @@
+"""Receipts over HTTP: kept for their key, replayed beside others, and checked under other circumstances."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.served import Served, chat_body, serving
+from verispec.llm import LLM
+from verispec.receipt import parse, replay
+
+KEYS = ("key-of-one-1", "key-of-two-2")
+
+
+@pytest.fixture(scope="module")
+def keyed(chat_llm: LLM) -> Iterator[Served]:
+    with serving(chat_llm, api_keys=KEYS, max_receipts=3) as server:
+        yield server
+
+
+def receipt_of(served: Served, content: str = "hello", **fields: Any) -> tuple[str, dict[str, Any]]:
+    receipt_id = served.chat(content, verispec={"receipt": True}, **fields)["verispec"]["receipt"]
+    answer = served.client.get(f"/verispec/receipts/{receipt_id}")
+    assert answer.status_code == 200
+    return receipt_id, answer.json()
+
+
+def test_a_receipt_over_http_is_the_librarys(keyed: Served, chat_llm: LLM) -> None:
+    _, receipt = receipt_of(keyed, temperature=1.0)
+    assert replay(chat_llm, parse(json.dumps(receipt))).reproduced
+
+
+def test_only_the_key_that_made_it_reads_it(keyed: Served) -> None:
+    receipt_id, _ = receipt_of(keyed)
+    for path in (f"/verispec/receipts/{receipt_id}", "/verispec/receipts/rcpt-0", "/verispec/receipts/..%2f..%2fetc"):
+        assert httpx.get(keyed.url + path, headers={"x-api-key": KEYS[1]}).status_code == 404
+
+
+def test_the_oldest_is_forgotten(keyed: Served) -> None:
+    first, _ = receipt_of(keyed, "first")
+    for i in range(3):
+        receipt_of(keyed, f"later {i}")
+    assert keyed.client.get(f"/verispec/receipts/{first}").status_code == 404
+
+
+@pytest.mark.parametrize("fields", [{"temperature": 1.0}, {"temperature": 0}, {"max_tokens": None, "stop": ["e"]}])
+def test_replay_finds_it_again_and_finds_what_was_changed(keyed: Served, fields: dict[str, Any]) -> None:
+    receipt_id, receipt = receipt_of(keyed, **fields)
+    for body in ({"id": receipt_id}, {"receipt": receipt}):
+        found = keyed.post("/verispec/replay", body).json()
+        assert found["reproduced"] is True, found
+    ids = receipt["output"]["token_ids"]
+    place = len(ids) // 2
+    ids[place] = (ids[place] + 1) % 250
+    found = keyed.post("/verispec/replay", {"receipt": receipt}).json()
+    assert found["reproduced"] is False
+    assert found["edited"] is True
+    position = len(receipt["prompt"]["token_ids"]) + place
+    assert found["first_token_difference"]["position"] == position
+
+
+def test_check_gives_one_digest_whatever_the_circumstances(keyed: Served, chat_llm: LLM) -> None:
+    receipt_id, receipt = receipt_of(keyed, temperature=1.0, ignore_eos=True)
+    found = keyed.post("/verispec/check", {"id": receipt_id}).json()
+    assert found["equal"] is True
+    names = [run["circumstance"] for run in found["runs"]]
+    assert {"drafter none", "drafter ngram", "in a crowd", "without cached prefix"} <= set(names)
+    receipt["output"]["token_ids"][0] ^= 1  # control
+    assert keyed.post("/verispec/check", {"receipt": receipt}).json()["equal"] is False
+    assert not keyed.core.num_samples
+
+
+@pytest.mark.parametrize("body", [{}, {"receipt": {}}, {"receipt": {"format": 99}}, {"receipt": {}, "id": "x"}])
+def test_what_is_no_receipt_is_refused(keyed: Served, body: dict[str, Any]) -> None:
+    for path in ("/verispec/replay", "/verispec/check"):
+        answer = keyed.post(path, body)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"]
+
+
+def test_requests_that_can_have_no_receipt(keyed: Served) -> None:
+    for extension in ({"receipt": True, "deterministic": False}, {"receipt": True, "committed_ids": [[5]]}):
+        assert keyed.post("/v1/chat/completions", chat_body(verispec=extension)).status_code == 400
+
+
+def test_audits_are_limited(keyed: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    receipt_id, _ = receipt_of(keyed)
+    monkeypatch.setattr("verispec.server.audits._MAX_AUDITS", 0)
+    assert keyed.post("/verispec/replay", {"id": receipt_id}).status_code == 429
