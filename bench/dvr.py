@@ -236,7 +236,7 @@ def replay(bench: Bench) -> Iterator[str]:
     yield "|---|---|---|---|---|"
     for window_len, running in ((8, 1), (16, 1), (32, 1), (64, 1), (128, 1), (16, 4), (32, 4), (16, 8)):
         engine = bench.engine(running=running, draft_len=window_len)
-        commit, timed = engine._scheduler.commit, []  # type: ignore[var-annotated]
+        commit, timed = engine._committer.commit, []  # type: ignore[var-annotated]
 
         def note(step: Step, now: float, commit: Any = commit, timed: list[Any] = timed) -> Any:
             canonical = [t for t in step.turns if t.is_canonical and isinstance(t.draft, Draft)]
@@ -245,7 +245,7 @@ def replay(bench: Bench) -> Iterator[str]:
                 timed.append((sum(rows), canonical[0].seconds))
             return commit(step, now)
 
-        engine._scheduler.commit = note  # type: ignore[method-assign]
+        engine._committer.commit = note  # type: ignore[method-assign]
         new = window_len * 2 + 4
         offline(engine, bench.requests(100, "decode", new=new)[: 2 * running])
         rows, seconds = (statistics.median(column) for column in zip(*timed, strict=True))

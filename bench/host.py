@@ -7,7 +7,8 @@
 `steps` is a step of n sequences, one round each, by drafter; `tokens` a committed token of 1,024 requests, of which 256
 run at once, from `LLM.run` to its completions; `streams` one of 32 streams whose events go to an asyncio loop;
 `cache` a step of 8 sequences while the prefix cache is full, so that each needs an eviction; `waiting` such a step in
-front of a queue; `evict` and `prefix` are the prefix cache's operations alone. Figures of one part are measured in
+front of a queue; `evict` and `prefix` are the prefix cache's operations alone; `native` is the share of CPU time
+outside the kernels, with a real model. Figures of one part are measured in
 turns, so that their ratios can be trusted on a noisy machine. CPU time is that of the whole process.
 """
 
@@ -45,7 +46,7 @@ from verispec.types import NoText, SamplingParams, TextSink, TokenEvent
 VOCAB = 32_000
 REPEATS, NEW = 17, VOCAB - 1  # the backend's text repeats itself after so many tokens: n-grams are right, or not found
 RUNNING = 256
-SHAPES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+SHAPES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)  # the largest is the row budget: prompts come in beside 256
 CONTEXT_LEN = 1 << 20
 PROMPT_LEN = 16
 NODE_LEN = 10  # slots of a cached prefix
@@ -59,6 +60,7 @@ class InstantBackend:
     def __init__(self, num_slots: int, period: int = REPEATS) -> None:
         self.limits = BackendLimits(VOCAB, CONTEXT_LEN, num_slots, RUNNING, max_tail=64)
         self._period = period
+        self._logprobs = np.full(RUNNING * 32, -1, np.float32)
 
     def bind(self, seq_row: int, sampler: Sampler) -> None:
         pass
@@ -68,13 +70,11 @@ class InstantBackend:
         if draw is None:
             return ReadyTicket(PassResult())
         found = None
-        if burst is not None:
+        if burst is not None and burst.num_rounds:
             t = pass_.rows.positions[burst.rows][:, None] + 2 + np.arange(burst.num_rounds)
-            tokens = (t % self._period).astype(np.int64)
-            found = BurstResult(tokens, np.full(tokens.shape, -1, np.float32))
-        token_ids = ((pass_.rows.positions[draw.rows] + 1) % self._period).astype(np.int64)
-        drawn = DrawResult(token_ids, np.full(len(token_ids), -1, np.float32))
-        return ReadyTicket(PassResult(drawn, burst=found))
+            found = BurstResult(t % self._period, self._logprobs[: t.size].reshape(t.shape))
+        token_ids = (pass_.rows.positions[draw.rows] + 1) % self._period
+        return ReadyTicket(PassResult(DrawResult(token_ids, self._logprobs[: len(token_ids)]), burst=found))
 
     def close(self) -> None:
         pass
@@ -82,12 +82,15 @@ class InstantBackend:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One figure: `run(n)` does something n times over; `goal` is the most that one of them should cost."""
+    """One figure: `run(n)` does something n times over; `goal` is the most that one of them should cost.
+
+    Of a share, `run` gives n times its value in per cent.
+    """
 
     part: str
     name: str
-    unit: str  # "ms" or "us"
-    run: Callable[[int], None]
+    unit: str  # "ms", "us" or "%"
+    run: Callable[[int], float | None]  # may say itself what it cost
     goal: float | None = None
     most: int = 1_000_000  # times that `run` may do it at once; it is called about 8 times in all
     size: int = 1  # things that one of them does, which share its cost
@@ -116,14 +119,14 @@ def measure(cases: list[Case], *, repeats: int, seconds: float) -> Iterator[Figu
     for _ in range(repeats):
         for case in cases:
             num = times[case.name]
-            values[case.name].append(cpu_time(case, num) / num / case.size * {"ms": 1e3, "us": 1e6}[case.unit])
+            values[case.name].append(cpu_time(case, num) / num / case.size * {"ms": 1e3, "us": 1e6, "%": 1}[case.unit])
     return (Figure(case, values[case.name]) for case in cases)
 
 
 def cpu_time(case: Case, num: int) -> float:
     start = time.process_time()
-    case.run(num)
-    return time.process_time() - start
+    found = case.run(num)
+    return time.process_time() - start if found is None else found
 
 
 def bare_engine(num_slots: int, *, running: int, waiting: int, burst: int = 1, period: int = REPEATS) -> Engine:
@@ -146,7 +149,7 @@ def make_engine(
     params = SamplingParams(max_tokens=num_slots // running - PROMPT_LEN, seed=0)
     for i in range(running + waiting):
         engine.add(Request([i % VOCAB, *range(PROMPT_LEN - 1)], params, Speculation(drafter)))
-    while engine.num_running < running or any(not s.output for s in engine._scheduler.running):
+    while engine.num_running < running or any(not s.logprobs for s in engine._roster.running):
         engine.step()
     return engine
 
@@ -344,6 +347,39 @@ def prefix_cases(quick: bool) -> Iterable[Case]:
         yield Case("prefix", f"{length:,} tokens matched, held, let go", "us", run)
 
 
+def native_cases(quick: bool) -> Iterable[Case]:
+    """Of one sequence's decoding on the native backend with a real model, the CPU time outside the kernels."""
+    llm = LLM("smollm2-135m", backend="native", drafter="none", threads=1)
+    kernels = llm.backend._kernels  # type: ignore[attr-defined]
+    call, inside = kernels.call, [0.0]
+
+    def timed(*arguments: Any) -> Any:
+        start = time.process_time()
+        try:
+            return call(*arguments)
+        finally:
+            inside[0] += time.process_time() - start
+
+    kernels.call = timed
+    params = SamplingParams(max_tokens=64 if quick else 256, ignore_eos=True)
+
+    def share(streamed: bool) -> Callable[[int], float]:
+        def run(num: int) -> float:
+            inside[0], start = 0.0, time.process_time()
+            for _ in range(num):
+                if streamed:
+                    for _event in llm.stream("Once upon a time", params):
+                        pass
+                else:
+                    llm.generate("Once upon a time", params)
+            return 100 * (1 - inside[0] / (time.process_time() - start)) * num
+
+        return run
+
+    yield Case("native", "outside the kernels, one sequence", "%", share(streamed=False), 3, most=1)
+    yield Case("native", "outside the kernels, one stream", "%", share(streamed=True), None, most=1)
+
+
 PARTS: dict[str, Callable[[bool], Iterable[Case]]] = {
     "steps": step_cases,
     "tokens": token_cases,
@@ -352,6 +388,7 @@ PARTS: dict[str, Callable[[bool], Iterable[Case]]] = {
     "waiting": waiting_cases,
     "evict": evict_cases,
     "prefix": prefix_cases,
+    "native": native_cases,
 }
 
 

@@ -182,6 +182,13 @@ class Stored(NamedTuple):
     nodes: frozenset[int] = frozenset()
 
 
+_CHAIN = tuple(range(NO_PARENT, 1024))
+
+
+def _chain_parents(length: int) -> tuple[int, ...]:
+    return _CHAIN[:length] if length <= len(_CHAIN) else tuple(range(NO_PARENT, length - 1))
+
+
 @dataclass(frozen=True, slots=True)
 class Draft:
     """A guess at what comes next: a token tree. `parents[i]` is a node index below i, or NO_PARENT for a root's child.
@@ -202,7 +209,7 @@ class Draft:
     def chain(cls, token_ids: Iterable[int]) -> Draft:
         """The linear tree over `token_ids`."""
         ids = tuple(token_ids)
-        return cls(ids, tuple(range(-1, len(ids) - 1)))
+        return cls(ids, _chain_parents(len(ids)))
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -210,7 +217,7 @@ class Draft:
     @property
     def is_chain(self) -> bool:
         """Whether every node hangs under the one before it."""
-        return self.parents == tuple(range(-1, len(self.token_ids) - 1))
+        return self.parents == _chain_parents(len(self.token_ids))
 
     @property
     def depth(self) -> int:
@@ -230,11 +237,11 @@ class Draft:
 
     def is_valid(self, *, vocab_size: int, max_nodes: int) -> bool:
         """Whether the tree is well formed and every token exists: a drafter's output is untrusted input."""
-        return (
-            len(self.parents) == len(self.token_ids) <= max_nodes
-            and all(isinstance(t, int) and 0 <= t < vocab_size for t in self.token_ids)
-            and all(isinstance(p, int) and NO_PARENT <= p < i for i, p in enumerate(self.parents))
-        )
+        ids, parents = self.token_ids, self.parents
+        if len(parents) != len(ids) or len(ids) > max_nodes or not set(map(type, (*ids, *parents))) <= {int}:
+            return False
+        in_vocabulary = not ids or (min(ids) >= 0 and max(ids) < vocab_size)
+        return in_vocabulary and (self.is_chain or all(NO_PARENT <= p < i for i, p in enumerate(parents)))
 
 
 NO_DRAFT = Draft()
@@ -300,9 +307,9 @@ class TokenLogprob(NamedTuple):
 class SequenceStats:
     """Counters of one sequence. Reported, never read by a decision.
 
-    `passes` are the canonical passes of the target the sequence took part in, `fast_passes` its fast ones, those of
-    regular decoding included, `draft_passes` those of a drafter's own model. `replays` are the canonical passes that
-    verified regularly decoded tokens, `mismatches` those of them that found another token, and `recomputed` the tokens
+    `passes` are the canonical passes of the target the sequence took part in, `fast_passes` its fast ones, those that
+    fill windows included, `draft_passes` those of a drafter's own model. `replays` are the canonical passes that
+    verified windows, `mismatches` those of them that found another token, and `recomputed` the tokens
     dropped for that. `longest_stall` is the longest this sequence, running in fast passes, waited for a replay of
     others, `stall_caused` its share of the time that its replays made such sequences wait. `chosen` counts the steps by
     what was planned for the sequence; `chosen_because` and `no_draft_reason` speak of the last step they apply to.

@@ -86,6 +86,8 @@ def test_a_burst_is_its_single_rounds(num_rounds: int, drafter: str, depth: int)
     for request in ends(drafter):
         bursts.watched.add(request)
     outputs = bursts.watched.finish()
+    bursts.watched.ask(params=replace(PLAIN, max_tokens=50), speculation=Speculation(drafter))  # nobody comes or goes
+    bursts.watched.finish()
     assert {o.finish_reason for o in outputs.values()} == {FinishReason.LENGTH, FinishReason.STOP}
     assert max(bursts.late.rounds) == min(num_rounds, 16 if drafter == "none" else 15)  # as long as a window
     if drafter == "none":  # a step of windows has two passes anyway
@@ -150,12 +152,38 @@ def test_control_a_wrong_round_is_found() -> None:
 # Where bursts end.
 
 
-def test_a_burst_is_no_longer_than_what_is_left() -> None:
-    """20 tokens: 1 by the prompt's pass, then 16 and 3, in two bursts."""
-    bursts = Bursts(16)
-    bursts.watched.ask(params=PLAIN, speculation=Speculation("none"))
-    bursts.watched.finish()
-    assert bursts.late.rounds == [1, 16, 3]
+@pytest.mark.parametrize(("is_streamed", "expected"), [(True, [1, 16, 3]), (False, [16, 4])])
+def test_a_burst_is_no_longer_than_what_is_left(is_streamed: bool, expected: list[int]) -> None:
+    """20 tokens in bursts of up to 16. The prompt's pass is their first round, unless a client waits for its token."""
+    assert offline([Request(PROMPT, PLAIN, Speculation("none"), is_streamed=is_streamed)], max_burst=16) == expected
+
+
+def test_prompts_ride_in_the_first_round_of_a_burst() -> None:
+    """As requests come and go, nobody's rounds become single ones."""
+    requests = [
+        Request((*PROMPT, i % 8), replace(PLAIN, seed=i, max_tokens=8 + i), Speculation("none"), is_streamed=False)
+        for i in range(9)
+    ]
+    rounds = offline(requests, max_burst=4, max_running=3)
+    assert rounds.count(1) <= 1
+    assert rounds.count(4) > 8
+
+
+def offline(requests: list[Request], **config: int) -> list[int]:
+    """The rounds of every pass of a batch; each output is the oracle's."""
+    backend = LateBackend(FakeBackend(vocab_size=VOCAB_SIZE, num_slots=500))
+    engine = Engine(
+        backend, family=(1, 8, 64), drafters={"none": NoDrafter()}, cost=CHEAP,
+        config=EngineConfig(num_slots=500, **config),
+    )  # fmt: skip
+    ids = {engine.add(request): request for request in requests}
+    outputs = {}
+    while engine.has_work:
+        outputs |= {event.request_id: event.output for event in engine.step() if event.output is not None}
+        engine.check()
+    for request_id, request in ids.items():
+        assert facts(outputs[request_id]) == facts(oracle(request)[0])
+    return backend.rounds
 
 
 def test_a_stop_string_wastes_no_more_than_one_burst() -> None:
@@ -402,10 +430,10 @@ def preempt_at(border: int, wrap: Callable[[Backend], Backend] = lambda backend:
     watched.ask((1, 1), EDITED, speculation=Speculation("none"))
     for _ in range(border):
         watched.step()
-    running = list(watched.engine._scheduler.running)
+    running = list(watched.engine._roster.running)
     rows = [s.kv.seq_row for s in running]
     for sequence in running:
-        watched.engine._scheduler._preempt(sequence)
+        watched.engine._roster.preempt(sequence)
     watched.step()
     if len(running) == 2:
         assert [s.kv.seq_row for s in running] == rows[::-1]

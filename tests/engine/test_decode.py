@@ -345,7 +345,7 @@ def test_rollback_under_preemption() -> None:
     watched = Watched(
         6, agreeing=True, redraw=AtRate(0.25, vocab_size=VOCAB_SIZE), num_slots=56, prefix_cache=False, row_budget=8
     )
-    for i in range(36):
+    for i in range(48):
         watched.ask((i % 3, 1, 2), replace(SAMPLED, max_tokens=25, seed=i))
     watched.finish()
     assert watched.totals.preemptions > 10
@@ -361,7 +361,7 @@ def test_a_preempted_window_is_lost_and_nothing_else(num_decoded: int) -> None:
         watched.step()
     sequence = watched.sequence(0)
     assert held(watched, 0) == Held(num_decoded, 4, is_ready=num_decoded == 4)
-    watched.engine._scheduler._preempt(sequence)
+    watched.engine._roster.preempt(sequence)
     watched.check()
     assert (held(watched, 0), sequence.kv.lease, sequence.slots) == (None, None, [])
     stats = watched.finish()[0].stats

@@ -10,7 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -45,7 +45,7 @@ from tests.support.scale import scaled
 from verispec.backends.protocol import Pass, PassKind, PassResult, TableUpdate, Wanted
 from verispec.config import EngineConfig
 from verispec.engine import Engine, Request
-from verispec.engine.scheduler import NO_DRAW
+from verispec.engine.sequence import NO_DRAW
 from verispec.kv import NUM_RESERVED, RadixPrefixCache
 from verispec.spec.speculation import AUTO, Speculation
 from verispec.types import FinishReason, SampleOutput, SamplingParams, TokenEvent, TokenLogprob
@@ -100,9 +100,13 @@ class RecordingBackend(FakeBackend):
 
     engine: Engine
 
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.drawn: set[tuple[int, int, int, PassKind]] = set()
+
     def run(self, pass_: Pass) -> PassResult:
         result, draw = super().run(pass_), pass_.wanted.draw
-        owners = {s.kv.seq_row: s for s in self.engine._scheduler.running}
+        owners = {s.kv.seq_row: s for s in self.engine._roster.running}
         rows = {owners[r].sequence_id: owners[r] for r in pass_.rows.seq_rows.tolist() if r}
         leased = {slot for lease in self.engine._pool.leases for slot in lease.slots}
         written = [s for s in pass_.rows.slots.tolist() if s >= NUM_RESERVED]
@@ -114,7 +118,6 @@ class RecordingBackend(FakeBackend):
         else:
             canonical = [s for s in rows.values() if s.params.deterministic]
             assert all(s.speculation.method in DECODING for s in canonical), "a deterministic row in a fast pass"
-        self.drawn: set[tuple[int, int, int, PassKind]] = getattr(self, "drawn", set())
         if draw is not None:
             for row, token_id in zip(draw.rows.tolist(), result.draw.token_ids.tolist(), strict=True):
                 owner = owners[int(pass_.rows.seq_rows[row])]
@@ -183,7 +186,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.committed: set[Prefix] = set()
         self.cached: set[Prefix] = set()
         self.aborted: set[tuple[int, int]] = set()
-        self.num_steps = 0
+        self.num_steps = self.num_idle = 0
         self.is_broken = True  # until it has started; and when a step has raised
         self.rules_here = -1  # the invariants also run once before the first rule
 
@@ -199,7 +202,7 @@ class EngineMachine(RuleBasedStateMachine):
         depth=st.sampled_from((1, 1, 2)),
     )
     def start(self, num_slots: int, nan_token: int | None, joined: bool, **options: int) -> None:
-        self.nan_token = nan_token
+        self.nan_token, self.depth = nan_token, options["depth"]
         self.backend = RecordingBackend(
             vocab_size=VOCAB_SIZE, context_len=MAX_LEN, num_slots=num_slots, max_tail=6, nan_token=nan_token
         )
@@ -249,13 +252,16 @@ class EngineMachine(RuleBasedStateMachine):
 
     def one_step(self) -> None:
         had_work, before = self.engine.has_work, self.computed_lens()
-        self.backend.drawn = set()
+        # What a step commits was drawn in it, or with two flights in the air in the one before.
+        self.drawn_before, self.backend.drawn = self.backend.drawn if self.depth > 1 else set(), set()
         self.is_broken = True
         events = self.engine.step()
         self.is_broken = False
         self.num_steps += 1
         after = self.computed_lens()
-        assert not had_work or events or any(after[i] > before.get(i, (0, 0)) for i in after), "a step advanced nothing"
+        has_advanced = not had_work or bool(events) or any(after[i] > before.get(i, (0, 0)) for i in after)
+        self.num_idle = 0 if has_advanced else self.num_idle + 1
+        assert self.num_idle < self.depth, "a step advanced nothing, and collected no flight that had become stale"
         for event in events:
             self.receive(event)
         self.backend.poison(self.engine._pool._free)
@@ -263,7 +269,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert not late, f"requests {late} take too long"
 
     def computed_lens(self) -> dict[int, tuple[int, int]]:
-        return {s.sequence_id: (s.computed_len, s.stats.fast_passes) for s in self.engine._scheduler.running}
+        return {s.sequence_id: (s.computed_len, s.stats.fast_passes) for s in self.engine._roster.running}
 
     def receive(self, event: TokenEvent) -> None:
         """Invariants 1, 3, 4 and 6, as seen by the client."""
@@ -272,7 +278,7 @@ class EngineMachine(RuleBasedStateMachine):
         stream.receive(event)
         for i in range(t, len(stream.tokens)):
             drawn = (stream.sequence_id, i, stream.tokens[i], PassKind.CANONICAL)
-            assert not stream.request.params.deterministic or drawn in self.backend.drawn
+            assert not stream.request.params.deterministic or drawn in self.backend.drawn | self.drawn_before
             self.committed.add(stream.tokens[: i + 1])
         output, params = event.output, stream.request.params
         if output is None:
@@ -305,7 +311,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine.check()
         self.backend.poison(self.engine._pool._free)
         running, waiting = (
-            [s.sequence_id for s in group] for group in (self.engine._scheduler.running, self.engine._scheduler.waiting)
+            [s.sequence_id for s in group] for group in (self.engine._roster.running, self.engine._roster.waiting)
         )
         assert running + waiting == sorted(running + waiting), "first come, first served"
 
@@ -318,7 +324,7 @@ class EngineMachine(RuleBasedStateMachine):
             cached.add(prefix)
         self.seen["evictions"] += len(self.cached - cached)
         self.cached = cached
-        for s in self.engine._scheduler.running:
+        for s in self.engine._roster.running:
             for i in range(s.kv.canonical_len):
                 assert int(kv[s.slots[i]]) == canonical_hash(tuple(s.token_ids[: i + 1]))
 

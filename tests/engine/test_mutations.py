@@ -176,7 +176,7 @@ def windows_are_streamed(watched: Watched) -> None:
 
     def step() -> list[TokenEvent]:
         events = honest()
-        for sequence in watched.engine._scheduler.running:
+        for sequence in watched.engine._roster.running:
             window = watched.decode.state(sequence)
             if isinstance(window, Held) and window.num_nodes:
                 events.append(TokenEvent(sequence.request_id, 0, (TokenLogprob(0, 0.0),)))

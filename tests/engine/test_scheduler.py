@@ -25,7 +25,7 @@ from tests.support.adversaries import (
 )
 from verispec.backends.protocol import PassKind
 from verispec.engine import Request
-from verispec.engine.scheduler import NO_DRAW
+from verispec.engine.sequence import NO_DRAW
 from verispec.errors import InputError, QueueFullError
 from verispec.types import FinishReason, SamplingParams
 
@@ -136,7 +136,7 @@ def test_s23_a_stale_result_is_a_no_op(change: str) -> None:
     if change == "abort":
         assert bench.engine.abort(stale_id)
     elif change.startswith("preempt"):
-        bench.engine._scheduler._preempt(stale)
+        bench.engine._roster.preempt(stale)
     if change.endswith("plan again"):
         bench.engine._scheduler.plan()
     told = [event.request_id for event in commit() if event.finish_reason is None]
@@ -219,12 +219,12 @@ def test_s27_after_a_soak_nothing_is_held() -> None:
         if i % 5 == 4:
             bench.engine.abort(i - 2)
     bench.finish()
-    pool, scheduler = bench.engine._pool, bench.engine._scheduler
+    pool, roster = bench.engine._pool, bench.engine._roster
     assert pool.leases == ()
     assert pool.num_free + pool.num_evictable == pool.num_slots
     bench.engine._cache.evict(pool.num_slots)
     assert pool.num_free == pool.num_slots
-    assert sorted(scheduler._free_seq_rows) == list(range(1, 9))
+    assert sorted(roster.free_seq_rows) == list(range(1, 9))
     assert not bench.engine._drafters._drafters["ngram"]._indices
 
 
@@ -261,6 +261,21 @@ def test_a_long_prompt_is_chunked_and_the_others_go_on() -> None:
     steps = [bench.step() for _ in range(5)]
     assert steps == [{decoding: 1}] * 3 + [{decoding: 1, chunked: 1}] * 2
     assert bench.real_rows(PassKind.CANONICAL) == [8, 8, 8, 4, 2], "7 + 7 + 7 + 3 rows of 24 prompt tokens"
+    bench.finish()
+
+
+def test_prompts_share_the_rows_one_after_another() -> None:
+    """Three prompts of 8 tokens, 8 rows: each is computed in one pass, while the younger ones have no row at all."""
+    bench = Bench(row_budget=8, max_running=4)
+    first = bench.add((0, 1), replace(SAMPLED, max_tokens=20))
+    bench.step()
+    others = [bench.add((2, 1, 0, i) * 2, replace(SAMPLED, max_tokens=9)) for i in range(3)]
+    assert [sorted(bench.step()) for _ in range(4)] == [
+        [first],  # 7 rows of the first prompt
+        [first, others[0]],  # its last one, and 6 of the second
+        [first, others[0], others[1]],
+        [first, others[0], others[1], others[2]],
+    ]
     bench.finish()
 
 

@@ -19,7 +19,7 @@ from tests.support.world import NUM_SLOTS, Second, World, make_requests, native_
 from verispec.backends.cost import FLAT_COST, CostTable
 from verispec.backends.protocol import PassKind
 from verispec.config import EngineConfig
-from verispec.engine import Engine, Request, scheduler
+from verispec.engine import Engine, Request, commit
 from verispec.engine.sequence import Sequence
 from verispec.kv import DRAFT_STORE, NUM_RESERVED, RadixPrefixCache
 from verispec.spec.drafter import Drafter
@@ -104,7 +104,7 @@ class Bench:
     def check(self) -> None:
         """What the books say the draft model has computed, its store holds: of sequences, and of the prefix cache."""
         kv = self.backend.kv[DRAFT_STORE]
-        for sequence in self.engine._scheduler.running:
+        for sequence in self.engine._roster.running:
             count = sequence.kv.store_lens[DRAFT_STORE]
             assert count <= sequence.computed_len
             self._compare(sequence.token_ids[:count], sequence.slots[:count], kv)
@@ -195,12 +195,12 @@ def test_what_counts_as_computed_is_what_was_fed() -> None:
 def test_control_nodes_that_were_never_computed_are_noticed(
     claimed: Callable[[frozenset[int]], range], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = scheduler._with_stored
+    right = commit._with_stored
 
     def wrong(store_lens: tuple[int, ...], turn: Turn, stored: Stored, path: tuple[int, ...]) -> tuple[int, ...]:
         return right(store_lens, turn, stored._replace(nodes=frozenset(claimed(stored.nodes))), path)
 
-    monkeypatch.setattr(scheduler, "_with_stored", wrong)
+    monkeypatch.setattr(commit, "_with_stored", wrong)
     with pytest.raises(AssertionError):
         list(map(random_history, range(10)))
 
@@ -328,7 +328,7 @@ def test_the_draft_models_kv_is_that_of_the_same_tokens_alone(make: object) -> N
     while engine.has_work:
         engine.step()
         steps += 1
-        for sequence in engine._scheduler.running[: 9 if steps % 4 == 0 else 0]:
+        for sequence in engine._roster.running[: 9 if steps % 4 == 0 else 0]:
             count = sequence.kv.store_lens[DRAFT_STORE]
             found = world.backend.kv(DRAFT_STORE, np.array(sequence.slots[:count], np.int64))
             wanted = kv_alone(reference, sequence.token_ids[:count])

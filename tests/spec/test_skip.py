@@ -102,7 +102,7 @@ def committed_kv(
     prompt = [5, 9, 5, 9, 5, 30, 41]
     engine.add(Request(prompt, params, speculation=Speculation(drafter), is_traced=is_traced))
     engine.step()
-    (sequence,) = engine._scheduler.running
+    (sequence,) = engine._roster.running
     assert isinstance(sequence, Sequence)
     while sequence.committed_len < 60:
         engine.step()

@@ -290,7 +290,7 @@ def committed_kv(world: World, request: Request) -> tuple[list[int], bytes, list
     drafts = recorded(engine)
     engine.add(request)
     engine.step()
-    (sequence,) = engine._scheduler.running
+    (sequence,) = engine._roster.running
     assert isinstance(sequence, EngineSequence)
     while sequence.committed_len < 60:
         engine.step()

@@ -342,7 +342,7 @@ class Bench:
         self.engine._drafters.draft(step.turns)
         landed = self.engine._passes.submit(step).collect()
         judge(landed.turns)
-        return lambda: self.engine._scheduler.commit(landed, 0.0)
+        return lambda: self.engine._committer.commit(landed, 0.0)
 
     def real_rows(self, kind: PassKind) -> list[int]:
         """Rows of each pass of a kind, padding not counted."""

@@ -87,8 +87,8 @@ class Recording(WrappedBackend):
         self.drawn: set[tuple[int, int, int, PassKind]] = set()
 
     def run(self, pass_: Pass) -> PassResult:
-        scheduler = self.engine._scheduler
-        owners = {s.kv.seq_row: s for s in (*scheduler.running, *scheduler.departing)}
+        roster = self.engine._roster
+        owners = {s.kv.seq_row: s for s in (*roster.running, *roster.departing)}
         self._check_rows(pass_, owners)
         self.passes.append(pass_)
         result, wanted = self.inner.run(pass_), pass_.wanted.draw
@@ -264,7 +264,7 @@ class Watched:
     def check(self) -> None:
         """The books, windows and leases; with `deep` the K/V of everything that counts as canonical."""
         self.engine.check()
-        for s in self.engine._scheduler.running:
+        for s in self.engine._roster.running:
             stream = self._stream(s)
             assert [e.token_id for e in stream.logprobs] == s.token_ids[s.prompt_len :], "a commit was not reported"
             window = self.decode.state(s)
@@ -275,7 +275,7 @@ class Watched:
             everyone = [stream.sequence for samples in self.streams.values() for stream in samples]
             committed = {tuple(s.token_ids[:i]) for s in everyone for i in range(1, s.committed_len + 1)}
             kv = self.fake.kv[0]
-            for s in self.engine._scheduler.running:
+            for s in self.engine._roster.running:
                 for i in range(s.kv.canonical_len):
                     assert int(kv[s.slots[i]]) == canonical_hash(tuple(s.token_ids[: i + 1])), "K/V is not canonical"
             for prefix, slot in self.cached_prefixes():

@@ -52,12 +52,12 @@ def padded(
     if shape > num_rows:
         width = max(1, width)  # padding has its own slot as its tail
     columns = np.zeros((6, shape), np.int32)  # tokens, positions, slots, sequence rows, prefix and tail lengths
-    columns[0, :num_rows], columns[1, :num_rows], columns[2, :num_rows] = token_ids, positions, slots
-    columns[3, :num_rows] = seq_rows
-    columns[4, :num_rows] = columns[1, :num_rows] + 1
-    columns[2, num_rows:], columns[5, num_rows:] = DUMP_SLOT, 1
+    columns[:4, :num_rows] = (token_ids, positions, slots, seq_rows)
+    np.add(columns[1, :num_rows], 1, out=columns[4, :num_rows])
     tail_slots = np.full((shape, width), ZERO_SLOT, np.int32)
-    tail_slots[num_rows:, :1] = DUMP_SLOT
+    if shape > num_rows:
+        columns[2, num_rows:], columns[5, num_rows:] = DUMP_SLOT, 1
+        tail_slots[num_rows:, :1] = DUMP_SLOT
     for row, tail in tails:
         tail_slots[row, : len(tail)] = tail
         columns[4, row] -= len(tail)

@@ -16,7 +16,9 @@ from numbers import Integral
 from verispec.backends.cost import FLAT_COST, CostTable
 from verispec.backends.protocol import Backend
 from verispec.config import EngineConfig
+from verispec.engine.commit import Committer
 from verispec.engine.policy import Policy
+from verispec.engine.roster import Roster
 from verispec.engine.scheduler import Scheduler
 from verispec.engine.sequence import Sequence
 from verispec.errors import DeterminismError, InputError, QueueFullError
@@ -108,16 +110,12 @@ class Engine:
         policy = Policy(
             shapes, cost, self._drafters, row_budget=row_budget, max_draft=config.max_draft, max_burst=config.max_burst
         )
+        max_running = min(config.max_running, row_budget, backend.limits.num_seq_rows)
+        self._roster = Roster(self._pool, self._cache, backend.bind, max_running=max_running)
         self._scheduler = Scheduler(
-            pool=self._pool,
-            cache=self._cache,
-            policy=policy,
-            bind=backend.bind,
-            row_budget=row_budget,
-            max_running=min(config.max_running, row_budget, backend.limits.num_seq_rows),
-            has_family=bool(shapes),
-            feeds=config.depth > 1,
+            self._roster, policy, row_budget=row_budget, has_family=bool(shapes), feeds=config.depth > 1
         )
+        self._committer = Committer(self._roster)
         self._passes = Passes(
             backend,
             canonical_shape=policy.canonical_shape,
@@ -141,12 +139,12 @@ class Engine:
     @property
     def num_waiting(self) -> int:
         """Sequences in the queue."""
-        return len(self._scheduler.waiting)
+        return len(self._roster.waiting)
 
     @property
     def num_running(self) -> int:
         """Sequences that hold slots."""
-        return len(self._scheduler.running)
+        return len(self._roster.running)
 
     @property
     def predicted_seconds(self) -> float:
@@ -195,7 +193,7 @@ class Engine:
             )
             samples.append(sequence)
         for sequence in samples:
-            self._scheduler.add(sequence)
+            self._roster.add(sequence)
         self._next_sequence_id += params.n
         self._live[request_id] = samples
         return request_id
@@ -212,7 +210,7 @@ class Engine:
         except BaseException:  # a pass failed or was interrupted: what was in the air is given up, and planned again
             self._abandon()
             raise
-        events = self._scheduler.commit(step, self._clock())
+        events = self._committer.commit(step, self._clock())
         self._drafters.observe(step.turns)
         self._note_host_seconds(start, step)
         return self._told(events)
@@ -234,7 +232,7 @@ class Engine:
         totals = self._ended_totals.copy()
         for samples in list(self._live.values()):  # a copy: another thread may be stepping
             for sequence in list(samples):
-                totals.add(sequence.stats, len(sequence.output))
+                totals.add(sequence.stats, len(sequence.logprobs))
         return totals
 
     def abort(self, request_id: int) -> bool:
@@ -247,9 +245,9 @@ class Engine:
 
     def fail(self, error: str) -> list[TokenEvent]:
         """End what was in the step that failed, with an error; returns what became visible. The others can go on."""
-        running = self._scheduler.running
-        failed = [s for s in running if s.kv.num_flights] or list(running) or list(self._scheduler.waiting)
-        self._scheduler.void()
+        running = self._roster.running
+        failed = [s for s in running if s.kv.num_flights] or list(running) or list(self._roster.waiting)
+        self._roster.void()
         for sequence in failed:
             sequence.fail(error)
         return self._removed(failed)
@@ -257,15 +255,15 @@ class Engine:
     def _removed(self, sequences: list[Sequence]) -> list[TokenEvent]:
         """Forget sequences that have ended outside a step."""
         for sequence in sequences:
-            self._scheduler.remove(sequence)
-        return self._told(self._scheduler.told(sequences, self._clock()))
+            self._roster.remove(sequence)
+        return self._told(self._committer.told(sequences, self._clock()))
 
     def check(self) -> None:
         """Raise if the books do not balance: every slot held is reachable from a sequence, a lease or the cache."""
         self._pool.check()
         self._cache.check()
         expected = [0] * (self._pool.num_slots + NUM_RESERVED)
-        holders = (*self._scheduler.running, *self._scheduler.departing)
+        holders = (*self._roster.running, *self._roster.departing)
         for held in (*(s.slots for s in holders), *(lease.slots for lease in self._pool.leases)):
             for slot in held:
                 expected[slot] += 1
@@ -274,7 +272,7 @@ class Engine:
         wrong = [s for s, count in enumerate(expected) if count != self._pool.refs(s)]
         if wrong:
             raise AssertionError(f"slots {wrong[:5]} are referenced {[self._pool.refs(s) for s in wrong[:5]]} times")
-        if any(s.slots or s.kv.lease for s in self._scheduler.waiting):
+        if any(s.slots or s.kv.lease for s in self._roster.waiting):
             raise AssertionError("a waiting sequence holds slots")
         for sequence in holders:
             sequence.kv.check()
@@ -286,7 +284,7 @@ class Engine:
                 samples = self._live[event.request_id]
                 sequence = next(s for s in samples if s.sample_key.sample_index == event.sample_index)
                 self._drafters.forget(sequence)
-                self._ended_totals.add(sequence.stats, len(sequence.output))
+                self._ended_totals.add(sequence.stats, len(sequence.logprobs))
                 samples.remove(sequence)
                 if not samples:
                     del self._live[event.request_id]

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from verispec.backends.cost import CostTable
 from verispec.spec.drafter import Curve, DrafterSet, Held, Refusal
 from verispec.spec.skip_menu import WORTH_IT
-from verispec.spec.turn import NO_ROOM, PLAIN, Choice, Turn
+from verispec.spec.turn import NO_ROOM, PLAIN, Choice, SequenceView, Turn
 
 _MOST_ENTRIES = 4096
 _REFRESH_EVERY = 512  # passes timed
@@ -23,7 +23,7 @@ _NOT_WORTH_IT = "verifying a draft was not predicted to pay at this load"
 _LONGEST_WAIT = 0.010  # seconds that a stream may wait for a burst
 
 
-_States = Sequence[tuple[str, Hashable | Refusal | Held]]  # of one sequence, by drafter
+_States = tuple[tuple[str, Hashable | Refusal | Held], ...]  # of one sequence, by drafter
 
 
 class Crowd(NamedTuple):
@@ -116,13 +116,30 @@ class Policy:
         beside += sum(t.choice.grows for t in turns)
         crowd = Crowd(rows, tokens, beside, _bucket(context // len(turns)), is_canonical)
         left = self._row_budget - rows
+        chosen: dict[Hashable, Choice] = {}  # sequences in the same state draft alike
         for turn, window, found in zip(turns, held, states, strict=True):
             if window is not None:
                 continue
-            turn.choice = self._choice(turn, found, drafting, crowd)
+            if turn.room < 1:
+                turn.choice = NO_ROOM
+                continue
+            choice = chosen.get(found)
+            if choice is None:
+                choice = chosen[found] = self._choice(found, drafting, crowd)
+            turn.choice = _within(choice, turn.room)
             if not turn.choice.grows and turn.choice.num_nodes > left:
                 turn.choice = PLAIN._replace(reason="no rows were left for a draft")
             left -= 0 if turn.choice.grows else turn.choice.num_nodes
+
+    def refusal(self, sequence: SequenceView) -> Choice | None:
+        """Why none of a sequence's drafters has anything to offer now; None if one has."""
+        first = None
+        for name in self._drafters.members(sequence.speculation.method):
+            state = self._drafters.state(name, sequence)
+            if not isinstance(state, Refusal):
+                return None
+            first = first or state
+        return Choice(reason=str(first))
 
     def _replay(self, turns: Sequence[Turn], states: Sequence[_States], partial: set[int], left: int) -> int:
         """Choices of windows under way; returns the rows of those that are verified now.
@@ -157,14 +174,10 @@ class Policy:
         return {t.sequence.sequence_id for _, t in growing[:count]}
 
     def _states(self, turn: Turn) -> _States:
-        sequence = turn.sequence
-        return [
-            (name, self._drafters.state(name, sequence)) for name in self._drafters.members(sequence.speculation.method)
-        ]
+        sequence, state = turn.sequence, self._drafters.state
+        return tuple([(name, state(name, sequence)) for name in self._drafters.members(sequence.speculation.method)])
 
-    def _choice(self, turn: Turn, states: _States, drafting: dict[str, int], crowd: Crowd) -> Choice:
-        if turn.room < 1:
-            return NO_ROOM
+    def _choice(self, states: _States, drafting: dict[str, int], crowd: Crowd) -> Choice:
         refusal = next((s for _, s in states if isinstance(s, Refusal)), "")
         best = None
         for name, state in states:
@@ -173,7 +186,7 @@ class Policy:
                 best = entry if best is None or entry.rate > best.rate else best
         if best is None:
             return PLAIN._replace(reason=str(refusal))
-        return _within(best.choice, turn.room)
+        return best.choice
 
     def _entry(self, name: str, key: Hashable, drafting: int, crowd: Crowd, *, is_free: bool) -> _Entry:
         drafting = min(crowd.rows or 1, 1 << (drafting - 1).bit_length())  # how many draft at once is a rough figure

@@ -6,6 +6,7 @@ Its committed tokens only ever grow, by `append`, which only commit calls; text 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 from verispec.kv import Lease
@@ -23,6 +24,9 @@ from verispec.types import (
     TokenEvent,
     TokenLogprob,
 )
+
+Alternatives = tuple[tuple[int, float], ...]
+NO_DRAW = "no token can be drawn: the model's logits are NaN or infinite, or every token is banned"
 
 
 @dataclass(slots=True)
@@ -89,7 +93,8 @@ class Sequence:
     leader: Sequence | None = None  # sample 0 of the same request, whose prompt K/V this one waits to share
 
     token_ids: list[int] = field(default_factory=list)
-    output: list[TokenLogprob] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)  # raw, of the tokens drawn
+    alternatives: dict[int, Alternatives] = field(default_factory=dict)  # by number of the token drawn, where wanted
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     text: str = ""
     finish_reason: FinishReason | None = None
@@ -103,7 +108,8 @@ class Sequence:
     uses_probabilities: bool = field(init=False)  # at temperature 0 every rule is `match`
     scores_only: bool = field(init=False)  # wants the prompt's log-probabilities and no generation
     needs_host: bool = field(init=False)  # after each round: what it wants to know is not resident
-    is_plain: bool = field(init=False)  # it only decodes: nothing of a round needs the host
+    has_single_rows: bool = field(init=False)  # a round without a draft is a row, a draw and nothing else
+    is_plain: bool = field(init=False)  # the same, and there are no drafts: nothing of a round needs the host
     _makes_text: bool = field(init=False)  # as tokens are committed; otherwise once, at the end
 
     def __post_init__(self) -> None:
@@ -112,7 +118,8 @@ class Sequence:
         self.uses_probabilities = self.speculation.accept is not Accept.MATCH and self.params.temperature > 0
         self.scores_only = self.params.max_tokens == 0
         self.needs_host = bool(self.params.logprobs) or self.is_traced or self.uses_probabilities
-        self.is_plain = self.speculation.method == OFF and not self.params.logprobs and not self.scores_only
+        self.has_single_rows = not self.params.logprobs and not self.scores_only
+        self.is_plain = self.speculation.method == OFF and self.has_single_rows
         if self.speculation.method == OFF:
             self.stats.no_draft_reason = "drafter none"
         self._makes_text = self.text_sink.can_stop or (self.is_streamed and type(self.text_sink) is not NoText)
@@ -169,18 +176,19 @@ class Sequence:
         if self.finish_reason is None and self.prompt_len + index + 1 >= self.max_len:
             self.finish(FinishReason.LENGTH)
 
-    def append(self, entry: TokenLogprob) -> None:
-        """Commit one token, and decide whether it is the last. Blocks of tokens come through here one by one."""
-        token_id = entry[0]
+    def append(self, token_id: int, logprob: float, alternatives: Alternatives = ()) -> None:
+        """Commit one token, and decide whether it is the last."""
         self.token_ids.append(token_id)
-        self.output.append(entry)
+        self.logprobs.append(logprob)
+        if alternatives:
+            self.alternatives[len(self.logprobs) - 1] = alternatives
         if token_id in self.stopping_ids and self.num_output >= self.params.min_tokens:
             self.finish(FinishReason.STOP)
             return
         if self._makes_text:
             piece = self.text_sink.push(token_id, may_stop=self.num_output >= self.params.min_tokens)
             pieces = self.outbox.pieces
-            while len(pieces) < len(self.output) - self.outbox.next - 1:
+            while len(pieces) < len(self.logprobs) - self.outbox.next - 1:
                 pieces.append("")
             pieces.append(piece.text)
             if piece.stopped:
@@ -188,6 +196,21 @@ class Sequence:
                 return
         if len(self.token_ids) >= self.max_len:
             self.finish(FinishReason.LENGTH)
+
+    def append_all(self, token_ids: SequenceOf[int], logprobs: SequenceOf[float]) -> None:
+        """Commit a block of draws up to the one that ends the sequence, as if one by one. -1 is a draw that failed."""
+        is_unseen = not self._makes_text and self.stopping_ids.isdisjoint(token_ids)
+        if is_unseen and token_ids[-1] >= 0 and len(self.token_ids) + len(token_ids) < self.max_len:
+            self.token_ids += token_ids
+            self.logprobs += logprobs
+            return
+        for token_id, logprob in zip(token_ids, logprobs, strict=True):
+            if token_id < 0:
+                self.fail(NO_DRAW)
+            else:
+                self.append(token_id, logprob)
+            if self.finish_reason is not None:
+                return
 
     def finish(self, reason: FinishReason) -> None:
         """End the sequence and release the text that was held back."""
@@ -204,6 +227,8 @@ class Sequence:
 
     def _make_text(self) -> None:
         """The whole text at once. The stopping token has none."""
+        if type(self.text_sink) is NoText:
+            return
         ids = self.token_ids[self.prompt_len :]
         if self.finish_reason is FinishReason.STOP:
             ids = ids[:-1]
@@ -219,30 +244,43 @@ class Sequence:
 
     def take_event(self) -> TokenEvent:
         """Everything committed since the last event, and the whole output if the sequence has ended."""
-        outbox, count = self.outbox, len(self.output) - self.outbox.next
-        pieces = outbox.pieces
-        if len(pieces) > count:  # what was held back comes with the last token, if there is one
-            pieces[max(0, count - 1) :] = ["".join(pieces[max(0, count - 1) :])]
-        pieces += [""] * (count - len(pieces))
-        self.text += "".join(pieces)
+        outbox = self.outbox
+        start, count = outbox.next, len(self.logprobs) - outbox.next
         event = TokenEvent(
             self.request_id,
             self.sample_key.sample_index,
-            tuple(self.output[outbox.next :]),
-            tuple(pieces),
+            self._entries(start),
+            self._take_pieces(count) if outbox.pieces else ("",) * count,
             min(outbox.num_accepted, count),
             outbox.rejected_ids,
             None if self.finish_reason is None else self._sample_output(self.finish_reason),
             outbox.trace,
         )
-        self.outbox = Outbox(len(self.output))
+        outbox.next, outbox.num_accepted, outbox.rejected_ids, outbox.trace = start + count, 0, (), None
         return event
+
+    def _take_pieces(self, count: int) -> tuple[str, ...]:
+        """Text by the token that released it; what was held back comes with the last token, if there is one."""
+        pieces, self.outbox.pieces = self.outbox.pieces, []
+        if len(pieces) > count:
+            pieces[max(0, count - 1) :] = ["".join(pieces[max(0, count - 1) :])]
+        pieces += [""] * (count - len(pieces))
+        self.text += "".join(pieces)
+        return tuple(pieces)
+
+    def _entries(self, start: int) -> tuple[TokenLogprob, ...]:
+        """The tokens drawn, from number `start` on."""
+        drawn = self.token_ids[self.prompt_len + len(self.given_ids) + start :]
+        if self.alternatives:
+            found = (self.alternatives.get(i, ()) for i in range(start, len(self.logprobs)))
+            return tuple(map(TokenLogprob, drawn, self.logprobs[start:], found))
+        return tuple(map(TokenLogprob, drawn, self.logprobs[start:]))
 
     def _sample_output(self, finish_reason: FinishReason) -> SampleOutput:
         return SampleOutput(
             sample_index=self.sample_key.sample_index,
             prompt_len=self.prompt_len,
-            logprobs=tuple(self.output),
+            logprobs=self._entries(0),
             text=self.text,
             finish_reason=finish_reason,
             seed=self.sample_key.seed,

@@ -51,6 +51,11 @@ class SlotPool:
         return self._num_cached_only
 
     @property
+    def num_available(self) -> int:
+        """Slots that are free, or would be if the prefix cache were emptied."""
+        return len(self._free) + self._num_cached_only
+
+    @property
     def leases(self) -> tuple[Lease, ...]:
         """The outstanding leases, oldest first."""
         return tuple(self._leases.values())
@@ -83,6 +88,11 @@ class SlotPool:
         self._close(lease)
         self.release(s for s in lease.slots if s not in keep)
         return kept
+
+    def commit_all(self, lease: Lease) -> list[int]:
+        """End the lease: all of its slots pass to the caller with one reference each."""
+        self._close(lease)
+        return lease.slots
 
     def commit_front(self, lease: Lease, count: int) -> list[int]:
         """The first `count` slots pass to the caller with one reference each; the lease goes on with the rest."""

@@ -107,6 +107,7 @@ class DrafterSet:
 
     def __init__(self, drafters: Mapping[str, Drafter], *, vocab_size: int, max_tail: int) -> None:
         self._drafters = dict(drafters)
+        self._members = {**{name: (name,) for name in drafters}, AUTO: tuple(drafters)}
         self._vocab_size = vocab_size
         self._max_tail = max_tail
 
@@ -117,7 +118,7 @@ class DrafterSet:
 
     def members(self, name: str) -> tuple[str, ...]:
         """The drafters behind a name."""
-        return tuple(self._drafters) if name == AUTO else (name,)
+        return self._members.get(name, (name,))
 
     def has_probabilities(self, name: str) -> bool:
         """Whether this drafter, or one of those that AUTO chooses from, knows how likely its tokens are."""

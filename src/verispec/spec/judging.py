@@ -23,7 +23,7 @@ def judge(turns: Sequence[Turn]) -> Sequence[Turn]:
         if len(draft):
             drafted.append(turn)
         else:
-            turn.verdict = Verdict((), turn.score.draws[-1])
+            turn.verdict = Verdict((), turn.score.draws[0])
     if drafted:
         _judge_drafts(drafted)
     return turns

@@ -12,8 +12,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from verispec.backends.pass_builder import PassBuilder
-from verispec.backends.protocol import FROM_STATE, Backend, Pass, PassKind, PassResult, Ticket
+from verispec.backends.protocol import FROM_STATE, Backend, BurstResult, Pass, PassKind, PassResult, Ticket
 from verispec.kv import TARGET_STORE
 from verispec.spec.turn import NO_ROOM, Cohort, Pending, Recipe, Score, Step, Turn
 from verispec.types import Draft, Stored, TokenLogprob, Verdict
@@ -183,6 +185,8 @@ def add_turn(builder: PassBuilder, turn: Turn) -> None:
         _want_prompt(builder, turn, row - count + 1)
     if turn.completes:
         _want_draw(builder, turn, row)
+        if turn.is_fed:
+            builder.feed_back(row, turn.num_rounds)
         if len(draft):
             _add_nodes(builder, turn, draft)
 
@@ -223,53 +227,38 @@ def _want_prompt(builder: PassBuilder, turn: Turn, first_row: int) -> None:
 
 def _fill(part: _Part, result: PassResult) -> None:
     """Cut the pass's flat results into scores."""
-    builder = part.builder
-    tokens = result.draw.token_ids.tolist() if result.draw is not None else []
-    logprobs = result.draw.logprobs.tolist() if result.draw is not None else []
-    further = _Further(result)
     if part.turns:
-        _fill_turns(part, result, tokens, logprobs, further)
-    first = part.starts[-1][0]
+        _fill_turns(part, result)
+    first, num_fed = part.starts[-1][0], sum(t.is_fed for t in part.turns)
     for cohort in part.cohorts:
-        end = first + len(cohort.sequences)
-        cohort.draws = [[t] for t in tokens[first:end]]
-        cohort.logprobs = [[x] for x in logprobs[first:end]]
-        if cohort.num_rounds > 1 or cohort.feeds:
-            for draws, values in zip(cohort.draws, cohort.logprobs, strict=True):
-                further.extend(draws, values, cohort.num_rounds - 1)
+        assert result.draw is not None
+        end, count = first + len(cohort.sequences), cohort.num_rounds
+        tokens, logprobs = result.draw.token_ids[first:end, None], result.draw.logprobs[first:end, None]
+        if count > 1:
+            assert result.burst is not None
+            fed = slice(num_fed, num_fed + end - first)
+            tokens = np.concatenate((tokens, result.burst.token_ids[fed, : count - 1]), axis=1)
+            logprobs = np.concatenate((logprobs, result.burst.logprobs[fed, : count - 1]), axis=1)
+        if count > 1 or cohort.feeds:
+            num_fed += end - first
+        cohort.draws, cohort.logprobs = tokens.tolist(), logprobs.tolist()
         first = end
-    assert not part.cohorts or first == len(builder.draw.rows)
+    assert not part.cohorts or first == len(part.builder.draw.rows)
 
 
-class _Further:
-    """The draws of further rounds, in the order of the rows that were fed back."""
-
-    def __init__(self, result: PassResult) -> None:
-        self._burst = result.burst
-        self._tokens = [] if result.burst is None else result.burst.token_ids.tolist()
-        self._logprobs = [] if result.burst is None else result.burst.logprobs.tolist()
-        self._next = 0
-
-    def extend(self, draws: list[int], logprobs: list[float], count: int) -> None:
-        draws += self._tokens[self._next][:count]
-        logprobs += self._logprobs[self._next][:count]
-        self._next += 1
-
-    def rounds(self, turn: Turn, recipe: Recipe) -> list[Turn]:
-        """The turn's rounds, each a turn with a draft and a verdict; the first one's draws are the pass's own."""
-        assert self._burst is not None
-        drafts, accepted = self._burst.drafts[self._next].tolist(), self._burst.accepted[self._next].tolist()
-        draws = turn.score.draws[: 1 + accepted[0]] + self._tokens[self._next]
-        logprobs = turn.score.logprobs[: 1 + accepted[0]] + self._logprobs[self._next]
-        self._next += 1
-        found, first = [], 0
-        for ids, count in zip(drafts, accepted, strict=True):
-            if count < 0:
-                break
-            end = first + count + 1
-            found.append(_round(turn, recipe, first, [t for t in ids if t >= 0], draws[first:end], logprobs[first:end]))
-            first = end
-        return found
+def _rounds(turn: Turn, recipe: Recipe, burst: BurstResult, index: int) -> list[Turn]:
+    """The turn's rounds, each a turn with a draft and a verdict; the first one's draws are the pass's own."""
+    drafts, accepted = burst.drafts[index].tolist(), burst.accepted[index].tolist()
+    draws = turn.score.draws[: 1 + accepted[0]] + burst.token_ids[index].tolist()
+    logprobs = turn.score.logprobs[: 1 + accepted[0]] + burst.logprobs[index].tolist()
+    found, first = [], 0
+    for ids, count in zip(drafts, accepted, strict=True):
+        if count < 0:
+            break
+        end = first + count + 1
+        found.append(_round(turn, recipe, first, [t for t in ids if t >= 0], draws[first:end], logprobs[first:end]))
+        first = end
+    return found
 
 
 def _round(turn: Turn, recipe: Recipe, first: int, drafted: list[int], draws: list[int], logprobs: list[float]) -> Turn:
@@ -283,6 +272,7 @@ def _round(turn: Turn, recipe: Recipe, first: int, drafted: list[int], draws: li
         start=start,
         room=room,
         choice=turn.choice._replace(num_nodes=min(recipe.num_nodes, room)) if room > 0 else NO_ROOM,
+        num_rounds=1,
         draft=replace(Draft.chain(drafted), stored=stored),
         num_draft_passes=max(1, len(drafted)) if room > 0 else 0,
         score=Score(draws, logprobs),
@@ -290,8 +280,10 @@ def _round(turn: Turn, recipe: Recipe, first: int, drafted: list[int], draws: li
     )
 
 
-def _fill_turns(part: _Part, result: PassResult, tokens: list[int], logprobs: list[float], further: _Further) -> None:
-    builder = part.builder
+def _fill_turns(part: _Part, result: PassResult) -> None:
+    builder, num_fed = part.builder, 0
+    tokens = result.draw.token_ids.tolist() if result.draw is not None else []
+    logprobs = result.draw.logprobs.tolist() if result.draw is not None else []
     given = result.logprobs.tolist() if result.logprobs is not None else []
     top: dict[int, tuple[tuple[int, float], ...]] = {}
     if result.top_k is not None:
@@ -300,13 +292,18 @@ def _fill_turns(part: _Part, result: PassResult, tokens: list[int], logprobs: li
     for i, turn in enumerate(part.turns):
         start, end = part.starts[i], part.starts[i + 1]
         score = Score(tokens[start[0] : end[0]], logprobs[start[0] : end[0]])
-        if isinstance(turn.draft, Pending):
-            further.extend(score.draws, score.logprobs, turn.num_rounds - 1)
-        elif isinstance(turn.draft, Recipe):
+        if isinstance(turn.draft, Recipe):
+            assert result.burst is not None
             turn.score = score
-            turn.rounds = further.rounds(turn, turn.draft)
+            turn.rounds = _rounds(turn, turn.draft, result.burst, num_fed)
+            num_fed += 1
             continue
-        elif top:
+        if turn.rides or isinstance(turn.draft, Pending):
+            assert result.burst is not None
+            score.draws += result.burst.token_ids[num_fed, : turn.num_rounds - 1].tolist()
+            score.logprobs += result.burst.logprobs[num_fed, : turn.num_rounds - 1].tolist()
+        num_fed += turn.is_fed
+        if top and isinstance(turn.draft, Draft):
             kept = turn.sequence.params.logprobs or 0
             score.alternatives = [top.get(row, ())[:kept] for row in builder.draw.rows[start[0] : end[0]]]
         if end[1] > start[1]:

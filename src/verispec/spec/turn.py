@@ -127,8 +127,9 @@ class Turn:
 
     `table_slots` are the slots of positions `table_start`.. that the backend's table does not have yet. `epoch` tells a
     stale turn from a current one. `completes`: every pending token has its row, so the target draws a new token.
-    A growing draft is drawn in `num_rounds` rounds without the host; one that the backend drafts has up to as many,
-    each with a draft and a verdict of its own. They come back as `rounds`, turns of one round each.
+    A growing draft is drawn in `num_rounds` rounds without the host; a turn without a draft may go on for as many, each
+    with a row for the last draw; one that the backend drafts has up to as many, each with a draft and a verdict of its
+    own. They come back as `rounds`, turns of one round each.
     """
 
     sequence: SequenceView
@@ -158,9 +159,24 @@ class Turn:
     verdict: Verdict | None = None
 
     @property
+    def rides(self) -> bool:
+        """Whether it goes on for further rounds, each a row for the last draw."""
+        return self.num_rounds > 1 and not self.choice.drafter
+
+    @property
+    def is_fed(self) -> bool:
+        """Whether its last draw is fed back."""
+        return self.rides or isinstance(self.draft, Pending | Recipe)
+
+    @property
     def is_resident(self) -> bool:
         """Whether the backend can run its rounds by itself: nothing of them needs the host."""
         return self.choice.by_backend and not self.sequence.needs_host
+
+    @property
+    def is_streams_first(self) -> bool:
+        """Whether a client waits for the first token, which it draws."""
+        return self.sequence.is_streamed and self.start < self.sequence.prompt_len
 
     @property
     def judges_by_probability(self) -> bool:
@@ -181,7 +197,8 @@ class Cohort:
 
     Its slots belong to `lease` until they are committed: round by round, one for each sequence.
     `is_ahead`: planned while earlier rounds of the same sequences were in the air, so their tokens and positions are
-    known to the backend alone. `feeds`: the backend remembers where it left the sequences.
+    known to the backend alone. `feeds`: the backend remembers where it left the sequences. `choices`: why sequences do
+    not draft that may; these have one round.
     """
 
     sequences: list[SequenceView]
@@ -193,6 +210,7 @@ class Cohort:
     num_rounds: int = 1
     is_ahead: bool = False
     feeds: bool = False
+    choices: Sequence[Choice] = ()
     # Filled in by the pass: a list per sequence, -1 where it had ended or could not draw.
     draws: list[list[int]] = field(default_factory=list)
     logprobs: list[list[float]] = field(default_factory=list)
@@ -200,7 +218,7 @@ class Cohort:
 
 
 class Step(NamedTuple):
-    """What runs between two commits: the turns of single sequences, and up to two cohorts, canonical and fast."""
+    """What runs between two commits: the turns of single sequences, and cohorts, canonical or fast."""
 
     turns: Sequence[Turn] = ()
     cohorts: Sequence[Cohort] = ()
