@@ -56,6 +56,7 @@ class InstantBackend:
     """Draws a token that follows from its row's position alone, and computes nothing."""
 
     shapes = SHAPES
+    weights_version = 0
 
     def __init__(self, num_slots: int, period: int = REPEATS) -> None:
         self.limits = BackendLimits(VOCAB, CONTEXT_LEN, num_slots, RUNNING, max_tail=64)

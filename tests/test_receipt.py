@@ -180,7 +180,7 @@ def test_a_receipt_holds_what_it_promises(llm: LLM, folder: Path, receipt: Recei
     data = plain(receipt)
     file = (folder / "tiny.gguf").read_bytes()
     ids = llm.tokenizer.encode(PROMPT)
-    assert (data["format"], data["verispec"]) == (2, __version__)
+    assert (data["format"], data["verispec"]) == (3, __version__)
     assert data["model"]["name"] == "tiny.gguf"
     assert data["model"]["files"] == [
         {
@@ -293,8 +293,9 @@ OTHER_CHANGES: list[tuple[str, Any]] = [
     ("model.files.0.nbytes", 5),
     ("model.files.0.sha256", "0" * 64),
     ("model.files.0.blocks", []),
-    ("profile.fingerprint", lambda values: {**values, "kernels": "9"}),
+    ("profile.fingerprint", lambda values: {**values, "arithmetic": "9"}),
     ("profile.family", [1, 2]),
+    ("profile.weights_version", 1),
     ("profile.hash", "0" * 16),
     ("prompt.token_ids", lambda ids: [*ids[:-1], flipped(ids[-1])]),
     ("prompt.sha256", "0" * 64),
@@ -540,7 +541,7 @@ def test_tokens_outside_the_vocabulary_are_refused(llm: LLM, receipt: Receipt) -
 def elsewhere(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the LLM believe it runs on another library."""
     profile = llm.calibration.profile
-    fingerprint = tuple((k, "9.9.9" if k == "kernels" else v) for k, v in profile.fingerprint)
+    fingerprint = tuple((k, "9.9.9" if k == "arithmetic" else v) for k, v in profile.fingerprint)
     monkeypatch.setattr(llm, "calibration", replace(llm.calibration, profile=Profile(fingerprint, profile.family)))
 
 
@@ -553,8 +554,8 @@ def test_on_another_profile_equal_tokens_are_enough_and_it_is_said(
     here = llm.calibration.profile
     elsewhere(llm, monkeypatch)
     result = replay(llm, receipt)
-    assert [d.name for d in result.profile] == ["kernels", "hash"]
-    assert result.profile[0][1:] == (dict(here.fingerprint)["kernels"], "9.9.9")
+    assert [d.name for d in result.profile] == ["arithmetic", "hash"]
+    assert result.profile[0][1:] == (dict(here.fingerprint)["arithmetic"], "9.9.9")
     assert (result.agrees, result.reproduced, result.logprobs_equal) == (True, False, True)
     result = replay(llm, other_bits)
     assert (result.agrees, result.tokens_equal, result.logprobs_equal) == (True, True, False)
@@ -704,11 +705,11 @@ def put(path: str, value: Any) -> Change:
 
 
 BAD_FIELDS: list[tuple[str, Any, str]] = [
-    ("format", 3, "format must be 2, not 3"),
-    ("format", 1, "its format is 1, of an older verispec; this one reads format 2"),
-    ("format", 2.0, "format must be 2, not 2.0"),
-    ("format", True, "format must be 2, not True"),
-    ("format", ..., "format must be 2, not None"),
+    ("format", 4, "format must be 3, not 4"),
+    ("format", 2, "its format is 2, of an older verispec; this one reads format 3"),
+    ("format", 2.0, "format must be 3, not 2.0"),
+    ("format", True, "format must be 3, not True"),
+    ("format", ..., "format must be 3, not None"),
     ("extra", 1, "the field 'extra' is unknown"),
     ("output.extra", 1, "the field 'output.extra' is unknown"),
     ("parameters.sampling.extra", 1, "the field 'parameters.sampling.extra' is unknown"),
@@ -787,7 +788,7 @@ def test_a_bad_field_is_one_sentence_that_names_it(receipt: Receipt, path: str, 
         ("", "blank"),
         ("null", "must be an object"),
         (DEEP, "nested too deeply"),
-        ('{"format": 2, "output": ' + DEEP, "nested too deeply"),
+        ('{"format": 3, "output": ' + DEEP, "nested too deeply"),
         ('{"format": NaN}', "NaN"),
         ('{"format": 1, "format": 1}', "the key 'format' twice"),
         ('{"format": ' + "9" * 5000 + "}", "too many digits"),

@@ -146,7 +146,7 @@ class Demonstration:
     @property
     def has_only_pure_passes(self) -> bool:
         """Whether all passes are row-pure by construction, fast ones too: then no fast case can differ."""
-        return self._llm.backend.fingerprint()["backend"] == "native"
+        return self._llm.calibration.wrong_answers is not None
 
     def cases(self) -> Iterator[Case]:
         """The deterministic cases, the reference first. All of them should be equal to it."""

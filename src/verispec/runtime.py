@@ -19,10 +19,10 @@ from typing import Any, Self
 
 from verispec.arguments import check_bool, check_int
 from verispec.backends.calibration import Calibration, calibrate
+from verispec.backends.options import AS_STORED, BackendOptions
 from verispec.backends.protocol import Backend
 from verispec.backends.select import (
-    AS_STORED,
-    BackendOptions,
+    OPTIONS,
     check_name,
     default_backend,
     engine_defaults,
@@ -126,18 +126,18 @@ class Runtime:
         with ExitStack() as files:
             checkpoints = [files.enter_context(open_checkpoint(path)) for path in paths]
             self._read(checkpoints, name=label(model, paths[0]))
-            if backend != "cuda":
-                kind = kv_dtype or ("float32" if backend == "numpy" else "float16")
-                _check_memory(self._config.num_slots, checkpoints, kind)
-            elif kv_slots is None:
+            if backend == "cuda" and kv_slots is None:
                 architectures = [c.architecture for c in checkpoints]
                 fitting = fitting_slots(architectures, device=device, gpu_memory=gpu_memory)
                 self._config = replace(self._config, num_slots=fitting)
-            options = BackendOptions(
-                self._config.num_slots, self._config.max_running, threads, weights, kv_dtype, device,
-                cache_dir() / "cuda",
+            own: dict[str, Any] = {"device": device, "cache_folder": cache_dir() / "cuda"} if backend == "cuda" else {}
+            options = OPTIONS[backend](
+                num_slots=self._config.num_slots, num_seq_rows=self._config.max_running, threads=threads,
+                weights=weights, kv_dtype=kv_dtype or "", **own,
             )  # fmt: skip
-            self._backend: Backend = make_backend(backend, checkpoints, options, progress=report)
+            if backend != "cuda":
+                _check_memory(options, checkpoints)
+            self._backend: Backend = make_backend(options, checkpoints, progress=report)
         self.calibration: Calibration = calibrate(
             self._backend, cache_dir=cache_dir(), family=family, full=full_audit, fresh=fresh_audit, progress=report
         )
@@ -327,9 +327,9 @@ def _checked_family(family: object) -> list[int]:
     return [check_int("family", shape, 1, MAX_SIZE) for shape in family]
 
 
-def _check_memory(kv_slots: int, checkpoints: Sequence[Checkpoint], kv_dtype: str) -> None:
+def _check_memory(options: BackendOptions, checkpoints: Sequence[Checkpoint]) -> None:
     """Refuse more K/V than the machine has memory, before the system ends the process for it."""
-    width = {"float16": 2, "float32": 4}.get(kv_dtype, 0)  # others are refused by the backend
+    kv_slots, width = options.num_slots, 2 if options.kv_dtype == "float16" else 4
     needed = 0
     for arch in (c.architecture for c in checkpoints):
         needed += kv_slots * arch.num_layers * arch.num_kv_heads * arch.head_dim * 2 * width

@@ -118,7 +118,7 @@ def test_calibration_is_cached_under_the_fingerprint(tmp_path: Path, monkeypatch
     again = calibrate(backend, cache_dir=tmp_path)
     assert again == first
     assert again.profile.hash == first.profile.hash
-    monkeypatch.setattr(backend, "fingerprint", lambda store: {"backend": "another"})
+    monkeypatch.setattr(backend, "fingerprint", lambda store: {"arithmetic": "another"})
     with pytest.raises(pytest.fail.Exception, match="measured again"):
         calibrate(backend, cache_dir=tmp_path)
     assert json.loads(path.read_text())["outcomes"]
@@ -132,7 +132,7 @@ def test_an_edited_cache_is_not_trusted(tmp_path: Path) -> None:
     good = json.loads(path.read_text())
     edits: list[dict[str, object]] = [
         {"format": 1},
-        {"fingerprint": {"backend": "another"}},
+        {"fingerprint": {"arithmetic": "another"}},
         {"outcomes": [{"name": "double", "classes": [[1, 2, 5]], "impure": []}]},
         {"cost": {**good["cost"], "base": []}},
         {"cost": {**good["cost"], "base": [-1.0] * len(good["cost"]["base"])}},
@@ -159,10 +159,13 @@ def test_an_unwritable_cache_is_no_error(tmp_path: Path) -> None:
     assert calibrate(FakeBackend(context_len=64), cache_dir=blocked / "below").family
 
 
-def test_profiles_differ_by_fingerprint_and_family() -> None:
-    found = calibrate(FakeBackend(context_len=64))
-    named = calibrate(FakeBackend(context_len=64), family=(4, 8))
-    assert found.profile.hash != named.profile.hash
+def test_profiles_differ_by_fingerprint_family_and_version_of_the_weights() -> None:
+    backend = FakeBackend(context_len=64)
+    profiles = [calibrate(backend).profile, calibrate(backend, family=(4, 8)).profile]
+    backend.weights_version = 1
+    profiles.append(calibrate(backend).profile)
+    assert profiles[0].fingerprint == profiles[2].fingerprint
+    assert len({profile.hash for profile in profiles}) == 3
 
 
 def test_measured_cost_is_base_plus_context() -> None:

@@ -18,6 +18,7 @@ from verispec.backends.audit import audit
 from verispec.backends.native_backend import NativeBackend
 from verispec.backends.native_model import StoredModel
 from verispec.backends.numpy_backend import LoadedModel, NumpyBackend
+from verispec.backends.options import NativeOptions, NumpyOptions
 from verispec.backends.protocol import (
     Backend,
     DistributionWanted,
@@ -47,13 +48,15 @@ PROMPT = RNG.integers(0, 16, 150).tolist()  # longer than a tile of 128 position
 def numpy_backend(family: str, **changes: object) -> NumpyBackend:
     configs = [TinyConfig(family=family, seed=seed, context_len=256, **changes) for seed in (1, 2)]  # type: ignore[arg-type]
     models = [LoadedModel(c.architecture, make_tensors(c).__getitem__) for c in configs]
-    return NumpyBackend(models, num_slots=NUM_SLOTS, num_seq_rows=8, max_tail=32)
+    return NumpyBackend(models, NumpyOptions(num_slots=NUM_SLOTS, num_seq_rows=8, max_tail=32))
 
 
 def native_backend(family: str, *, isa: str = "", kv_dtype: str = "float16", **changes: object) -> NativeBackend:
     configs = [TinyConfig(family=family, seed=seed, context_len=256, **changes) for seed in (1, 2)]  # type: ignore[arg-type]
     models = [StoredModel(c.architecture, make_tensors(c).__getitem__) for c in configs]
-    return NativeBackend(models, num_slots=NUM_SLOTS, num_seq_rows=8, max_tail=32, isa=isa, kv_dtype=kv_dtype)
+    return NativeBackend(
+        models, NativeOptions(num_slots=NUM_SLOTS, num_seq_rows=8, max_tail=32, isa=isa, kv_dtype=kv_dtype)
+    )
 
 
 BACKENDS: dict[str, Callable[[], Backend]] = {

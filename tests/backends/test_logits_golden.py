@@ -17,6 +17,7 @@ from tests.goldens.make_logit_goldens import CASES, FOLDER, positions, weights
 from tests.support.passes import Tape
 from tests.support.tiny_models import TinyConfig, hf_name, permute_rows, write_gguf, write_safetensors
 from verispec.backends.numpy_backend import LoadedModel, NumpyBackend
+from verispec.backends.options import NumpyOptions
 from verispec.model import Architecture, FrequencyFactors, Llama3Scaling, expected_tensors, open_checkpoint
 
 # Two float32 implementations that add in different orders. transformers itself is up to 2.7e-5 away from its own
@@ -54,7 +55,7 @@ def logprobs(path: Path, case: str, *, shape: int = 16) -> npt.NDArray[np.float3
     """Log-probabilities at the kept positions of both inputs, through the real loader and canonical passes."""
     with open_checkpoint(path) as checkpoint:
         model = LoadedModel(checkpoint.architecture, checkpoint.tensor)
-        backend = NumpyBackend([model], num_slots=512, num_seq_rows=2)
+        backend = NumpyBackend([model], NumpyOptions(num_slots=512, num_seq_rows=2))
     found = []
     for i, (ids, kept) in enumerate(zip(golden(case)["inputs"], positions(), strict=True)):
         tape = Tape(backend, seq_row=1 + i, first_slot=256 * i)

@@ -1,7 +1,7 @@
 """Bits of the native backend, committed: every build on every machine must give these digests for these requests.
 
-`make native-digests` writes them, and the answers of the test at load, again: right only when KERNELS in
-native_backend.py was raised.
+`make native-digests` writes them, and the answers of the test at load, again: right only when the
+arithmetic was given another number.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import pytest
 
 from tests.support.native import ISAS, on
 from verispec.backends import native_answers
-from verispec.backends.native_backend import KERNELS, KV_DTYPES, NativeBackend
+from verispec.backends.native_backend import NativeBackend
 from verispec.backends.native_model import StoredModel
+from verispec.backends.options import NativeOptions
 from verispec.config import EngineConfig
 from verispec.engine import Engine, Request
 from verispec.model import hub, open_checkpoint
@@ -27,6 +28,7 @@ from verispec.types import SampleOutput, SamplingParams
 
 GOLDEN = Path(__file__).parents[1] / "goldens" / "native_digests.json"
 NUM_TOKENS = 16
+VERSIONS = {"arithmetic": NativeBackend.arithmetics[0], "sampling": SAMPLING}
 PROMPTS = (
     "The capital of France is",
     "def fibonacci(n):",
@@ -46,7 +48,9 @@ def digests(path: Path, *, isa: str, threads: int, kv_dtype: str) -> dict[str, s
     with open_checkpoint(path) as checkpoint:
         tokenizer = load_tokenizer(checkpoint.tokenizer_source)
         model = StoredModel(checkpoint.architecture, checkpoint.tensor, checkpoint.stored)
-        backend = NativeBackend([model], num_slots=1024, num_seq_rows=32, isa=isa, threads=threads, kv_dtype=kv_dtype)
+        backend = NativeBackend(
+            [model], NativeOptions(num_slots=1024, num_seq_rows=32, isa=isa, threads=threads, kv_dtype=kv_dtype)
+        )
     engine = Engine(backend, family=NativeBackend.shapes, drafters=make_drafters(), config=EngineConfig(num_slots=1024))
     names: dict[int, str] = {}
     for (i, prompt), (j, options) in itertools.product(enumerate(PROMPTS), enumerate(PARAMETERS)):
@@ -63,8 +67,7 @@ def digests(path: Path, *, isa: str, threads: int, kv_dtype: str) -> dict[str, s
 @pytest.mark.parametrize(("isa", "threads"), [(isa, 1 + i % 2) for i, isa in enumerate(ISAS)])
 def test_the_committed_digests_come_out(smollm2_path: Path, isa: str, threads: int, kv_dtype: str) -> None:
     golden = json.loads(GOLDEN.read_text())
-    versions = {"kernels": golden["kernels"], "sampling": golden["sampling"]}
-    assert versions == {"kernels": KERNELS, "sampling": SAMPLING}, "a version was raised: make the digests again"
+    assert {name: golden[name] for name in VERSIONS} == VERSIONS, "a version was raised: make the digests again"
     expected = {name: digest for name, digest in golden["digests"].items() if name.endswith(kv_dtype)}
     assert len(expected) == len(PROMPTS) * len(PARAMETERS)
     assert digests(smollm2_path, isa=isa, threads=threads, kv_dtype=kv_dtype) == expected
@@ -81,15 +84,14 @@ def main() -> None:
     found: dict[str, str] = {}
     for kv_dtype in ("float16", "float32"):
         found |= digests(path, isa="portable", threads=1, kv_dtype=kv_dtype)
-    table = {"model": path.name, "kernels": KERNELS, "sampling": SAMPLING, "digests": found}
+    table = {"model": path.name, **VERSIONS, "digests": found}
     GOLDEN.write_text(json.dumps(table, indent=1) + "\n")
     answers = {
         case.name: native_answers.answer(case, on("portable", 1))
-        for kv_dtype in KV_DTYPES
+        for kv_dtype in NativeOptions.SERVES["kv_dtype"]
         for case in native_answers.cases(kv_dtype)
     }
-    versions = {"kernels": KERNELS, "sampling": SAMPLING}
-    native_answers.PATH.write_text(json.dumps({**versions, "answers": answers}, indent=1) + "\n")
+    native_answers.PATH.write_text(json.dumps({**VERSIONS, "answers": answers}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from tests.support.native import ROOT
 from tests.support.tiny_models import TinyConfig
 from verispec.backends.native_backend import NativeBackend
 from verispec.backends.native_model import StoredModel
+from verispec.backends.options import NativeOptions
 from verispec.model import expected_tensors
 from verispec.model.blocks import FORMATS, StoredTensor
 from verispec.model.mapped_file import MappedFile
@@ -50,7 +51,7 @@ def load(path: Path) -> dict[str, int]:
 
     before = resident_kb("VmRSS")
     model = StoredModel(CONFIG.architecture, read, stored)  # type: ignore[arg-type]
-    backend = NativeBackend([model], num_slots=64, num_seq_rows=2, threads=2)
+    backend = NativeBackend([model], NativeOptions(num_slots=64, num_seq_rows=2, threads=2))
     file.close()
     found = {"peak": resident_kb("VmHWM") - before, "stays": resident_kb("VmRSS") - before}
     backend.close()

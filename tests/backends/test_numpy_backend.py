@@ -10,6 +10,7 @@ from tests.support.tiny_models import TinyConfig, make_tensors
 from verispec.backends import numpy_attention
 from verispec.backends.audit import audit
 from verispec.backends.numpy_backend import LoadedModel, NumpyBackend
+from verispec.backends.options import NumpyOptions
 from verispec.backends.protocol import DrawWanted, View, Wanted
 from verispec.errors import InputError
 from verispec.sampling.draw import NO_TOKEN
@@ -27,7 +28,7 @@ def make_backend(
     if bad is not None:
         tensors["embed"][BAD_TOKEN] = bad
     model = LoadedModel(config.architecture, tensors.__getitem__)
-    return NumpyBackend([model], num_slots=num_slots, num_seq_rows=4, threads=threads)
+    return NumpyBackend([model], NumpyOptions(num_slots=num_slots, num_seq_rows=4, threads=threads))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -120,7 +121,7 @@ def test_models_of_one_backend_share_their_vocabulary() -> None:
     configs = [TinyConfig(), TinyConfig(vocab_size=96)]
     models = [LoadedModel(c.architecture, make_tensors(c).__getitem__) for c in configs]
     with pytest.raises(InputError, match="vocabulary"):
-        NumpyBackend(models, num_slots=10, num_seq_rows=1)
+        NumpyBackend(models, NumpyOptions(num_slots=10, num_seq_rows=1))
 
 
 def test_a_wrong_tile_order_shows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from tests.support.tiny_models import TinyConfig, make_tensors
 from verispec.backends.native_backend import NativeBackend
 from verispec.backends.native_model import StoredModel
 from verispec.backends.numpy_backend import LoadedModel, NumpyBackend
+from verispec.backends.options import NativeOptions, NumpyOptions
 from verispec.backends.protocol import Backend
 
 WINDOW, NUM_LAYERS = 30, 2
@@ -22,12 +23,12 @@ IDS = np.random.default_rng(3).integers(0, 80, LENGTH).tolist()
 
 def numpy_backend(config: TinyConfig) -> Backend:
     model = LoadedModel(config.architecture, make_tensors(config).__getitem__)
-    return NumpyBackend([model], num_slots=700, num_seq_rows=4)
+    return NumpyBackend([model], NumpyOptions(num_slots=700, num_seq_rows=4))
 
 
 def native_backend(config: TinyConfig) -> Backend:
     model = StoredModel(config.architecture, make_tensors(config).__getitem__)
-    return NativeBackend([model], num_slots=700, num_seq_rows=4, kv_dtype="float32")
+    return NativeBackend([model], NativeOptions(num_slots=700, num_seq_rows=4, kv_dtype="float32"))
 
 
 def gemma(*, pattern: int, window: int = WINDOW) -> TinyConfig:

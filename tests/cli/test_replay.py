@@ -277,7 +277,7 @@ def test_on_another_profile_the_tokens_decide(
 
     real = native_backend.fingerprint
     monkeypatch.setattr(
-        native_backend, "fingerprint", lambda models, **how: {**real(models, **how), "cpu": "an abacus"}
+        native_backend, "fingerprint", lambda models, options: {**real(models, options), "cpu": "an abacus"}
     )
     done = bare_cli("replay", str(receipt), "-m", tiny)
     assert done.code == 0

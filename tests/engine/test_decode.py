@@ -34,6 +34,7 @@ from tests.support.scale import scaled
 from tests.support.tiny_models import TinyConfig, make_tensors
 from verispec.backends.audit import audit
 from verispec.backends.numpy_backend import LoadedModel, NumpyBackend
+from verispec.backends.options import NumpyOptions
 from verispec.backends.protocol import Backend, Pass, PassKind, PassResult, Ticket
 from verispec.config import EngineConfig
 from verispec.engine import Engine, Request
@@ -759,7 +760,7 @@ def tensors() -> dict[str, np.ndarray]:
 
 def tiny_backend(tensors: dict[str, np.ndarray]) -> NumpyBackend:
     model = LoadedModel(TINY.architecture, tensors.__getitem__)
-    return NumpyBackend([model], num_slots=TINY_SLOTS, num_seq_rows=32, threads=1)
+    return NumpyBackend([model], NumpyOptions(num_slots=TINY_SLOTS, num_seq_rows=32, threads=1))
 
 
 def tiny_prompts() -> list[tuple[int, ...]]:

@@ -17,6 +17,7 @@ from tests.support.sampling_rows import History, SamplingRowsBuilder
 from tests.support.skipping import skip_setup
 from verispec.backends.audit import audit
 from verispec.backends.numpy_backend import LoadedModel, NumpyBackend
+from verispec.backends.options import NumpyOptions
 from verispec.engine import Engine, Request
 from verispec.model import Architecture, Llama3Scaling, inverse_frequencies, open_checkpoint
 from verispec.sampling import draw, noise
@@ -102,7 +103,7 @@ def pair(request: pytest.FixtureRequest, torch: Any, tmp_path_factory: pytest.Te
 def load(folder: Path) -> tuple[NumpyBackend, Architecture]:
     with open_checkpoint(folder) as checkpoint:
         model = LoadedModel(checkpoint.architecture, checkpoint.tensor)
-        return NumpyBackend([model], num_slots=256, num_seq_rows=4), checkpoint.architecture
+        return NumpyBackend([model], NumpyOptions(num_slots=256, num_seq_rows=4)), checkpoint.architecture
 
 
 def randomise(torch: Any, model: Any, seed: int) -> None:

@@ -4,6 +4,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -346,10 +347,26 @@ def test_tenants_share_nothing(cache: RadixPrefixCache, pool: SlotPool) -> None:
     assert set(cache.slots()) == set(yours[:2])
     assert cache.evict(9) == 2
     assert pool.num_free == pool.num_slots
-    assert list(cache._roots) == [""], "a tenant whose prefixes are gone is forgotten"
+    assert not cache._roots, "a tenant whose prefixes are gone is forgotten"
     cache.publish((), [], (0, 0), salt="mine")
     cache.match((1,), limit=1, salt="yours")
-    assert list(cache._roots) == [""]
+    assert not cache._roots
+
+
+def test_versions_of_the_weights_share_nothing(cache: RadixPrefixCache, pool: SlotPool) -> None:
+    """What was computed with other weights is never found; it stays until it is evicted, or its weights come back."""
+    old = cache.publish((1, 2, 3), computed(pool, 3), (3, 0))
+    cache.weights_version = 1
+    assert cache.match((1, 2, 3), limit=3) == ([], (0, 0))
+    new = cache.publish((1, 2, 3), computed(pool, 3), (3, 0))
+    assert not set(old) & set(new)
+    cache.check()
+    cache.weights_version = 0
+    assert cache.match((1, 2, 3), limit=3).slots == old
+    for slots in (old, old, new):
+        pool.release(slots)
+    assert cache.evict(9) == 6
+    assert not cache._roots
 
 
 def test_no_cache_keeps_nothing(pool: SlotPool) -> None:
@@ -370,21 +387,26 @@ def _cache_a_slot_twice(cache: RadixPrefixCache, pool: SlotPool) -> None:
     second.slots[0] = first.slots[0]
 
 
+def root(cache: RadixPrefixCache) -> Any:
+    (found,) = cache._roots.values()
+    return found
+
+
 def _misfile(cache: RadixPrefixCache, pool: SlotPool) -> None:
-    cache._root.children[7] = cache._root.children.pop(1)
+    root(cache).children[7] = root(cache).children.pop(1)
 
 
 def _lose_a_token(cache: RadixPrefixCache, pool: SlotPool) -> None:
-    cache._root.children[1].token_ids = [1]
+    root(cache).children[1].token_ids = [1]
 
 
 def _hold_a_part(cache: RadixPrefixCache, pool: SlotPool) -> None:
-    pool.retain(cache._root.children[1].slots[:1])
+    pool.retain(root(cache).children[1].slots[:1])
 
 
 def _use_a_child_alone(cache: RadixPrefixCache, pool: SlotPool) -> None:
     cache.match((1,), limit=1)
-    (child,) = cache._root.children[1].children.values()
+    (child,) = root(cache).children[1].children.values()
     child.last_used = cache._clock + 1
 
 
@@ -393,11 +415,11 @@ def _lose_a_place(cache: RadixPrefixCache, pool: SlotPool) -> None:
 
 
 def _swap_places(cache: RadixPrefixCache, pool: SlotPool) -> None:
-    cache._by_use.move_to_end(cache._root.children[1])
+    cache._by_use.move_to_end(root(cache).children[1])
 
 
 def _lose_the_target(cache: RadixPrefixCache, pool: SlotPool) -> None:
-    cache._root.children[1].stores -= {TARGET_STORE}
+    root(cache).children[1].stores -= {TARGET_STORE}
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from verispec import SamplingParams
 from verispec.backends.native_backend import NativeBackend
 from verispec.backends.native_model import StoredModel
 from verispec.backends.numpy_backend import LoadedModel, NumpyBackend
+from verispec.backends.options import NativeOptions, NumpyOptions
 
 FOUR_LAYERS = replace(CONFIG, num_layers=4)
 
@@ -22,8 +23,10 @@ def test_the_context_is_the_targets() -> None:
     tensors = [make_tensors(c) for c in configs]
     numpy_models = [LoadedModel(c.architecture, t.__getitem__) for c, t in zip(configs, tensors, strict=True)]
     native_models = [StoredModel(c.architecture, t.__getitem__) for c, t in zip(configs, tensors, strict=True)]
-    alone, pair = (NumpyBackend(models, num_slots=64, num_seq_rows=2) for models in (numpy_models[:1], numpy_models))
-    native = NativeBackend(native_models, num_slots=64, num_seq_rows=2, threads=1)
+    alone, pair = (
+        NumpyBackend(models, NumpyOptions(num_slots=64, num_seq_rows=2)) for models in (numpy_models[:1], numpy_models)
+    )
+    native = NativeBackend(native_models, NativeOptions(num_slots=64, num_seq_rows=2, threads=1))
     assert pair.limits.context_len == alone.limits.context_len == native.limits.context_len == 96
     assert pair.fingerprint() == alone.fingerprint(), "nor is it part of the profile"
     assert pair.fingerprint(1) != pair.fingerprint(0) or configs[0].architecture == configs[1].architecture

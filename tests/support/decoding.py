@@ -285,7 +285,7 @@ class Watched:
     def cached_prefixes(self) -> Iterator[tuple[tuple[int, ...], int]]:
         """Every path of the prefix cache from the root, with the slot of its last token."""
         if isinstance(self.engine._cache, RadixPrefixCache):
-            stack = [((), self.engine._cache._root)]
+            stack = [((), root) for root in self.engine._cache._roots.values()]
             while stack:
                 path, node = stack.pop()
                 for i, slot in enumerate(node.slots):

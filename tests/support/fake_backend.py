@@ -38,6 +38,8 @@ def combine(*parts: int) -> int:
 
 class FakeBackend:
     shapes = CANDIDATE_SHAPES
+    arithmetics = ("fake",)
+    weights_version = 0
 
     def __init__(
         self,
@@ -111,7 +113,7 @@ class FakeBackend:
             self.kv[:, slot] = mix(self.kv[:, slot] + np.uint64(12345))
 
     def fingerprint(self, store: int = 0) -> dict[str, str]:
-        return {"backend": "fake", "store": str(store)}
+        return {"arithmetic": "fake", "store": str(store)}
 
     def device(self) -> dict[str, str]:
         return {}

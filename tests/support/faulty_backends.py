@@ -41,6 +41,10 @@ class WrappedBackend:
         return self.inner.limits
 
     @property
+    def weights_version(self) -> int:
+        return self.inner.weights_version
+
+    @property
     def resident(self) -> Resident:
         return self.inner.resident
 

@@ -41,6 +41,8 @@ class ToyBackend:
     """`told` is what handles give for the draft model's distributions instead of the truth."""
 
     shapes = CANDIDATE_SHAPES
+    arithmetics = ("toy",)
+    weights_version = 0
 
     def __init__(self, chains: Markov, *, is_plain: bool = True, told: NDArray[np.float64] | None = None) -> None:
         self.limits = BackendLimits(chains.vocab_size, 64, 1 << 14, 256, 16, num_stores=2)
@@ -70,7 +72,7 @@ class ToyBackend:
         return result
 
     def fingerprint(self, store: int = TARGET_STORE) -> dict[str, str]:
-        return {"backend": "toy", "store": str(store)}
+        return {"arithmetic": "toy", "store": str(store)}
 
     def device(self) -> dict[str, str]:
         return {}

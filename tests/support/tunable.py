@@ -10,6 +10,7 @@ from tests.support.faulty_backends import WrappedBackend
 from tests.support.tiny_models import TinyConfig, make_tensors
 from verispec.backends.cost import CostTable
 from verispec.backends.numpy_backend import LoadedModel, NumpyBackend
+from verispec.backends.options import NumpyOptions
 from verispec.backends.protocol import Backend, Pass, Ticket, View
 from verispec.spec.skip_menu import MenuKey, SkipProfile
 from verispec.tuning import Subject
@@ -31,7 +32,7 @@ def tiny_backend(*, config: TinyConfig = CONFIG, nan_in: str = "", **sizes: int)
     if nan_in:
         tensors[nan_in][:] = np.nan
     limits = {"num_slots": 400, "num_seq_rows": 8, "threads": 1, **sizes}
-    return NumpyBackend([LoadedModel(config.architecture, tensors.__getitem__)], **limits)  # type: ignore[arg-type]
+    return NumpyBackend([LoadedModel(config.architecture, tensors.__getitem__)], NumpyOptions(**limits))  # type: ignore[arg-type]
 
 
 def prompts(seed: int, count: int = 4) -> list[list[int]]:

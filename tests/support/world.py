@@ -15,6 +15,7 @@ from verispec.backends.cost import FLAT_COST, CostTable
 from verispec.backends.native_backend import NativeBackend
 from verispec.backends.native_model import StoredModel
 from verispec.backends.numpy_backend import LoadedModel, NumpyBackend
+from verispec.backends.options import NativeOptions, NumpyOptions
 from verispec.backends.protocol import Backend
 from verispec.config import EngineConfig
 from verispec.engine import Engine, Request
@@ -95,13 +96,13 @@ def models(family: str, draft: Second) -> list[Weights]:
 
 def numpy_world(family: str, draft: Second = Second.NONE) -> World:
     loaded = [LoadedModel(config.architecture, tensors.__getitem__) for config, tensors in models(family, draft)]
-    backend = NumpyBackend(loaded, num_slots=NUM_SLOTS, num_seq_rows=32)
+    backend = NumpyBackend(loaded, NumpyOptions(num_slots=NUM_SLOTS, num_seq_rows=32))
     return World(backend, audit(backend.probes(), shapes=(1, 4, 8, 16, 64)).choose())
 
 
 def native_world(family: str, draft: Second = Second.NONE) -> World:
     stored = [StoredModel(config.architecture, tensors.__getitem__) for config, tensors in models(family, draft)]
-    backend = NativeBackend(stored, num_slots=NUM_SLOTS, num_seq_rows=32, threads=1)
+    backend = NativeBackend(stored, NativeOptions(num_slots=NUM_SLOTS, num_seq_rows=32, threads=1))
     return World(backend, (1, 2, 3, 4, 6, 8, 12, 16, 32, 64))
 
 

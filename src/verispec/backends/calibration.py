@@ -32,15 +32,18 @@ FORMAT = 5  # raised when the audit or the file changes meaning
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What a float result honestly depends on: the backend's fingerprint and the chosen family. Hashed and printed."""
+    """What a float result honestly depends on: the backend's fingerprint, the chosen family, and the version of the
+    weights, which is 0 for those of the model's files. Hashed and printed.
+    """
 
     fingerprint: Items
     family: tuple[int, ...]
+    weights_version: int = 0
 
     @property
     def hash(self) -> str:
         """Sixteen hex digits that name the profile."""
-        text = json.dumps([self.fingerprint, self.family], sort_keys=True)
+        text = json.dumps([self.fingerprint, self.family, self.weights_version], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -111,7 +114,7 @@ def calibrate(
     return Calibration(
         found,
         records[TARGET_STORE].cost,
-        Profile(records[TARGET_STORE].fingerprint, found.choose(family)),
+        Profile(records[TARGET_STORE].fingerprint, found.choose(family), backend.weights_version),
         records[DRAFT_STORE].cost if len(records) > 1 else None,
         wrong,
         tuple(records),

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from verispec.backends.native_model import StoredModel
 from verispec.backends.native_pack import FLOAT_TYPES, LAYOUTS
+from verispec.backends.options import AS_STORED, QUANTISED, NativeOptions
 from verispec.backends.pass_builder import PassBuilder
 from verispec.backends.protocol import (
     FULL_VIEW,
@@ -60,7 +61,7 @@ _PARAMS = (
 )
 
 Slots = NDArray[np.int32]
-MakeBackend = Callable[[StoredModel, str], Backend]
+MakeBackend = Callable[[StoredModel, NativeOptions], Backend]
 
 
 class Case(NamedTuple):
@@ -80,6 +81,15 @@ class Case(NamedTuple):
         gemma, quantised = "gemma3 " * self.is_gemma, " as Q8_0" * self.quantises
         return f"{gemma}{self.type_name}{quantised}, {self.kv_dtype} K/V"
 
+    @property
+    def options(self) -> NativeOptions:
+        return NativeOptions(
+            num_slots=NUM_SLOTS,
+            num_seq_rows=NUM_SEQUENCES,
+            weights=QUANTISED if self.quantises else AS_STORED,
+            kv_dtype=self.kv_dtype,
+        )
+
 
 def cases(kv_dtype: str) -> list[Case]:
     """Every stored type as it is, the float types also quantised, two as gemma: together they use every kernel."""
@@ -89,14 +99,14 @@ def cases(kv_dtype: str) -> list[Case]:
 
 
 def wrong_answers(kv_dtype: str, make_backend: MakeBackend) -> tuple[str, ...]:
-    """The cases whose bits are not the expected ones; `make_backend(model, kv_dtype)` has what is to be tested."""
+    """The cases whose bits are not the expected ones; `make_backend(model, options)` has what is to be tested."""
     expected = json.loads(PATH.read_text(encoding="utf-8"))["answers"]
     return tuple(case.name for case in cases(kv_dtype) if answer(case, make_backend) != expected[case.name])
 
 
 def answer(case: Case, make_backend: MakeBackend) -> str:
     """The digest of everything the case's passes give."""
-    backend = make_backend(_model(case), case.kv_dtype)
+    backend = make_backend(_model(case), case.options)
     digest = hashlib.sha256()
     try:
         for step, pass_ in enumerate(_passes()):
@@ -177,7 +187,6 @@ def _model(case: Case) -> StoredModel:
         architecture,
         lambda name: _read(name, shapes[name]),
         lambda name: _stored(case.type_name, name, (shapes[name][0], shapes[name][1])),
-        quantises=case.quantises,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -21,11 +22,11 @@ from verispec.backends.blas import cpu_name, num_cores
 from verispec.backends.checks import check_pass
 from verispec.backends.native_model import NativeModel, StoredModel
 from verispec.backends.native_pack import LANES
+from verispec.backends.options import QUANTISED, BackendOptions, NativeOptions
 from verispec.backends.outputs import Handle
 from verispec.backends.probe_rows import probe_rows
 from verispec.backends.protocol import (
     Backend,
-    BackendLimits,
     Burst,
     BurstResult,
     DrawResult,
@@ -39,7 +40,6 @@ from verispec.backends.protocol import (
 )
 from verispec.backends.resident import Fed, Resident
 from verispec.backends.rounds import before, no_rounds, run_rounds
-from verispec.errors import InputError
 from verispec.kv import DUMP_SLOT, NUM_RESERVED, TARGET_STORE
 from verispec.model.architecture import Architecture
 from verispec.sampling.draw import NO_TOKEN
@@ -48,8 +48,6 @@ from verispec.sampling.weights import SAMPLING, Totals
 from verispec.sampling.weights import logprobs as logprobs_from
 from verispec.types import SamplingParams
 
-KERNELS = "1"  # raised when a kernel changes bits
-KV_DTYPES = ("float16", "float32")
 # Every shape up to 64, then steps: rows are pure at all of them, and the audit shows it.
 SHAPES = (*range(1, 65), *range(80, 129, 16), *range(160, 257, 32))
 _PROBED_LENGTHS = (1, 15, 17, 200)
@@ -61,40 +59,24 @@ class NativeBackend:
     """One slot table, and per model the packed weights and a K/V store under the same slot ids."""
 
     shapes = SHAPES
+    arithmetics = NativeOptions.SERVES["arithmetic"]
+    weights_version = 0
 
     def __init__(
-        self,
-        models: Sequence[StoredModel],
-        *,
-        num_slots: int,
-        num_seq_rows: int,
-        context_len: int | None = None,
-        max_tail: int = 64,
-        threads: int | None = None,
-        kv_dtype: str = "float16",
-        isa: str = "",
-        progress: Progress = no_progress,
+        self, models: Sequence[StoredModel], options: NativeOptions, *, progress: Progress = no_progress
     ) -> None:
-        arch = models[0].architecture
-        # The target's alone: beyond its own context a draft model guesses badly, which is no reason to end a request.
-        context_len = min(context_len or arch.context_len, arch.context_len)
-        if any(m.architecture.vocab_size != arch.vocab_size for m in models):
-            raise InputError("models that share a backend must share their vocabulary")
-        if kv_dtype not in KV_DTYPES:
-            raise InputError(f"unknown K/V dtype {kv_dtype!r}; known: {', '.join(KV_DTYPES)}")
-        self.limits = BackendLimits(arch.vocab_size, context_len, num_slots, num_seq_rows, max_tail, len(models))
-        self._kv_dtype = kv_dtype
-        self._quantises = tuple(m.quantises for m in models)
-        self._num_threads = num_cores() if threads is None else threads
-        self._kernels = native.Kernels(self._num_threads, isa)
+        self.limits = options.limits([m.architecture for m in models])
+        self._options = options
+        self._num_threads = num_cores() if options.threads is None else options.threads
+        self._kernels = native.Kernels(self._num_threads, options.isa)
         self._models = [
             NativeModel(
-                model, self._kernels, context_len=context_len, kv_is_half=kv_dtype == "float16",
-                progress=partial(_report, progress, i, len(models)),
+                model, self._kernels, context_len=self.limits.context_len, quantises=options.weights == QUANTISED,
+                kv_is_half=options.kv_dtype == "float16", progress=partial(_report, progress, i, len(models)),
             )
             for i, model in enumerate(models)
         ]  # fmt: skip
-        self._stores = [_KVStore(m.architecture, num_slots, kv_dtype) for m in models]
+        self._stores = [_KVStore(m.architecture, options.num_slots, options.kv_dtype) for m in models]
         self.resident = Resident(self.limits)
 
     @property
@@ -301,8 +283,7 @@ class NativeBackend:
 
     def fingerprint(self, store: int = TARGET_STORE) -> dict[str, str]:
         """Kernels, dtypes and model shapes: no CPU, no library, because bits depend on none."""
-        arch, quantises = self._models[store].architecture, self._quantises[store]
-        return fingerprint([arch], kv_dtype=self._kv_dtype, quantises=[quantises])
+        return fingerprint([self._models[store].architecture], self._options)
 
     def device(self) -> dict[str, str]:
         """What the speed depends on."""
@@ -316,13 +297,10 @@ class NativeBackend:
     def wrong_answers(self) -> tuple[str, ...]:
         """The cases of the known-answer test that fail on this library, with these instructions and threads."""
 
-        def like_this(model: StoredModel, kv_dtype: str) -> Backend:
-            return NativeBackend(
-                [model], num_slots=native_answers.NUM_SLOTS, num_seq_rows=native_answers.NUM_SEQUENCES,
-                threads=self._num_threads, kv_dtype=kv_dtype, isa=self.isa,
-            )  # fmt: skip
+        def like_this(model: StoredModel, options: NativeOptions) -> Backend:
+            return NativeBackend([model], replace(options, threads=self._num_threads, isa=self.isa))
 
-        return native_answers.wrong_answers(self._kv_dtype, like_this)
+        return native_answers.wrong_answers(self._options.kv_dtype, like_this)
 
     def probes(self) -> list[KernelProbe]:
         """Every row kernel of the target's model, attention and sampling included."""
@@ -378,7 +356,7 @@ class NativeBackend:
         lengths = [min(length, num_slots) for length in _PROBED_LENGTHS]
         rng = np.random.default_rng(1)
         kinds = arch.distinct_layers()
-        store = _KVStore(arch, num_slots, self._kv_dtype, num_layers=kinds[-1] + 1)
+        store = _KVStore(arch, num_slots, self._options.kv_dtype, num_layers=kinds[-1] + 1)
         for part in (store.k, store.v):
             real = part[:, NUM_RESERVED:, :, : arch.head_dim]
             real[:] = rng.standard_normal(real.shape).astype(part.dtype)
@@ -431,18 +409,14 @@ class _KVStore:
         self.struct = native.Store(native.address(self.k), native.address(self.v), num_slots + NUM_RESERVED)
 
 
-def fingerprint(
-    architectures: Sequence[Architecture], *, kv_dtype: str = "float16", quantises: Sequence[bool] = (False,)
-) -> dict[str, str]:
+def fingerprint(architectures: Sequence[Architecture], options: BackendOptions) -> dict[str, str]:
     """The fingerprint of a backend with these models, which need not be loaded for it."""
     shapes = "\n".join(map(str, architectures))
     return {
-        "backend": "native",
-        "kernels": KERNELS,
+        "arithmetic": options.arithmetic,
         "sampling": SAMPLING,
-        "weights": "q8" if any(quantises) else "as stored",
-        "activations": "15-bit in blocks of 32 for quantised weights, else float32",
-        "kv_dtype": kv_dtype,
+        "weights": options.weights,
+        "kv_dtype": options.kv_dtype,
         "shapes": hashlib.sha256(shapes.encode()).hexdigest()[:16],
     }
 

@@ -30,17 +30,16 @@ _MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 class StoredModel:
     """What the native backend needs of a checkpoint: float32 tensors, and matrices as the files have them.
 
-    Without `stored` the matrices are float32 too. With `quantises` float matrices become Q8_0 at load.
+    Without `stored` the matrices are float32 too.
     """
 
     architecture: Architecture
     read: Reader
     stored: Callable[[str], StoredTensor] | None = None
-    quantises: bool = False
 
-    def matrix(self, name: str, kernels: native.Kernels) -> PackedMatrix:
+    def matrix(self, name: str, kernels: native.Kernels, *, quantises: bool) -> PackedMatrix:
         """A matrix in the layout of the kernels; the error for one that is not finite names the value."""
-        packed = pack(self._stored(name), kernels, quantises=self.quantises)
+        packed = pack(self._stored(name), kernels, quantises=quantises)
         if not packed.is_finite:
             self.read(name)
             raise InputError(f"tensor {name} holds values that are not finite")
@@ -53,7 +52,7 @@ class StoredModel:
 
 
 class NativeModel:
-    """Weights, and `struct`, the kernels' view of them."""
+    """Weights, and `struct`, the kernels' view of them. With `quantises` float matrices become Q8_0."""
 
     def __init__(
         self,
@@ -61,6 +60,7 @@ class NativeModel:
         kernels: native.Kernels,
         *,
         context_len: int,
+        quantises: bool,
         kv_is_half: bool,
         progress: Callable[[float], None],
     ) -> None:
@@ -69,6 +69,7 @@ class NativeModel:
             raise InputError(f"the native backend takes heads of at most {_MAX_HEAD_DIM} values, not {arch.head_dim}")
         self.architecture = arch
         self._kernels = kernels
+        self._quantises = quantises
         self._arrays: list[NDArray[np.generic]] = []  # what the structures point to
         self._layers = (native.Layer * arch.num_layers)()
         ropes = {spec.rope for spec in arch.layers}
@@ -118,7 +119,7 @@ class NativeModel:
         layer.activation = native.ACTIVATIONS.index(spec.activation)
 
     def _matrix(self, model: StoredModel, name: str) -> native.Matrix:
-        packed = model.matrix(name, self._kernels)
+        packed = model.matrix(name, self._kernels, quantises=self._quantises)
         self._arrays.append(packed.data)
         return native.Matrix(packed.format, packed.num_out, packed.num_in, native.address(packed.data))
 

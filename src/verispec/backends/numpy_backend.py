@@ -17,16 +17,15 @@ from numpy.typing import NDArray
 from verispec.backends.audit import CANDIDATE_SHAPES, KernelProbe
 from verispec.backends.blas import blas_name, cpu_name, num_cores, single_threaded_blas
 from verispec.backends.checks import check_pass
-from verispec.backends.numpy_attention import TILE, Bucket, attend, group_contexts
-from verispec.backends.numpy_dense import COLUMN_BLOCK, ROW_BLOCK
+from verispec.backends.numpy_attention import Bucket, attend, group_contexts
 from verispec.backends.numpy_model import Float32, NumpyModel, Reader
+from verispec.backends.options import BackendOptions, NumpyOptions
 from verispec.backends.outputs import Outputs
 from verispec.backends.probe_rows import probe_rows
-from verispec.backends.protocol import BackendLimits, Pass, PassResult, ReadyTicket
+from verispec.backends.protocol import Pass, PassResult, ReadyTicket
 from verispec.backends.resident import Resident
 from verispec.backends.rounds import run_rounds
 from verispec.backends.workers import Workers
-from verispec.errors import InputError
 from verispec.kv import NUM_RESERVED, TARGET_STORE
 from verispec.model.architecture import Architecture, LayerSpec
 from verispec.sampling import draw
@@ -34,7 +33,6 @@ from verispec.sampling.rows import SampleKey, Sampler, plain_rows
 from verispec.sampling.weights import SAMPLING, totals
 from verispec.types import SamplingParams
 
-KERNELS = "2"  # raised when a kernel here changes bits
 _PROBED_LENGTHS = (1, 127, 129, 300, 520)  # context lengths at which the audit measures attention
 
 
@@ -50,21 +48,16 @@ class NumpyBackend:
     """One slot table, and per model the weights and a K/V store under the same slot ids."""
 
     shapes = CANDIDATE_SHAPES
+    arithmetics = NumpyOptions.SERVES["arithmetic"]
+    weights_version = 0
 
-    def __init__(
-        self, models: Sequence[LoadedModel], *, num_slots: int, num_seq_rows: int, context_len: int | None = None,
-        max_tail: int = 64,
-        threads: int | None = None,
-    ) -> None:  # fmt: skip
-        arch = models[0].architecture
-        # The target's alone: beyond its own context a draft model guesses badly, which is no reason to end a request.
-        context_len = min(context_len or arch.context_len, arch.context_len)
-        if any(m.architecture.vocab_size != arch.vocab_size for m in models):
-            raise InputError("models that share a backend must share their vocabulary")
-        self.limits = BackendLimits(arch.vocab_size, context_len, num_slots, num_seq_rows, max_tail, len(models))
-        self._workers = Workers(num_cores() if threads is None else threads)
+    def __init__(self, models: Sequence[LoadedModel], options: BackendOptions) -> None:
+        self._options = options
+        self.limits = options.limits([m.architecture for m in models])
+        context_len = self.limits.context_len
+        self._workers = Workers(num_cores() if options.threads is None else options.threads)
         self._models = [NumpyModel(m.architecture, m.read, self._workers, context_len=context_len) for m in models]
-        self._stores = [_KVStore(m.architecture, num_slots) for m in models]
+        self._stores = [_KVStore(m.architecture, options.num_slots) for m in models]
         self.resident = Resident(self.limits)
         self._outputs = Outputs(np)
 
@@ -113,7 +106,7 @@ class NumpyBackend:
 
     def fingerprint(self, store: int = TARGET_STORE) -> dict[str, str]:
         """Device, libraries, arithmetic, dtypes, kernels and model shapes."""
-        return fingerprint([self._models[store].architecture])
+        return fingerprint([self._models[store].architecture], self._options)
 
     def device(self) -> dict[str, str]:
         """Nothing: the fingerprint has it all, but for the number of threads."""
@@ -179,26 +172,22 @@ class _KVStore:
         self.v[layer, slots] = v
 
 
-def fingerprint(architectures: Sequence[Architecture]) -> dict[str, str]:
+def fingerprint(architectures: Sequence[Architecture], options: BackendOptions) -> dict[str, str]:
     """The fingerprint of a backend with these models, which need not be loaded for it."""
     shapes = "\n".join(map(str, architectures))
     return {
-        "backend": "numpy",
+        "arithmetic": options.arithmetic,
         "numpy": np.__version__,
-        "python": platform.python_implementation(),
         "machine": platform.machine(),
         "cpu": cpu_name(),
         "blas": blas_name(),
-        "dtype": "float32",
-        "kv_dtype": "float32",
-        "arithmetic": _arithmetic(),
-        "kernels": f"{KERNELS}, blocks of {ROW_BLOCK} x {COLUMN_BLOCK}, attention tile {TILE}",
+        "elementary": _elementary(),
         "sampling": SAMPLING,
         "shapes": hashlib.sha256(shapes.encode()).hexdigest()[:16],
     }
 
 
-def _arithmetic() -> str:
+def _elementary() -> str:
     """A hash of what exp, log, sums, sines and quotients give here: they differ by libm, compiler and vector unit."""
     x = np.linspace(-30, 30, 4099, dtype=np.float32)
     angles = np.linspace(0, 9000, 4099)

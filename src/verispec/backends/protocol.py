@@ -303,6 +303,14 @@ class Backend(Protocol):
     @property
     def limits(self) -> BackendLimits: ...
     @property
+    def arithmetics(self) -> tuple[str, ...]:
+        """What defines its bits, by name: one of them is in its fingerprint. Another backend may serve the same."""
+
+    @property
+    def weights_version(self) -> int:
+        """How often the target's weights were replaced since they were read from its files."""
+
+    @property
     def shapes(self) -> tuple[int, ...]:
         """The shapes that may become canonical: what the audit measures."""
 

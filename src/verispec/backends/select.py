@@ -7,32 +7,18 @@ Imports a backend only when it is asked for.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import NamedTuple
 
 from verispec.backends.audit import Progress, no_progress
+from verispec.backends.options import BackendOptions, CudaOptions, NativeOptions, NumpyOptions
 from verispec.backends.protocol import Backend
 from verispec.config import MAX_SIZE, EngineConfig
 from verispec.errors import InputError
 from verispec.model.architecture import Architecture
 from verispec.model.checkpoint import Checkpoint
 
-BACKENDS = ("native", "numpy", "cuda")
-AS_STORED, QUANTISED = "as-stored", "q8"
-WEIGHTS = (AS_STORED, QUANTISED)
-
-
-class BackendOptions(NamedTuple):
-    """How a backend is set up. `weights` and `kv_dtype` are for the native one; None is its default. `device` is the
-    CUDA backend's GPU, and `cache_folder` where it keeps compiled kernels."""
-
-    num_slots: int
-    num_seq_rows: int
-    threads: int | None = None
-    weights: str = AS_STORED
-    kv_dtype: str | None = None
-    device: int = 0
-    cache_folder: Path | None = None
+OPTIONS: Mapping[str, type[BackendOptions]] = {
+    options.NAME: options for options in (NativeOptions, NumpyOptions, CudaOptions)
+}
 
 
 def default_backend() -> str:
@@ -69,8 +55,8 @@ def fitting_slots(architectures: Sequence[Architecture], *, device: int, gpu_mem
 
 def check_name(name: str, device: int = 0) -> None:
     """Raise InputError for a backend that does not exist, or not here."""
-    if name not in BACKENDS:
-        raise InputError(f"unknown backend {name!r}; known: {', '.join(BACKENDS)}")
+    if name not in OPTIONS:
+        raise InputError(f"unknown backend {name!r}; known: {', '.join(OPTIONS)}")
     if name == "native" and (lost := what_is_lost()):
         raise InputError(f"backend native: {lost}")
     if name == "cuda":
@@ -81,57 +67,36 @@ def check_name(name: str, device: int = 0) -> None:
 
 
 def make_backend(
-    name: str, checkpoints: Sequence[Checkpoint], options: BackendOptions, *, progress: Progress = no_progress
+    options: BackendOptions, checkpoints: Sequence[Checkpoint], *, progress: Progress = no_progress
 ) -> Backend:
-    """The named backend with the checkpoints' models in it: the target's first, then a draft model's."""
-    check_name(name, options.device)
-    if options.weights not in WEIGHTS:
-        raise InputError(f"unknown weights {options.weights!r}; known: {', '.join(WEIGHTS)}")
-    if name == "numpy":
-        from verispec.backends.numpy_backend import LoadedModel, NumpyBackend
+    """The backend of these options with the checkpoints' models in it: the target's first, then a draft model's."""
+    if isinstance(options, NativeOptions):
+        from verispec.backends.native_backend import NativeBackend
+        from verispec.backends.native_model import StoredModel
 
-        if options.weights != AS_STORED or options.kv_dtype not in (None, "float32"):
-            raise InputError("weights and kv_dtype are options of the native backend; numpy computes in float32")
-        return NumpyBackend(
-            [LoadedModel(c.architecture, c.tensor) for c in checkpoints],
-            num_slots=options.num_slots,
-            num_seq_rows=options.num_seq_rows,
-            threads=options.threads,
-        )
-    if name == "cuda":
+        stored = [StoredModel(c.architecture, c.tensor, c.stored) for c in checkpoints]
+        return NativeBackend(stored, options, progress=progress)
+    if isinstance(options, CudaOptions):
         from verispec.backends.cuda.load import load
 
-        if options.weights != AS_STORED or options.kv_dtype not in (None, "bfloat16"):
-            raise InputError("weights and kv_dtype are options of the native backend; cuda computes in bfloat16")
-        return load(
-            checkpoints, num_slots=options.num_slots, num_seq_rows=options.num_seq_rows, index=options.device,
-            cache_folder=options.cache_folder, progress=progress,
-        )  # fmt: skip
-    from verispec.backends.native_backend import NativeBackend
-    from verispec.backends.native_model import StoredModel
+        return load(checkpoints, options, progress=progress)
+    from verispec.backends.numpy_backend import LoadedModel, NumpyBackend
 
-    quantises = options.weights == QUANTISED
-    return NativeBackend(
-        [StoredModel(c.architecture, c.tensor, c.stored, quantises=quantises) for c in checkpoints],
-        num_slots=options.num_slots,
-        num_seq_rows=options.num_seq_rows,
-        threads=options.threads,
-        kv_dtype=options.kv_dtype or "float16",
-        progress=progress,
-    )
+    return NumpyBackend([LoadedModel(c.architecture, c.tensor) for c in checkpoints], options)
 
 
 def describe(name: str, architectures: Sequence[Architecture]) -> tuple[Mapping[str, str], tuple[int, ...]]:
     """Fingerprint and candidate shapes of a backend with default options, whose models need not be loaded for it."""
-    if name == "numpy":
-        from verispec.backends import numpy_backend
-
-        return numpy_backend.fingerprint(architectures), numpy_backend.NumpyBackend.shapes
     if name == "cuda":
         from verispec.backends.cuda import backend
         from verispec.backends.cuda.device import Gpu
 
         return backend.fingerprint(architectures, Gpu().describe()["gpu"]), backend.CudaBackend.shapes
+    options = OPTIONS[name](num_slots=1, num_seq_rows=1)
+    if name == "numpy":
+        from verispec.backends import numpy_backend
+
+        return numpy_backend.fingerprint(architectures, options), numpy_backend.NumpyBackend.shapes
     from verispec.backends import native_backend
 
-    return native_backend.fingerprint(architectures), native_backend.NativeBackend.shapes
+    return native_backend.fingerprint(architectures, options), native_backend.NativeBackend.shapes

@@ -108,6 +108,7 @@ def _audit_text(llm: LLM) -> str:
         *(f"{shape:8} {base * 1e3:7.1f} {slope * 1e6:7.2f}" for shape, base, slope in cost),
         "\nProfile:",
         *(f"{name:>10}  {value}" for name, value in found.profile.fingerprint),
+        f"{'version':>10}  {found.profile.weights_version} of the weights",
         f"{'hash':>10}  {found.profile.hash}",
     ]
     return "\n".join(lines) + "\n"
@@ -130,5 +131,6 @@ def _audit_object(llm: LLM) -> dict[str, Any]:
             for shape, base, slope in zip(found.cost.shapes, found.cost.base, found.cost.per_context_token, strict=True)
         ],
         "fingerprint": dict(found.profile.fingerprint),
+        "weights_version": found.profile.weights_version,
         "profile": found.profile.hash,
     }

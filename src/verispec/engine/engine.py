@@ -100,7 +100,9 @@ class Engine:
         self._pool = SlotPool(config.num_slots)
         num_stores = backend.limits.num_stores
         self._cache: PrefixCache = (
-            RadixPrefixCache(self._pool, num_stores) if config.prefix_cache else NoPrefixCache(num_stores)
+            RadixPrefixCache(self._pool, num_stores, weights_version=backend.weights_version)
+            if config.prefix_cache
+            else NoPrefixCache(num_stores)
         )
         self._no_family_reason = "" if shapes else no_family_reason
         self._drafters = DrafterSet(drafters, vocab_size=backend.limits.vocab_size, max_tail=backend.limits.max_tail)

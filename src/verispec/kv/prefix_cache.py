@@ -4,7 +4,7 @@ The cache holds one reference on each of its slots. Sequences hold whole nodes f
 ancestors, so a node that nobody else holds has only such descendants: evicting unheld leaves, least recently used first
 by a logical clock, can always free all of them. Which stores (target, draft model) hold valid K/V is marked per node.
 Only the scheduler publishes, and only canonical K/V. Tenants that must not learn of each other's prompts by how fast
-an answer comes have trees of their own, told apart by a salt.
+an answer comes have trees of their own, told apart by a salt; so has each version of the weights.
 
 Eviction costs as much as it frees, however large the tree is:
 
@@ -37,7 +37,9 @@ class PrefixHit(NamedTuple):
 
 
 class PrefixCache(Protocol):
-    """What the scheduler asks of a prefix cache."""
+    """What the scheduler asks of a prefix cache. What is computed from now on is of `weights_version`."""
+
+    weights_version: int
 
     def match(self, token_ids: Sequence[int], *, limit: int, salt: str = NO_SALT) -> PrefixHit: ...
     def publish(
@@ -50,6 +52,8 @@ class PrefixCache(Protocol):
 
 class NoPrefixCache:
     """The cache that caches nothing."""
+
+    weights_version = 0
 
     def __init__(self, num_stores: int = 1) -> None:
         self._miss = (0,) * num_stores
@@ -86,19 +90,24 @@ class _Node:
     children: dict[int, _Node] = field(default_factory=dict)
 
 
-@dataclass(slots=True, eq=False)
+class _RootKey(NamedTuple):
+    weights_version: int
+    salt: str
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
 class _Root(_Node):
-    salt: str = NO_SALT
+    key: _RootKey
 
 
 class RadixPrefixCache:
     """The real one. `num_stores` K/V stores share its slot ids; store 0 is the target's and is always valid."""
 
-    def __init__(self, pool: SlotPool, num_stores: int = 1) -> None:
+    def __init__(self, pool: SlotPool, num_stores: int = 1, *, weights_version: int = 0) -> None:
+        self.weights_version = weights_version
         self._pool = pool
         self._num_stores = num_stores
-        self._root = self._new_root(NO_SALT)
-        self._roots = {NO_SALT: self._root}  # the others come and go with what hangs under them
+        self._roots: dict[_RootKey, _Root] = {}  # they come and go with what hangs under them
         self._clock = 0
         self._by_use: OrderedDict[_Node, None] = OrderedDict()
         self._parked: dict[int, _Node] = {}  # by last slot, which a split does not change
@@ -109,7 +118,7 @@ class RadixPrefixCache:
         slots: list[int] = []
         valid_lens = [0] * self._num_stores
         path: list[_Node] = []
-        node: _Node | None = self._roots.get(salt)
+        node: _Node | None = self._roots.get(_RootKey(self.weights_version, salt))
         while node is not None and len(slots) < limit:
             node = self._step(node, token_ids, len(slots), limit)
             if node is not None:
@@ -135,9 +144,10 @@ class RadixPrefixCache:
             return slots
         held: list[int] = []
         path: list[_Node] = []
-        if salt not in self._roots:
-            self._roots[salt] = self._new_root(salt)
-        node: _Node = self._roots[salt]
+        key = _RootKey(self.weights_version, salt)
+        if key not in self._roots:
+            self._roots[key] = _Root([], [], None, frozenset(range(self._num_stores)), key=key)
+        node: _Node = self._roots[key]
         valid_lens = tuple(min(valid_len, valid_lens[TARGET_STORE]) for valid_len in valid_lens)
         for end in sorted({*valid_lens}):
             stores = frozenset(s for s, valid_len in enumerate(valid_lens) if valid_len >= end)
@@ -214,9 +224,6 @@ class RadixPrefixCache:
         if uses != sorted(set(uses)) or any(s != node.slots[-1] for s, node in self._parked.items()):
             raise AssertionError("the order of eviction is wrong")
 
-    def _new_root(self, salt: str) -> _Root:
-        return _Root([], [], None, frozenset(range(self._num_stores)), salt=salt)
-
     def _nodes(self) -> Iterator[_Node]:
         stack = [node for root in self._roots.values() for node in root.children.values()]
         while stack:
@@ -254,8 +261,8 @@ class RadixPrefixCache:
         parent = leaf.parent
         assert parent is not None
         del parent.children[leaf.token_ids[0]]
-        if isinstance(parent, _Root) and parent.salt != NO_SALT and not parent.children:
-            del self._roots[parent.salt]
+        if isinstance(parent, _Root) and not parent.children:
+            del self._roots[parent.key]
 
     def _step(self, node: _Node, token_ids: Sequence[int], start: int, end: int) -> _Node | None:
         """The child that continues with token_ids[start:end], split so that all of it matches; None without one."""

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from verispec.errors import InputError
+from verispec.errors import InputError, UnsupportedModelError
 from verispec.model.elementary import power
 
 Family: TypeAlias = Literal["llama", "mistral", "qwen2", "qwen3", "gemma3"]
@@ -102,6 +102,13 @@ class Rope:
         _check_positive(rope_theta=self.theta)
 
 
+class Experts(NamedTuple):
+    """An MLP that is one of several: how many there are, and how many a token goes through."""
+
+    num: int
+    num_per_token: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
     """What one layer does."""
@@ -112,6 +119,7 @@ class LayerSpec:
     qkv_bias: bool = False
     qk_norm: bool = False  # of each head, before it is rotated
     activation: Activation = "silu"  # of the gate
+    experts: Experts | None = None  # None: one MLP for all tokens
     post_norms: bool = False  # a norm also behind attention and MLP, before their results are added
 
     def __post_init__(self) -> None:
@@ -207,8 +215,15 @@ class TensorSpec(NamedTuple):
     split_axis: int | None = None  # along which devices may share it: outputs, or inputs whose products are then added
 
 
+def check_dense(arch: Architecture) -> None:
+    """Refuse a mixture of experts: no backend here computes one."""
+    for experts in {spec.experts for spec in arch.layers if spec.experts is not None}:
+        raise UnsupportedModelError(f"mixture of {experts.num} experts; supported: dense models")
+
+
 def expected_tensors(arch: Architecture) -> dict[str, TensorSpec]:
     """Every tensor the model must have, by verispec's name."""
+    check_dense(arch)
     tensors = {
         "embed": TensorSpec((arch.vocab_size, arch.hidden_size), 0),
         "final_norm": TensorSpec((arch.hidden_size,)),

@@ -86,7 +86,11 @@ class Checkpoint:
         self.architecture = weights.architecture
         self.tokenizer_source = tokenizer_source
         self._weights = weights
-        self._shapes = {name: spec.shape for name, spec in expected_tensors(weights.architecture).items()}
+        try:
+            expected = expected_tensors(weights.architecture)
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(f"{weights.location}: {error}") from error
+        self._shapes = {name: spec.shape for name, spec in expected.items()}
         _check_tensors(weights, self._shapes)
 
     def tensor(self, name: str) -> npt.NDArray[np.float32]:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from verispec.errors import ModelFileError, UnsupportedModelError
 from verispec.model.architecture import (
     Architecture,
+    Experts,
     Family,
     FrequencyFactors,
     LayerSpec,
@@ -154,11 +155,14 @@ def _architecture(file: GGUFFile) -> Architecture:
 def _layers(file: GGUFFile, meta: Fields, name: str, head_dim: int, width_per_head: int) -> tuple[LayerSpec, ...]:
     num_layers = meta.integer(f"{name}.block_count")
     rope = Rope(theta=meta.real(f"{name}.rope.freq_base", 10000.0), scaling=_rope_scaling(file, meta, name, head_dim))
+    num_experts = meta.integer(f"{name}.expert_count", 0)
+    experts = Experts(num_experts, meta.integer(f"{name}.expert_used_count", 0)) if num_experts > 0 else None
+    plain = LayerSpec(rope=rope, query_scalar=max(head_dim, 1), experts=experts)
     if name != "gemma3":
-        plain = LayerSpec(rope=rope, query_scalar=max(head_dim, 1), qkv_bias=name == "qwen2", qk_norm=name == "qwen3")
+        plain = replace(plain, qkv_bias=name == "qwen2", qk_norm=name == "qwen3")
         return make_layers(num_layers, lambda i: plain)
     scalar = width_per_head if num_layers == _GEMMA_LARGEST_LAYERS else head_dim
-    every = LayerSpec(rope=rope, query_scalar=max(scalar, 1), qk_norm=True, activation="gelu_tanh", post_norms=True)
+    every = replace(plain, query_scalar=max(scalar, 1), qk_norm=True, activation="gelu_tanh", post_norms=True)
     window = meta.integer(f"{name}.attention.sliding_window", 0)
     pattern = meta.integer(f"{name}.attention.sliding_window_pattern", _GEMMA_PATTERN)
     if window <= 0 or pattern <= 0:
@@ -168,8 +172,6 @@ def _layers(file: GGUFFile, meta: Fields, name: str, head_dim: int, width_per_he
 
 
 def _refuse_unsupported(file: GGUFFile, meta: Fields, name: str) -> None:
-    if (num_experts := meta.integer(f"{name}.expert_count", 0)) > 0:
-        raise UnsupportedModelError(f"{file.path}: mixture of {num_experts} experts; supported: dense models")
     for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
         if (found := meta.real(f"{name}.{cap}", 0.0)) != 0.0:
             raise UnsupportedModelError(f"{file.path}: {name}.{cap} is {found}; supported: none")

@@ -175,6 +175,7 @@ _PROFILE = _object(
     {
         "fingerprint": _fingerprint,
         "family": _items(_integer(1, _MAX_INT32), 1, _MAX_SHAPES),
+        "weights_version": _integer(0, _MAX_INT32),
         "hash": _hex(_PROFILE_DIGITS),
     },
 )

@@ -196,7 +196,13 @@ def _file_differences(recorded: Sequence[FileDigest], found: Sequence[FileDigest
 
 def _profile_differences(recorded: ProfileRecord, found: ProfileRecord) -> tuple[FieldDifference, ...]:
     one, other = (
-        {**dict(p.fingerprint), "family": ", ".join(map(str, p.family)), "hash": p.hash} for p in (recorded, found)
+        {
+            **dict(p.fingerprint),
+            "family": ", ".join(map(str, p.family)),
+            "weights_version": str(p.weights_version),
+            "hash": p.hash,
+        }
+        for p in (recorded, found)
     )
     names = [*sorted({*one, *other} - {"hash"}), "hash"]
     return tuple(FieldDifference(n, one.get(n), other.get(n)) for n in names if one.get(n) != other.get(n))

@@ -21,7 +21,7 @@ from verispec.model.file_digest import FileDigest
 from verispec.model.identity import ModelIdentity
 from verispec.types import FinishReason, SampleOutput, SamplingParams, TokenLogprob
 
-FORMAT = 2
+FORMAT = 3
 BLOCK_LEN = 32  # output tokens whose log-probabilities share a digest
 MAX_NAME_CHARS = 255
 _FLOATS = tuple(f.name for f in fields(SamplingParams) if isinstance(f.default, float))
@@ -49,12 +49,18 @@ class ProfileRecord:
 
     fingerprint: tuple[tuple[str, str], ...]
     family: tuple[int, ...]
+    weights_version: int
     hash: str
 
     @classmethod
     def of(cls, profile: Profile) -> ProfileRecord:
         """The record of a profile."""
-        return cls(profile.fingerprint, profile.family, profile.hash)
+        return cls(profile.fingerprint, profile.family, profile.weights_version, profile.hash)
+
+    @property
+    def profile(self) -> Profile:
+        """What it is the record of."""
+        return Profile(self.fingerprint, self.family, self.weights_version)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +133,7 @@ class Receipt:
     def contradictions(self) -> tuple[FieldDifference, ...]:
         """The fields that cannot be true together with the others."""
         found = []
-        ids, profile = self.prompt.token_ids, Profile(self.profile.fingerprint, self.profile.family)
+        ids, profile = self.prompt.token_ids, self.profile.profile
         if ids is not None and not self.prompt.matches(ids):
             found.append(FieldDifference("prompt.sha256", self.prompt.sha256, PromptRecord.of(ids).sha256))
         if profile.hash != self.profile.hash:

@@ -41,6 +41,7 @@ from verispec.backends.cuda.steps import (
     StepState,
     record_of,
 )
+from verispec.backends.options import CudaOptions
 from verispec.backends.protocol import (
     FROM_STATE,
     BackendLimits,
@@ -61,7 +62,6 @@ from verispec.sampling.draw import NO_TOKEN
 from verispec.sampling.rows import Sampler
 from verispec.sampling.weights import SAMPLING
 
-ARITHMETIC = "hopper-1"
 _MAX_ROW_SPANS = 16384  # rows times spans of one pass: 1024 rows with contexts of 4096
 Int32 = NDArray[np.int32]
 
@@ -78,6 +78,8 @@ class CudaBackend:
     """One slot table and one record per sequence, and per model the weights and a K/V store under the same slot ids."""
 
     shapes = ROW_SIZES
+    arithmetics = CudaOptions.SERVES["arithmetic"]
+    weights_version = 0
     prepares = True  # the first pass of a size takes long: it is compiled and captured
 
     def __init__(
@@ -382,8 +384,7 @@ def fingerprint(architectures: Sequence[Architecture], gpu: str) -> dict[str, st
     """The fingerprint of a backend with these models, which need not be loaded for it."""
     shapes = "\n".join(map(str, architectures))
     return {
-        "backend": "cuda",
-        "arithmetic": ARITHMETIC,
+        "arithmetic": CudaOptions.SERVES["arithmetic"][0],
         "gpu": gpu,
         "sampling": SAMPLING,
         "weights": "bfloat16",

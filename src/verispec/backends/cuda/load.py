@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
-from pathlib import Path
 
 import torch
 
 from verispec.backends.audit import Progress
 from verispec.backends.cuda.backend import CudaBackend, CudaModel
 from verispec.backends.cuda.device import Gpu
+from verispec.backends.options import CudaOptions
 from verispec.errors import InputError
 from verispec.model.architecture import Architecture, expected_tensors
 from verispec.model.checkpoint import Checkpoint
@@ -45,10 +45,7 @@ def _one_sentence(what: str) -> Iterator[None]:
         raise InputError(f"{what} do not fit into the GPU's memory: lower kv_slots, or use a smaller model") from error
 
 
-def load(
-    checkpoints: Sequence[Checkpoint], *, num_slots: int, num_seq_rows: int, index: int, cache_folder: Path | None,
-    progress: Progress,
-) -> CudaBackend:  # fmt: skip
+def load(checkpoints: Sequence[Checkpoint], options: CudaOptions, *, progress: Progress) -> CudaBackend:
     """The backend with these models."""
 
     def reader(checkpoint: Checkpoint) -> CudaModel:
@@ -61,8 +58,9 @@ def load(
 
         return CudaModel(checkpoint.architecture, read)
 
-    with _one_sentence(f"the weights and K/V of {num_slots:,} tokens"):
+    with _one_sentence(f"the weights and K/V of {options.num_slots:,} tokens"):
         return CudaBackend(
-            [reader(c) for c in checkpoints], device=Gpu(index, cache_folder), num_slots=num_slots,
-            num_seq_rows=num_seq_rows, progress=progress,
+            [reader(c) for c in checkpoints], device=Gpu(options.device, options.cache_folder),
+            num_slots=options.num_slots, num_seq_rows=options.num_seq_rows, context_len=options.context_len,
+            max_tail=options.max_tail, progress=progress,
         )  # fmt: skip

@@ -1,0 +1,89 @@
+"""How a backend is set up: one frozen class per backend, which says what it serves. Imports no backend."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from verispec.backends.protocol import BackendLimits
+from verispec.errors import InputError
+from verispec.model.architecture import Architecture, check_dense
+
+AS_STORED, QUANTISED = "as-stored", "q8"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendOptions:
+    """What every backend is told. An empty option of `SERVES` becomes the first that the backend serves."""
+
+    NAME: ClassVar[str]
+    SERVES: ClassVar[Mapping[str, tuple[str, ...]]]
+
+    num_slots: int
+    num_seq_rows: int
+    context_len: int | None = None  # None: the target's own
+    max_tail: int = 64
+    threads: int | None = None  # None: all cores
+    arithmetic: str = ""  # what defines the bits
+    weights: str = ""
+    kv_dtype: str = ""
+    world_size: int = 1  # devices that share a model
+
+    def __post_init__(self) -> None:
+        if self.world_size != 1:
+            raise InputError(f"world_size is {self.world_size}; the {self.NAME} backend runs a model on one device")
+        for option, served in self.SERVES.items():
+            found = getattr(self, option) or served[0]
+            if found not in served:
+                raise InputError(f"{option} is {found!r}; the {self.NAME} backend serves: {', '.join(served)}")
+            object.__setattr__(self, option, found)
+
+    def limits(self, architectures: Sequence[Architecture]) -> BackendLimits:
+        """Those of a backend with these models, the target's first."""
+        target = architectures[0]
+        for architecture in architectures:
+            check_dense(architecture)
+            if architecture.vocab_size != target.vocab_size:
+                raise InputError("models that share a backend must share their vocabulary")
+        # The target's alone: beyond its own context a draft model guesses badly, which is no reason to end a request.
+        context_len = min(self.context_len or target.context_len, target.context_len)
+        return BackendLimits(
+            target.vocab_size, context_len, self.num_slots, self.num_seq_rows, self.max_tail, len(architectures)
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class NumpyOptions(BackendOptions):
+    """The numpy backend. Its arithmetic is numbered anew when a kernel changes bits."""
+
+    NAME = "numpy"
+    SERVES: ClassVar = {"arithmetic": ("numpy-2",), "weights": (AS_STORED,), "kv_dtype": ("float32",)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class NativeOptions(BackendOptions):
+    """The native backend: `cpu-1` is one arithmetic for every CPU, so `isa`, the kernels' instructions, is no part of
+    it. Weights of `q8` are float matrices quantised at load.
+    """
+
+    NAME = "native"
+    SERVES: ClassVar = {
+        "arithmetic": ("cpu-1",),
+        "weights": (AS_STORED, QUANTISED),
+        "kv_dtype": ("float16", "float32"),
+    }
+
+    isa: str = ""  # the best this CPU has
+
+
+@dataclass(frozen=True, kw_only=True)
+class CudaOptions(BackendOptions):
+    """The CUDA backend, on GPU number `device`; `cache_folder` is where it keeps compiled kernels."""
+
+    NAME = "cuda"
+    SERVES: ClassVar = {"arithmetic": ("hopper-1",), "weights": (AS_STORED,), "kv_dtype": ("bfloat16",)}
+
+    device: int = 0
+    cache_folder: Path | None = None
