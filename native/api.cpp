@@ -183,7 +183,7 @@ static const Table* find(const char* name) {
 
 using namespace vs;
 
-VS_API int vs_abi() { return 6; }
+VS_API int vs_abi() { return 7; }
 
 // "" is the best instruction set here; null if it is unknown, or unknown to this CPU.
 VS_API Engine* vs_create(const char* isa, int num_threads) {
@@ -202,13 +202,18 @@ VS_API int vs_pack(Engine* engine, const StoredMatrix* matrix, uint8_t* out) {
   return num_bad == 0;
 }
 
-// Hidden states of all rows, [num_rows][hidden].
-VS_API void vs_forward(Engine* engine, const Model* model, const Rows* rows, const Store* store,
-                       const uint8_t* skip_attention, const uint8_t* skip_mlp, float* x) {
+// Layers first .. end - 1 on the hidden states of all rows, [num_rows][hidden]; first = -1 begins with the embedding.
+VS_API void vs_layers(Engine* engine, const Model* model, const Rows* rows, const Store* store,
+                      const uint8_t* skip_attention, const uint8_t* skip_mlp, float* x, int first, int end) {
   void* scratch = engine->reserve(*model, rows->num_rows, longest_context(*rows));
   engine->pool.run(engine->table->num_phases(*model), [&](Crew crew) {
-    engine->table->forward(crew, *model, *rows, *store, skip_attention, skip_mlp, x, scratch);
+    engine->table->forward(crew, *model, *rows, *store, skip_attention, skip_mlp, x, first, end, scratch);
   });
+}
+
+static void vs_forward(Engine* engine, const Model* model, const Rows* rows, const Store* store,
+                       const uint8_t* skip_attention, const uint8_t* skip_mlp, float* x) {
+  vs_layers(engine, model, rows, store, skip_attention, skip_mlp, x, -1, model->num_layers);
 }
 
 // Logits of hidden states, [num_rows][vocab], and the totals of each row.

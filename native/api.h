@@ -80,7 +80,7 @@ struct Totals {
 
 // Sampling inputs of one pass: arrays per row, sparse edits with their rows ascending.
 struct Sampling {
-  int32_t num_rows, num_penalties, num_bias;
+  int32_t num_rows, num_penalties, num_bias, mask_words;
   const uint64_t* seeds;
   const int64_t *t, *sample_index, *stream, *top_k;
   const float *temperature, *top_p, *log_min_p;
@@ -88,6 +88,8 @@ struct Sampling {
   const float *repetition, *penalty;
   const int64_t *bias_rows, *bias_ids;
   const float* bias;
+  const int64_t* masks;     // row of `allowed` for each row, 0 for none; or null
+  const uint32_t* allowed;  // [masks][mask_words]: bit i % 32 of word i / 32 allows token i
 };
 
 // Rounds of some sequences, whose draws are fed back. `tokens` and `t`, the last token of each and its position, move on,
@@ -131,7 +133,7 @@ struct Table {
   int (*num_phases)(const Model&);
   size_t (*scratch_nbytes)(const Model&, int num_rows, int num_threads, int max_context);
   void (*forward)(Crew, const Model&, const Rows&, const Store&, const uint8_t* skip_attention, const uint8_t* skip_mlp,
-                  float* x, void* scratch);
+                  float* x, int first, int end, void* scratch);
   void (*logits)(Crew, const Model&, const float* x, int num_rows, float* y, Totals* totals, void* scratch);
   void (*linear)(Crew, const Matrix&, const float* x, int num_rows, float* y, void* scratch);
   void (*norm)(Crew, const float* x, const float* weight, int num_rows, int width, float eps, float* y);

@@ -600,20 +600,23 @@ static int longest_context(const Rows& rows) {
 static int num_phases(const Model& model) { return 1 + 12 * model.num_layers; }
 
 static void forward(Crew crew, const Model& model, const Rows& rows, const Store& kv, const uint8_t* skip_attention,
-                    const uint8_t* skip_mlp, float* x, void* scratch) {
+                    const uint8_t* skip_mlp, float* x, int first, int end, void* scratch) {
   size_t total;
   const int max_context = longest_context(rows), score_stride = round_up(max_context, kLanes);
   const Buffers b = carve(model, rows.num_rows, crew.num_threads, max_context, static_cast<char*>(scratch), &total);
   const int M = rows.num_rows, D = model.hidden, wide = model.num_heads * model.head_dim;
   const int qkv_width = wide + 2 * model.num_kv_heads * model.head_dim;
-  run(crew, M, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) {
-      float* y = x + size_t(row) * D;
-      unpack_row(model.embed, rows.token_ids[row], y);
-      for (int i = 0; i < D; ++i) y[i] *= model.embed_scale;
-    }
-  });
-  for (int i = 0; i < model.num_layers; ++i) {
+  if (first < 0) {
+    run(crew, M, [&](int64_t from, int64_t to) {
+      for (int64_t row = from; row < to; ++row) {
+        float* y = x + size_t(row) * D;
+        unpack_row(model.embed, rows.token_ids[row], y);
+        for (int i = 0; i < D; ++i) y[i] *= model.embed_scale;
+      }
+    });
+    first = 0;
+  }
+  for (int i = first; i < end; ++i) {
     const Layer& layer = model.layers[i];
     if (!skip_attention[i]) {
       const bool quantises = is_quantised(layer.q) || is_quantised(layer.k) || is_quantised(layer.v);

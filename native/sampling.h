@@ -70,13 +70,14 @@ static int32_t first_of(const int64_t* rows, int32_t count, int64_t row) {
   return low;
 }
 
-// The logits with penalties, bias and bans of sampling row `row`: in `edited`, or as they are where there are none.
+// The logits with penalties, bias, bans and mask of sampling row `row`: in `edited`, or as they are where there are none.
 static const float* edit(const Sampling& s, int64_t row, const float* logits, int vocab, float* edited) {
   const int32_t penalties = first_of(s.penalty_rows, s.num_penalties, row);
   const int32_t bias = first_of(s.bias_rows, s.num_bias, row);
   const bool penalised = penalties < s.num_penalties && s.penalty_rows[penalties] == row;
   const bool biased = bias < s.num_bias && s.bias_rows[bias] == row;
-  if (!penalised && !biased) return logits;
+  const bool masked = s.masks && s.masks[row];
+  if (!penalised && !biased && !masked) return logits;
   std::memcpy(edited, logits, size_t(vocab) * 4);
   for (int32_t i = penalties; i < s.num_penalties && s.penalty_rows[i] == row; ++i) {
     float& value = edited[s.penalty_ids[i]];
@@ -84,6 +85,11 @@ static const float* edit(const Sampling& s, int64_t row, const float* logits, in
     value = scaled - s.penalty[i];
   }
   for (int32_t i = bias; i < s.num_bias && s.bias_rows[i] == row; ++i) edited[s.bias_ids[i]] += s.bias[i];
+  if (masked) {
+    const uint32_t* allowed = s.allowed + size_t(s.masks[row]) * size_t(s.mask_words);
+    for (int i = 0; i < vocab; ++i)
+      if (!(allowed[i / 32] >> (i % 32) & 1)) edited[i] -= kInfinity;
+  }
   return edited;
 }
 

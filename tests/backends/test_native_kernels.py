@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -251,9 +252,10 @@ def adversarial_rows(vocab_size: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("has_masks", [False, True])
 @pytest.mark.parametrize("vocab_size", [1, 5, 64, 1000, 49152])
-def test_sampling_is_that_of_the_shared_code_bit_for_bit(isa: str, vocab_size: int) -> None:
-    """Random and adversarial rows under every filter."""
+def test_sampling_is_that_of_the_shared_code_bit_for_bit(isa: str, has_masks: bool, vocab_size: int) -> None:
+    """Random and adversarial rows under every filter, and with masks: of all tokens, of half, of few, of none."""
     params = many_params(12 if vocab_size < 49152 else 11)
     if vocab_size < 10:
         params = [p for p in params if not p.logit_bias and not p.has_penalties]
@@ -262,6 +264,10 @@ def test_sampling_is_that_of_the_shared_code_bit_for_bit(isa: str, vocab_size: i
         kinds = kinds[[2, 5, 10, 15]]
     logits, params = np.repeat(kinds, len(params), axis=0), params * len(kinds)
     rows = rows_of(params, vocab_size)
+    if has_masks:
+        shares = np.random.default_rng(11).random((4, -(-vocab_size // 32) * 32))
+        bits = np.packbits(shares < [[2], [0.5], [3 / vocab_size], [0]], axis=1, bitorder="little").view(np.uint32)
+        rows = replace(rows, masks=np.arange(len(rows)) * 7 % 13 % 4, allowed=bits)
     for found, expected in zip(draw_native(logits, rows, isa), draw_shared(logits, rows), strict=True):
         np.testing.assert_array_equal(found, expected, strict=True)  # NaN equals NaN
         assert found[found == found].tobytes() == expected[expected == expected].tobytes()  # and the sign of 0 counts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -147,6 +148,23 @@ def test_bias_and_bans_before_min_tokens() -> None:
     late = process(np, logits, build(params, output=[1], path=[2, 2], stopping=[7]))[0]
     assert early[[4, 7]].tolist() == [1.5, -math.inf]
     assert late[[4, 7]].tolist() == [1.5, 0.0]
+
+
+@pytest.mark.parametrize("params", [SamplingParams(temperature=0.8, top_p=0.9), SamplingParams()])
+def test_a_mask_bans_all_that_it_does_not_allow(params: SamplingParams) -> None:
+    """As a bias of -inf would; a row that holds NaN stays unusable, and row 0 of the table is never looked at."""
+    logits = np.random.default_rng(4).standard_normal((4, VOCAB)).astype(np.float32)
+    logits[3, 5] = np.nan
+    rows, allowed = build(params, num_rows=4), np.zeros((2, 1), np.uint32)
+    allowed[1] = 0b1010110
+    banned = [i for i in range(VOCAB) if not 0b1010110 >> i & 1]
+    ids = np.tile(banned, 3)
+    biased = replace(rows, bias_rows=np.repeat([0, 1, 3], len(banned)), bias_ids=ids, bias=np.full(len(ids), -np.inf))
+    masked = replace(rows, masks=np.array([1, 1, 0, 1]), allowed=allowed)
+    for found, expected in zip(draw(np, logits, masked), draw(np, logits, biased), strict=True):
+        np.testing.assert_array_equal(found, expected)
+    assert draw(np, logits, masked).token_ids[3] == NO_TOKEN
+    np.testing.assert_array_equal(probabilities(np, logits, masked), probabilities(np, logits, biased))
 
 
 @pytest.mark.parametrize("broken", [np.nan, np.inf])

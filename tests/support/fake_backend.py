@@ -54,7 +54,7 @@ class FakeBackend:
         sabotage: str = "",
         nan_token: int | None = None,
     ) -> None:
-        self.limits = BackendLimits(vocab_size, context_len, num_slots, num_seq_rows, max_tail, num_stores)
+        self.limits = BackendLimits(vocab_size, context_len, num_slots, num_seq_rows, max_tail, num_stores, num_masks=8)
         rng = np.random.default_rng(model_seed)
         self.markov = rng.standard_normal((num_stores, vocab_size, vocab_size)).astype(np.float32) * 3
         self.kv = np.zeros((num_stores, num_slots + NUM_RESERVED), np.uint64)
@@ -67,6 +67,9 @@ class FakeBackend:
 
     def bind(self, seq_row: int, sampler: Sampler) -> None:
         self.resident.bind(seq_row, sampler)
+
+    def set_masks(self, first: int, allowed: np.ndarray) -> None:
+        self.resident.set_masks(first, allowed)
 
     def submit(self, pass_: Pass) -> ReadyTicket:
         check_pass(pass_, self.limits)

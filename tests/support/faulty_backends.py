@@ -51,6 +51,9 @@ class WrappedBackend:
     def bind(self, seq_row: int, sampler: Sampler) -> None:
         self.inner.bind(seq_row, sampler)
 
+    def set_masks(self, first: int, allowed: np.ndarray) -> None:
+        self.inner.set_masks(first, allowed)
+
     def submit(self, pass_: Pass) -> Ticket:
         check_pass(pass_, self.limits)
         with np.errstate(all="ignore"):

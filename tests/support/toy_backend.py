@@ -55,6 +55,9 @@ class ToyBackend:
     def bind(self, seq_row: int, sampler: Sampler) -> None:
         self.resident.bind(seq_row, sampler)
 
+    def set_masks(self, first: int, allowed: np.ndarray) -> None:
+        self.resident.set_masks(first, allowed)
+
     def submit(self, pass_: Pass) -> ReadyTicket:
         check_pass(pass_, self.limits)
         return ReadyTicket(run_rounds(self.resident, pass_, self._run))

@@ -46,6 +46,9 @@ def check_pass(pass_: Pass, limits: BackendLimits) -> None:
     if pass_.head_shape < len(head_rows):
         raise InputError(f"{len(head_rows)} rows want logits, but the head's shape is {pass_.head_shape}")
     drafted = np.flatnonzero(rows.token_ids == FROM_DRAFT)
+    _check_hidden(pass_, limits)
+    if rows.masks is not None:
+        _check_masks(pass_, rows.masks, limits)
     if pass_.burst is not None:
         _check_burst(pass_.burst, pass_.wanted.draw)
         if pass_.burst.drafts:
@@ -53,6 +56,35 @@ def check_pass(pass_: Pass, limits: BackendLimits) -> None:
             return
     if len(drafted):
         raise InputError("rows are to be drafted by nobody")
+
+
+def _check_hidden(pass_: Pass, limits: BackendLimits) -> None:
+    wanted, start = pass_.wanted.hidden, pass_.start
+    if wanted is None and start is None:
+        return
+    if not limits.hidden:
+        raise InputError("this backend neither gives hidden states nor starts from them")
+    shape = limits.hidden[pass_.store]
+    if wanted is not None:
+        _check_range("rows of hidden states", wanted.rows, 0, len(pass_.rows))
+        _check_range("layers of hidden states", np.array(wanted.layers, np.int64), 0, shape.num_layers + 1)
+    if start is not None:
+        _check_range("rows that start from hidden states", start.rows, 0, len(pass_.rows))
+        if tuple(start.states.shape) != (len(start.rows), shape.width):
+            raise InputError(f"{len(start.rows)} rows start from hidden states of shape {tuple(start.states.shape)}")
+        if pass_.burst is not None:
+            raise InputError("a pass that starts from hidden states has no further rounds")
+
+
+def _check_masks(pass_: Pass, masks: np.ndarray, limits: BackendLimits) -> None:
+    if not limits.num_masks:
+        raise InputError("this backend has no masks")
+    if masks.shape != (len(pass_.rows),):
+        raise InputError(f"masks has shape {masks.shape} in a pass of {len(pass_.rows)} rows")
+    _check_range("masks", masks, 0, limits.num_masks)
+    burst = pass_.burst
+    if burst is not None and (masks[burst.rows] * (burst.rounds + burst.draft_lens)).any():
+        raise InputError("a row with a mask has no further rounds, and no drafts: what the next row allows is for the host to say")
 
 
 def _check_burst(burst: Burst, draw: DrawWanted | None) -> None:

@@ -51,6 +51,7 @@ from verispec.types import SamplingParams
 # Every shape up to 64, then steps: rows are pure at all of them, and the audit shows it.
 SHAPES = (*range(1, 65), *range(80, 129, 16), *range(160, 257, 32))
 _PROBED_LENGTHS = (1, 15, 17, 200)
+EMBEDDING = -1  # as the first layer of a part of a pass: what comes before layer 0
 
 Float32 = NDArray[np.float32]
 
@@ -93,6 +94,10 @@ class NativeBackend:
         """A sequence takes this row of the table."""
         self.resident.bind(seq_row, sampler)
 
+    def set_masks(self, first: int, allowed: NDArray[np.uint32]) -> None:
+        """Write rows of the mask table."""
+        self.resident.set_masks(first, allowed)
+
     def submit(self, pass_: Pass) -> ReadyTicket:
         """Run the pass now."""
         check_pass(pass_, self.limits)
@@ -105,12 +110,13 @@ class NativeBackend:
 
     def run(self, pass_: Pass) -> PassResult:
         """One round of a pass that was checked."""
-        hidden = self._forward(pass_)
+        x, hidden = self._forward(pass_)
         head_rows = pass_.wanted.head_rows()
         if not len(head_rows):
-            return PassResult()
-        logits, totals = self._logits(pass_.store, hidden[head_rows])
-        return self._outputs(pass_, head_rows, logits, totals)
+            return PassResult(hidden=hidden)
+        logits, totals = self._logits(pass_.store, x[head_rows])
+        result = self._outputs(pass_, head_rows, logits, totals)
+        return result if hidden is None else replace(result, hidden=hidden)
 
     def _whole(self, pass_: Pass, burst: Burst) -> PassResult:
         """A pass of a burst's rows alone: all of its rounds in one call."""
@@ -184,16 +190,26 @@ class NativeBackend:
         skipped = (view.skipped_attention, view.skipped_mlp)
         return [np.array([i in chosen for i in layers], np.uint8) for chosen in skipped]
 
-    def _forward(self, pass_: Pass) -> Float32:
-        model = self._models[pass_.store]
-        hidden = np.empty((len(pass_.rows), model.architecture.hidden_size), np.float32)
+    def _forward(self, pass_: Pass) -> tuple[Float32, Float32 | None]:
+        """The residual stream behind the last layer, and what is wanted of it before: layers up to there, and so on."""
+        model, wanted, start = self._models[pass_.store], pass_.wanted.hidden, pass_.start
+        arch = model.architecture
+        x = np.empty((len(pass_.rows), arch.hidden_size), np.float32)
         rows, alive = self._rows(pass_)
-        self._kernels.call(
-            "vs_forward", ctypes.byref(model.struct), ctypes.byref(rows),
-            ctypes.byref(self._stores[pass_.store].struct), *self._skipped(pass_.store, pass_.view), hidden,
-        )  # fmt: skip
+        structs = [ctypes.byref(part) for part in (model.struct, rows, self._stores[pass_.store].struct)]
+        skipped = self._skipped(pass_.store, pass_.view)
+        layers = () if wanted is None else wanted.layers
+        found: dict[int, Float32] = {}
+        first = EMBEDDING
+        for end in sorted({*layers, arch.num_layers} | ({0} if start is not None else set())):
+            self._kernels.call("vs_layers", *structs, *skipped, x, first, end)
+            first = end
+            if end == 0 and start is not None:
+                x[start.rows] = start.states
+            if wanted is not None and end in layers:
+                found[end] = x[wanted.rows]
         del alive
-        return hidden
+        return x, None if wanted is None else np.stack([found[i] for i in layers], axis=1)
 
     def _rows(self, pass_: Pass) -> tuple[native.RowArrays, list[NDArray[np.generic]]]:
         """The structure, and the arrays it points to."""
@@ -389,6 +405,7 @@ def _has_nothing_else(pass_: Pass, burst: Burst) -> bool:
         wanted == Wanted(draw=wanted.draw)
         and wanted.draw is not None
         and wanted.draw.noise is None
+        and pass_.rows.masks is None
         and len(wanted.draw.rows) == num_rows == int((pass_.rows.slots != DUMP_SLOT).sum())
         and bool((pass_.rows.token_ids[burst.rows] >= 0).all())
     )
@@ -423,12 +440,13 @@ def fingerprint(architectures: Sequence[Architecture], options: BackendOptions) 
 
 def _sampling(rows: SamplingRows) -> tuple[native.Sampling, list[NDArray[np.generic]]]:
     """The structure, and the arrays it points to."""
-    names = [field[0] for field in native.Sampling._fields_[3:]]
-    arrays = [np.ascontiguousarray(getattr(rows, name)) for name in names]
+    names = [field[0] for field in native.Sampling._fields_[4:]]
+    arrays = {name: np.ascontiguousarray(part) for name in names if (part := getattr(rows, name)) is not None}
     struct = native.Sampling(
         num_rows=len(rows),
         num_penalties=len(rows.penalty_rows),
         num_bias=len(rows.bias_rows),
-        **dict(zip(names, map(native.address, arrays), strict=True)),
+        mask_words=0 if rows.allowed is None else rows.allowed.shape[1],
+        **{name: native.address(array) for name, array in arrays.items()},
     )
-    return struct, [*arrays]
+    return struct, list(arrays.values())

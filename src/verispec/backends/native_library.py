@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from verispec.errors import InputError
 
 PATH = Path(__file__).with_name("_native.so")
-ABI = 6
+ABI = 7
 ACTIVATIONS = ("silu", "gelu_tanh")  # by the kernels' number
 
 
@@ -96,12 +96,12 @@ class Sampling(Structure):
     """Sampling inputs of a pass."""
 
     _fields_ = [
-        *((name, c_int32) for name in ("num_rows", "num_penalties", "num_bias")),
+        *((name, c_int32) for name in ("num_rows", "num_penalties", "num_bias", "mask_words")),
         *(
             (name, c_void_p)
             for name in (
                 "seeds", "t", "sample_index", "stream", "top_k", "temperature", "top_p", "log_min_p", "penalty_rows",
-                "penalty_ids", "repetition", "penalty", "bias_rows", "bias_ids", "bias",
+                "penalty_ids", "repetition", "penalty", "bias_rows", "bias_ids", "bias", "masks", "allowed",
             )
         ),
     ]  # fmt: skip
@@ -140,7 +140,10 @@ _SIGNATURES = {
     "vs_destroy": (None, [c_void_p]),
     "vs_isa": (c_char_p, [c_void_p]),
     "vs_pack": (c_int, [c_void_p, POINTER(StoredMatrix), c_void_p]),
-    "vs_forward": (None, [c_void_p, POINTER(Model), POINTER(RowArrays), POINTER(Store), c_void_p, c_void_p, c_void_p]),
+    "vs_layers": (
+        None,
+        [c_void_p, POINTER(Model), POINTER(RowArrays), POINTER(Store), *[c_void_p] * 3, c_int, c_int],
+    ),
     "vs_logits": (None, [c_void_p, POINTER(Model), c_void_p, c_int, c_void_p, c_void_p]),
     "vs_totals": (None, [c_void_p, c_void_p, c_int, c_int, c_void_p]),
     "vs_draw": (None, [c_void_p, c_void_p, c_void_p, c_void_p, c_int, POINTER(Sampling), c_void_p, c_void_p]),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,6 +65,10 @@ class NumpyBackend:
         """A sequence takes this row of the table."""
         self.resident.bind(seq_row, sampler)
 
+    def set_masks(self, first: int, allowed: NDArray[np.uint32]) -> None:
+        """Write rows of the mask table."""
+        self.resident.set_masks(first, allowed)
+
     def submit(self, pass_: Pass) -> ReadyTicket:
         """Run the pass now."""
         check_pass(pass_, self.limits)
@@ -73,17 +77,25 @@ class NumpyBackend:
 
     def run(self, pass_: Pass) -> PassResult:
         """One round of a pass that was checked."""
-        x = self._forward(pass_)
-        head_rows = pass_.wanted.head_rows()
-        logits = self._logits(pass_, x[head_rows])
-        return self._outputs.collect(pass_, self.resident, head_rows, logits)
+        streams = self._forward(pass_)
+        head_rows, hidden = pass_.wanted.head_rows(), pass_.wanted.hidden
+        logits = self._logits(pass_, streams[-1][head_rows])
+        result = self._outputs.collect(pass_, self.resident, head_rows, logits)
+        if hidden is None:
+            return result
+        return replace(result, hidden=np.stack([streams[i][hidden.rows] for i in hidden.layers], axis=1))
 
-    def _forward(self, pass_: Pass) -> Float32:
+    def _forward(self, pass_: Pass) -> list[Float32]:
+        """The residual stream before each layer, and behind the last."""
         model, store, view = self._models[pass_.store], self._stores[pass_.store], pass_.view
         rows = pass_.rows
         buckets = {window: group_contexts(rows, self.resident.table, window) for window in model.windows}
         x = model.embed(rows.token_ids)
+        if pass_.start is not None:
+            x[pass_.start.rows] = pass_.start.states
+        streams = []
         for i, layer in enumerate(model.layers):
+            streams.append(x)
             if i not in view.skipped_attention:
                 q, k, v = model.qkv(layer, x, rows.positions)
                 store.write(i, rows.slots, k, v)
@@ -91,7 +103,7 @@ class NumpyBackend:
                 x = x + model.attention_output(layer, attended)
             if i not in view.skipped_mlp:
                 x = x + model.mlp(layer, x)
-        return x
+        return [*streams, x]
 
     def _attend(self, spec: LayerSpec, q: Float32, k: Float32, v: Float32, buckets: list[Bucket]) -> Float32:
         return attend(q, k, v, buckets, self._workers, scale=np.float32(spec.query_scalar**-0.5))

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from verispec.backends.protocol import BackendLimits
+from verispec.backends.protocol import BackendLimits, HiddenShape
 from verispec.errors import InputError
 from verispec.model.architecture import Architecture, check_dense
 
+NUM_MASKS = 1024  # what is never written takes no memory
 AS_STORED, QUANTISED = "as-stored", "q8"
 
 
@@ -50,7 +51,14 @@ class BackendOptions:
         # The target's alone: beyond its own context a draft model guesses badly, which is no reason to end a request.
         context_len = min(self.context_len or target.context_len, target.context_len)
         return BackendLimits(
-            target.vocab_size, context_len, self.num_slots, self.num_seq_rows, self.max_tail, len(architectures)
+            vocab_size=target.vocab_size,
+            context_len=context_len,
+            num_slots=self.num_slots,
+            num_seq_rows=self.num_seq_rows,
+            max_tail=self.max_tail,
+            num_stores=len(architectures),
+            num_masks=NUM_MASKS,
+            hidden=tuple(HiddenShape(a.num_layers, a.hidden_size) for a in architectures),
         )
 
 

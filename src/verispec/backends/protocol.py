@@ -56,6 +56,7 @@ class Rows:
     prefix_lens: Int32  # [M] how much of that table row is context
     tails: Int32  # [M, D] context behind the prefix, own slot last; padded with ZERO_SLOT
     tail_lens: Int32  # [M]
+    masks: Int32 | None = None  # [M] rows of the mask table: what may be drawn behind each; 0, or None: every token
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -113,6 +114,16 @@ class DistributionWanted(NamedTuple):
     rows: Int32  # [R]
 
 
+class HiddenWanted(NamedTuple):
+    """The residual stream of these rows before each of these layers; the one behind the last is what the head reads.
+
+    It stays where it was computed, and alive until the drafter that wanted it drafts again.
+    """
+
+    rows: Int32  # [R]
+    layers: tuple[int, ...]  # 0 to num_layers
+
+
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """The closed set of what a pass can give. None means not wanted."""
@@ -122,6 +133,7 @@ class Wanted:
     top_k: TopKWanted | None = None
     noisy_top_k: NoisyTopKWanted | None = None
     distribution: DistributionWanted | None = None
+    hidden: HiddenWanted | None = None
 
     def head_rows(self) -> Int32:
         """Every row that needs logits, once, ascending."""
@@ -189,6 +201,13 @@ FROM_STATE = -1  # as a row's token: the backend knows token and position; the h
 FROM_DRAFT = -2  # as a row's token: the backend drafts it; padding, if the draft is shorter
 
 
+class HiddenStart(NamedTuple):
+    """Rows that start from a hidden state, not from the embedding of their token."""
+
+    rows: Int32  # [R]
+    states: Any  # [R, width], as `PassResult.hidden` gives them
+
+
 @dataclass(frozen=True, slots=True)
 class Pass:
     """One forward over flat rows. The head runs on the rows that want logits, padded to `head_shape` rows."""
@@ -201,6 +220,7 @@ class Pass:
     store: int = TARGET_STORE
     view: View = FULL_VIEW
     burst: Burst | None = None
+    start: HiddenStart | None = None
 
 
 class DrawResult(NamedTuple):
@@ -257,7 +277,7 @@ class BurstResult(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PassResult:
-    """Exactly what was wanted, as host arrays."""
+    """Exactly what was wanted, as host arrays, but for what stays where it was computed."""
 
     draw: DrawResult | None = None
     logprobs: Float32 | None = None
@@ -265,6 +285,7 @@ class PassResult:
     noisy_top_k: NoisyTopKResult | None = None
     distribution: DistributionHandle | None = None
     burst: BurstResult | None = None
+    hidden: Any = None  # the backend's own array [R, layers, width]
 
 
 class Ticket(Protocol):
@@ -285,6 +306,13 @@ class ReadyTicket:
         return self.ready
 
 
+class HiddenShape(NamedTuple):
+    """Where a model's hidden states can be had, and how wide they are."""
+
+    num_layers: int
+    width: int
+
+
 @dataclass(frozen=True, slots=True)
 class BackendLimits:
     """What a pass may ask of this backend."""
@@ -295,6 +323,8 @@ class BackendLimits:
     num_seq_rows: int  # rows of the slot table that sequences can use: 1..num_seq_rows
     max_tail: int
     num_stores: int = 1
+    num_masks: int = 0  # rows of the mask table, with row 0; 0: no masks
+    hidden: tuple[HiddenShape, ...] = ()  # of each store's model; (): hidden states neither go out nor in
 
 
 class Backend(Protocol):
@@ -316,6 +346,9 @@ class Backend(Protocol):
 
     def bind(self, seq_row: int, sampler: Sampler) -> None:
         """A sequence takes this row of the table: how it samples, and where it stops."""
+
+    def set_masks(self, first: int, allowed: NDArray[np.uint32]) -> None:
+        """Rows `first`.. of the mask table: bit i % 32 of word i // 32 allows token i. Row 0 allows all, and stays."""
 
     def submit(self, pass_: Pass) -> Ticket:
         """Start a pass. Raises InputError for arrays that do not fit the limits."""

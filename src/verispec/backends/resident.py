@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verispec.backends.protocol import FROM_STATE, BackendLimits, Noise, Pass, Rows
+from verispec.errors import InputError
 from verispec.kv import DUMP_SLOT, NUM_RESERVED
 from verispec.sampling.draw import NO_TOKEN
 from verispec.sampling.rows import Sampler, SamplingRows, log_or_off
@@ -54,6 +55,8 @@ class Resident:
         self.limits = np.full(count, limits.context_len, np.int64)
         self.stop_ids = np.full((count, 1), NO_TOKEN, np.int64)  # padded; wider when a sequence has more
         self.has_edits = np.zeros(count, np.bool_)  # penalties, bias or a least length
+        self._masks = np.zeros((limits.num_masks, -(-limits.vocab_size // 32)), np.uint32)
+        self._masks[:1] = ~np.uint32(0)
         self._samplers: dict[int, Sampler] = {}
         self.next_tokens = np.full(count, NO_TOKEN, np.int64)  # NO_TOKEN: has ended
         self.lengths = np.zeros(count, np.int64)
@@ -78,6 +81,15 @@ class Resident:
         self.has_edits[seq_row] = params.has_penalties or bool(params.logit_bias) or params.min_tokens > 0
         self._samplers[seq_row] = sampler
         self.next_tokens[seq_row] = NO_TOKEN
+
+    def set_masks(self, first: int, allowed: NDArray[np.uint32]) -> None:
+        """Write rows of the mask table."""
+        num_masks, width = self._masks.shape
+        if not num_masks:
+            raise InputError("this backend has no masks")
+        if allowed.ndim != 2 or allowed.shape[1] != width or not 1 <= first <= num_masks - len(allowed):
+            raise InputError(f"masks {first}.. of shape {allowed.shape} do not fit [1 to {num_masks}, {width}]")
+        self._masks[first : first + len(allowed)] = allowed
 
     def take(self, pass_: Pass) -> Pass:
         """Note what the pass says of slots and tokens. Returns it with the rows named that the host could not name."""
@@ -130,6 +142,8 @@ class Resident:
             bias_rows=_joined([b[0] for b in bias], _NO_IDS),
             bias_ids=_joined([b[1] for b in bias], _NO_IDS),
             bias=_joined([b[2] for b in bias], _NO_VALUES),
+            masks=None if rows.masks is None else rows.masks[drawn].astype(np.int64),
+            allowed=self._masks,
         )
 
     def _penalties(self, i: int, rows: Rows, row: int) -> _Edits | None:
@@ -184,7 +198,7 @@ def copied(rows: Rows) -> Rows:
     """Rows that can be written, with room for a tail of one slot."""
     tails = rows.tails if rows.tails.shape[1] else np.zeros((len(rows), 1), np.int32)
     columns = (rows.token_ids, rows.positions, rows.slots, rows.seq_rows, rows.prefix_lens, tails, rows.tail_lens)
-    return Rows(*(column.copy() for column in columns))
+    return replace(Rows(*(column.copy() for column in columns)), masks=rows.masks)
 
 
 def idled(rows: Rows, at: NDArray[Any]) -> None:

@@ -1,7 +1,7 @@
 """Logit processing and the draw: pure functions of each row's own logits and `SamplingRows`.
 
-Order: repetition penalty, presence and frequency penalties, bias and bans, temperature, min-p, top-k, top-p. The three
-filters all keep a prefix of the order by (-logit, id), so they reduce to one count per row. The draw is
+Order: repetition penalty, presence and frequency penalties, bias and bans, masks, temperature, min-p, top-k, top-p. The
+three filters all keep a prefix of the order by (-logit, id), so they reduce to one count per row. The draw is
 argmax(z + gumbel), smallest id on a tie; temperature 0 is plain argmax. Log-probabilities are of the raw logits. What
 is added up over the vocabulary is integers (`weights.py`), so a row's bits depend on nothing but the row.
 
@@ -44,7 +44,7 @@ def top_logprobs(xp: Any, logits: Array, k: int) -> tuple[Array, Array]:
 
 
 def process(xp: Any, logits: Array, rows: SamplingRows) -> Array:
-    """Penalties, bias and bans applied; a new array [R, V]. Raw logits are left alone: log-probabilities need them."""
+    """Penalties, bias, bans and masks applied; a new array [R, V]. The raw logits stay: log-probabilities need them."""
     edited = xp.asarray(logits, copy=True)
     if len(rows.penalty_rows):
         at = (rows.penalty_rows, rows.penalty_ids)
@@ -54,6 +54,12 @@ def process(xp: Any, logits: Array, rows: SamplingRows) -> Array:
     if len(rows.bias_rows):
         at = (rows.bias_rows, rows.bias_ids)
         edited[at] = edited[at] + rows.bias
+    if rows.masks is not None and rows.allowed is not None and len(masked := np.flatnonzero(rows.masks)):
+        bits = rows.allowed[rows.masks[masked]].view(np.uint8)
+        allowed = np.unpackbits(bits, axis=1, count=logits.shape[-1], bitorder="little").astype(np.bool_)
+        part = edited[masked]
+        banned = xp.where(part < xp.inf, xp.full_like(part, -xp.inf), xp.nan)  # a mask makes no row usable
+        edited[masked] = xp.where(xp.asarray(allowed, device=part.device), part, banned)
     return edited
 
 

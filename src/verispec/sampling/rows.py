@@ -53,6 +53,8 @@ class SamplingRows:
     bias_rows: NDArray[np.int64]  # [B]
     bias_ids: NDArray[np.int64]  # [B]
     bias: NDArray[np.float32]  # [B] to add; -inf bans
+    masks: NDArray[np.int64] | None = None  # [R] row of `allowed` that says what may be drawn; 0, or None: every token
+    allowed: NDArray[np.uint32] | None = None  # [masks, words] bit i % 32 of word i // 32 allows token i
 
     def __len__(self) -> int:
         return len(self.t)

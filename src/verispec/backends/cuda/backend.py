@@ -121,6 +121,10 @@ class CudaBackend:
         self._by_hand[seq_row] = resident.has_edits[seq_row] or len(sampler.stop_ids) > MAX_STOPS
         self._reach[seq_row] = 0
 
+    def set_masks(self, first: int, allowed: NDArray[np.uint32]) -> None:
+        """Refused: `limits` says that there are no masks."""
+        self.resident.set_masks(first, allowed)
+
     def submit(self, pass_: Pass) -> Ticket:
         """Start the pass; what the host must take part in is done before this returns."""
         check_pass(pass_, self.limits)
