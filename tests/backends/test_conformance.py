@@ -182,7 +182,7 @@ def test_views(backend: Backend) -> None:
     """A skipped sub-layer changes results and leaves the full model's later passes alone."""
     tape = Tape(backend, seq_row=1, first_slot=0)
     expected = tape.feed(PROMPT[:20], shape=64)
-    skipping = View(frozenset({0}), frozenset({1}))
+    skipping = View.without({0}, {1})
     draft_tape = replace(tape, view=skipping, token_ids=list(tape.token_ids))
     rows = RowsBuilder()
     nodes = draft_tape.add_draft_rows(rows, Draft.chain([1, 2, 3]), scratch=300)

@@ -32,7 +32,7 @@ from verispec.backends.protocol import (
 from verispec.errors import InputError
 from verispec.sampling.draw import NO_TOKEN
 
-SKIP = View(frozenset({1}))
+SKIP = View.without({1})
 LENGTHS = (3, 1, 3, 2, 3, 3, 2, 3)  # the most that each sequence drafts
 # Of sequences without penalties, bias or a least length, whose rounds the native backend runs in one call.
 NO_EDITS = ("greedy", "filters") * 4

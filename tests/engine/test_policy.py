@@ -591,7 +591,7 @@ def drafted_shapes(target: CostTable, draft: CostTable | None, *, menu: bool = F
     """Every draft of requests that leave the choice."""
     backend = FakeBackend(vocab_size=8, num_stores=2, num_slots=1024)
     backend.markov[1] = backend.markov[0]
-    view = View(frozenset({0, 1}))
+    view = View.without({0, 1})
     setup = DraftSetup(backend=backend, draft_cost=draft, find_menu=lambda: menu_of(view) if menu else None)
     drafts: list[Draft] = []
     drafters = {name: Noted(drafter, drafts) for name, drafter in make_drafters(setup).items()}

@@ -27,13 +27,13 @@ from verispec.spec.speculation import Speculation
 from verispec.types import SampleOutput, SamplingParams
 
 NUM_LAYERS = 3
-EVERYTHING = View(frozenset(range(NUM_LAYERS)), frozenset(range(NUM_LAYERS)))
+EVERYTHING = View.without(range(NUM_LAYERS), range(NUM_LAYERS))
 
 
 def random_view(seed: int) -> View:
     """Each sub-layer is skipped or not by the toss of a coin."""
     rng = np.random.default_rng(seed)
-    return View(*(frozenset(np.flatnonzero(rng.random(NUM_LAYERS) < 0.5).tolist()) for _ in range(2)))
+    return View.without(*(np.flatnonzero(rng.random(NUM_LAYERS) < 0.5).tolist() for _ in range(2)))
 
 
 @pytest.fixture(scope="module", params=["numpy", "native"])
@@ -228,7 +228,7 @@ def test_a_draft_ends_behind_a_stopping_token() -> None:
 
 def restrained(agreement: float, attention: float, *, force: bool = False) -> list[SampleOutput]:
     backend = FakeBackend()
-    menu = menu_of(View(frozenset({0, 1})), agreement=agreement, attention=attention)
+    menu = menu_of(View.without({0, 1}), agreement=agreement, attention=attention)
     setup = DraftSetup(backend=backend, find_menu=lambda: menu, force=force)
     return fake_run(setup, backend, 1, cost=CostTable((1, 64), (1.0, 1.0), (0.0, 0.0)))
 

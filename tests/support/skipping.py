@@ -9,7 +9,7 @@ from verispec.backends.protocol import Backend, View
 from verispec.spec.registry import DraftSetup
 from verispec.spec.skip_menu import MenuEntry, SkipMenu, SkipProfile
 
-SOME_SKIPPED = View(frozenset({1}), frozenset({0}))
+SOME_SKIPPED = View.without({1}, {0})
 
 
 def menu_of(

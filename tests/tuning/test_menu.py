@@ -19,8 +19,8 @@ HEAD = CostTable((1, 16), (0.25, 0.5), (0.0, 1e-9))
 MENU = SkipMenu(
     profile=replace(cheap_verification(), head=HEAD),
     entries=(
-        MenuEntry(View(frozenset((1,)), frozenset()), 0.9, 0.8),
-        MenuEntry(View(frozenset((1, 3)), frozenset((2,))), 0.5, 1 / 3, BAYES),
+        MenuEntry(View.without((1,)), 0.9, 0.8),
+        MenuEntry(View.without((1, 3), (2,)), 0.5, 1 / 3, BAYES),
     ),
     search="both",
     num_tokens=384,
@@ -146,7 +146,7 @@ def test_a_step_counts_as_what_plain_decoding_pays_for_it() -> None:
     flat = (0.0, 0.0, 0.0)
     full = CostTable((1, 2, 16), (1.5, 1.0, 3.0), flat)
     parts = (CostTable((1, 2, 16), (0.01, 0.01, 0.01), flat),) * 2
-    c, v = SkipProfile(full, *parts).ratios(View(frozenset((1, 2)), frozenset()), draft_len=1)
+    c, v = SkipProfile(full, *parts).ratios(View.without((1, 2)), draft_len=1)
     assert (c, v) == (pytest.approx(0.98), 1.0)
     dear = CostTable((1, 4, 16), (1.5, 1.0, 3.0), flat)  # further off, padding is no option
     parts = (CostTable((1, 4, 16), (0.01, 0.01, 0.01), flat),) * 2

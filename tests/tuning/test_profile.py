@@ -10,7 +10,7 @@ from verispec.backends.protocol import FULL_VIEW, View
 from verispec.spec.skip_menu import SkipProfile
 from verispec.tuning.profile import measure_profile
 
-SOME = View(frozenset((1, 2, 4)), frozenset((3,)))
+SOME = View.without((1, 2, 4), (3,))
 
 
 def measured(backend: ChargingBackend | None = None, *, speed: float = 1.0) -> SkipProfile:

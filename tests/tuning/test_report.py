@@ -16,7 +16,7 @@ from verispec.spec.skip_menu import BAYES, MenuEntry, SkipMenu, SkipProfile, exp
 from verispec.tuning import report
 
 ARCHITECTURE = CONFIG.architecture
-SMALL, LARGE = View(frozenset((1,)), frozenset()), View(frozenset((1, 2)), frozenset((2, 3, 4)))
+SMALL, LARGE = View.without((1,)), View.without((1, 2), (2, 3, 4))
 
 
 def menu(agreement: float = 0.9, profile: SkipProfile | None = None) -> SkipMenu:
@@ -37,7 +37,7 @@ def test_the_share_of_weights_left() -> None:
     assert report.weights_left(ARCHITECTURE, FULL_VIEW) == 1.0
     assert report.weights_left(ARCHITECTURE, SMALL) == pytest.approx(1 - attention / total)
     assert report.weights_left(ARCHITECTURE, LARGE) == pytest.approx(1 - (2 * attention + 3 * mlp) / total)
-    everything = View(frozenset(range(NUM_LAYERS)), frozenset(range(NUM_LAYERS)))
+    everything = View.without(range(NUM_LAYERS), range(NUM_LAYERS))
     assert report.weights_left(ARCHITECTURE, everything) == pytest.approx((2 * vocab_size * hidden + hidden) / total)
 
 

@@ -29,12 +29,12 @@ class Formula:
         self.asked.append(view)
         kept = 1.0
         for sub_layer, loss in self.losses.items():
-            kept *= 1 - loss if sub_layer.skipped_in(view) else 1
+            kept *= 1 - loss if sub_layer in view.skipped else 1
         return kept
 
 
 def removed(found: list[Scored]) -> list[set[SubLayer]]:
-    return [{s for s in removable(NUM_LAYERS) if s.skipped_in(scored.view)} for scored in found]
+    return [{s for s in removable(NUM_LAYERS) if s in scored.view.skipped} for scored in found]
 
 
 def run_greedy(
@@ -55,7 +55,7 @@ def test_each_round_removes_what_promises_most() -> None:
     """With every sub-layer tried again, each set is the best of all that have one sub-layer more."""
     judge, before = Judge(Formula(), PROFILE), FULL_VIEW
     for found in run_greedy(width=len(LOSSES)):
-        others = [judge.score(s.removed_from(before)) for s in LOSSES if not s.skipped_in(before)]
+        others = [judge.score(View(before.skipped | {s})) for s in LOSSES if s not in before.skipped]
         assert found.rank == max(other.rank for other in others)
         before = found.view
 
@@ -135,7 +135,7 @@ def test_it_finds_what_greedy_removal_cannot() -> None:
 
     class Paired(Formula):
         def __call__(self, view: View) -> float:
-            skipped = [s.skipped_in(view) for s in pair]
+            skipped = [s in view.skipped for s in pair]
             return super().__call__(view) * (1.0 if all(skipped) else 0.3 if any(skipped) else 1.0)
 
     losses = {s: 0.0 if s in pair else 0.2 for s in LOSSES}
@@ -163,7 +163,7 @@ def test_without_optuna_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_best_of_each_size() -> None:
     def scored(num: int, speedup: float) -> Scored:
-        return Scored(View(frozenset(range(num)), frozenset((int(speedup * 10) + 50,))), 0.5, speedup)
+        return Scored(View.without(range(num), (int(speedup * 10) + 50,)), 0.5, speedup)
 
     some = [scored(1, 0.9), scored(1, 1.1), scored(2, 1.3), scored(3, 0.7), Scored(FULL_VIEW, 1.0, 9.9)]
     assert best_of_each_size(some, count=2) == [some[2], some[1]]

@@ -84,7 +84,7 @@ def _check_masks(pass_: Pass, masks: np.ndarray, limits: BackendLimits) -> None:
     _check_range("masks", masks, 0, limits.num_masks)
     burst = pass_.burst
     if burst is not None and (masks[burst.rows] * (burst.rounds + burst.draft_lens)).any():
-        raise InputError("a row with a mask has no further rounds, and no drafts: what the next row allows is for the host to say")
+        raise InputError("a row with a mask has no further rounds and no draft: the next mask is for the host to say")
 
 
 def _check_burst(burst: Burst, draw: DrawWanted | None) -> None:

@@ -211,7 +211,7 @@ def _make_passes() -> Iterator[Pass]:
             sequence = (step + i % 2) % NUM_SEQUENCES
             _add(builder, tables, sequence, _PROMPT_LENS[sequence] + i // 2, tail_len=1 + i // 2)
         is_last = step == len(_DECODED_SHAPES)
-        yield _pass(builder, View(frozenset({0}), frozenset({_NUM_LAYERS - 1})) if is_last else FULL_VIEW)
+        yield _pass(builder, View.without({0}, {_NUM_LAYERS - 1}) if is_last else FULL_VIEW)
 
 
 def _add(builder: PassBuilder, tables: Sequence[Slots], sequence: int, position: int, *, tail_len: int = 0) -> None:

@@ -187,8 +187,7 @@ class NativeBackend:
 
     def _skipped(self, store: int, view: View) -> list[NDArray[np.uint8]]:
         layers = range(self._models[store].architecture.num_layers)
-        skipped = (view.skipped_attention, view.skipped_mlp)
-        return [np.array([i in chosen for i in layers], np.uint8) for chosen in skipped]
+        return [np.array([(i, is_mlp) in view.skipped for i in layers], np.uint8) for is_mlp in (False, True)]
 
     def _forward(self, pass_: Pass) -> tuple[Float32, Float32 | None]:
         """The residual stream behind the last layer, and what is wanted of it before: layers up to there, and so on."""

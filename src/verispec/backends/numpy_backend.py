@@ -22,7 +22,7 @@ from verispec.backends.numpy_model import Float32, NumpyModel, Reader
 from verispec.backends.options import BackendOptions, NumpyOptions
 from verispec.backends.outputs import Outputs
 from verispec.backends.probe_rows import probe_rows
-from verispec.backends.protocol import Pass, PassResult, ReadyTicket
+from verispec.backends.protocol import Pass, PassResult, ReadyTicket, SubLayer
 from verispec.backends.resident import Resident
 from verispec.backends.rounds import run_rounds
 from verispec.backends.workers import Workers
@@ -87,7 +87,7 @@ class NumpyBackend:
 
     def _forward(self, pass_: Pass) -> list[Float32]:
         """The residual stream before each layer, and behind the last."""
-        model, store, view = self._models[pass_.store], self._stores[pass_.store], pass_.view
+        model, store, skipped = self._models[pass_.store], self._stores[pass_.store], pass_.view.skipped
         rows = pass_.rows
         buckets = {window: group_contexts(rows, self.resident.table, window) for window in model.windows}
         x = model.embed(rows.token_ids)
@@ -96,12 +96,12 @@ class NumpyBackend:
         streams = []
         for i, layer in enumerate(model.layers):
             streams.append(x)
-            if i not in view.skipped_attention:
+            if SubLayer(i, is_mlp=False) not in skipped:
                 q, k, v = model.qkv(layer, x, rows.positions)
                 store.write(i, rows.slots, k, v)
                 attended = self._attend(layer.spec, q, store.k[i], store.v[i], buckets[layer.spec.window])
                 x = x + model.attention_output(layer, attended)
-            if i not in view.skipped_mlp:
+            if SubLayer(i, is_mlp=True) not in skipped:
                 x = x + model.mlp(layer, x)
         return [*streams, x]
 

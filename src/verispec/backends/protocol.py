@@ -11,6 +11,7 @@ it) the backend has seen as rows. So a pass of n plain sequences is n tokens, po
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
@@ -34,12 +35,33 @@ class PassKind(Enum):
     FAST = "fast"
 
 
+class SubLayer(NamedTuple):
+    """The attention or the MLP of one layer."""
+
+    layer: int
+    is_mlp: bool
+
+
 @dataclass(frozen=True, slots=True)
 class View:
     """A model with some sub-layers skipped (identity on the residual stream). No copy of weights."""
 
-    skipped_attention: frozenset[int] = frozenset()
-    skipped_mlp: frozenset[int] = frozenset()
+    skipped: frozenset[SubLayer] = frozenset()
+
+    @classmethod
+    def without(cls, attention: Iterable[int] = (), mlp: Iterable[int] = ()) -> View:
+        """The view that skips the attention of these layers, and the MLP of those."""
+        return cls(frozenset([*(SubLayer(i, False) for i in attention), *(SubLayer(i, True) for i in mlp)]))
+
+    @property
+    def skipped_attention(self) -> frozenset[int]:
+        """Layers whose attention is skipped."""
+        return frozenset(s.layer for s in self.skipped if not s.is_mlp)
+
+    @property
+    def skipped_mlp(self) -> frozenset[int]:
+        """Layers whose MLP is skipped."""
+        return frozenset(s.layer for s in self.skipped if s.is_mlp)
 
 
 FULL_VIEW = View()

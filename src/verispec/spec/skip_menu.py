@@ -119,7 +119,7 @@ class MenuEntry:
     @property
     def num_skipped(self) -> int:
         """Sub-layers skipped."""
-        return len(self.view.skipped_attention) + len(self.view.skipped_mlp)
+        return len(self.view.skipped)
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,5 +250,5 @@ def _plain_entry(entry: MenuEntry) -> dict[str, Any]:
 
 
 def _entry(data: Mapping[str, Any]) -> MenuEntry:
-    view = View(*(frozenset(map(int, data[name])) for name in _SUB_LAYERS))
+    view = View.without(*(map(int, data[name]) for name in _SUB_LAYERS))
     return MenuEntry(view, float(data["agreement"]), float(data["sampled_agreement"]), str(data["found_by"]))

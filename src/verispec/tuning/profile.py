@@ -88,8 +88,8 @@ def measure_profile(
 
 def _passes(backend: Backend, shape: int, context: int, num_layers: int) -> list[Pass]:
     """In the order of `_Times`."""
-    layers = frozenset(range(num_layers))
-    views = (FULL_VIEW, View(skipped_attention=layers), View(skipped_mlp=layers), View(layers, layers))
+    layers = range(num_layers)
+    views = (FULL_VIEW, View.without(attention=layers), View.without(mlp=layers), View.without(layers, layers))
     bare = probe_pass(backend, shape, context, view=views[-1], draws=False)
     return [*(probe_pass(backend, shape, context, view=view) for view in views), bare]
 

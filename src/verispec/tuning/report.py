@@ -8,7 +8,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from verispec.backends.protocol import FULL_VIEW, View
+from verispec.backends.protocol import FULL_VIEW, SubLayer, View
 from verispec.errors import InputError
 from verispec.model.architecture import Architecture, expected_tensors
 from verispec.spec.skip_menu import (
@@ -61,8 +61,7 @@ def weights_left(architecture: Architecture, view: View) -> float:
         total += prod(spec.shape)
         if name.startswith("layers."):
             _, layer, part = name.split(".")
-            chosen = view.skipped_mlp if part in _MLP_TENSORS else view.skipped_attention
-            skipped += prod(spec.shape) if int(layer) in chosen else 0
+            skipped += prod(spec.shape) * (SubLayer(int(layer), part in _MLP_TENSORS) in view.skipped)
     return 1 - skipped / total
 
 

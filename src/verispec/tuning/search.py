@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from verispec.backends.audit import Progress, no_progress
-from verispec.backends.protocol import FULL_VIEW, View
+from verispec.backends.protocol import FULL_VIEW, SubLayer, View
 from verispec.errors import InputError
 from verispec.spec.skip_menu import SkipProfile
 
@@ -20,24 +20,6 @@ Agreement = Callable[[View], float]
 THRESHOLD = 0.5  # a coordinate above this skips its sub-layer
 _SEED = 1
 _NEEDS_OPTUNA = "Bayesian optimisation needs optuna: pip install 'verispec[tune]'"
-
-
-class SubLayer(NamedTuple):
-    """The attention or the MLP of one layer."""
-
-    layer: int
-    is_mlp: bool
-
-    def skipped_in(self, view: View) -> bool:
-        """Whether the view skips it."""
-        return self.layer in (view.skipped_mlp if self.is_mlp else view.skipped_attention)
-
-    def removed_from(self, view: View) -> View:
-        """The view that skips it as well."""
-        more = frozenset((self.layer,))
-        if self.is_mlp:
-            return View(view.skipped_attention, view.skipped_mlp | more)
-        return View(view.skipped_attention | more, view.skipped_mlp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +81,7 @@ def greedy(
         tried = []
         for sub_layer in left if not found else _most_promising(judge, now, left, losses)[:width]:
             progress(f"greedy removal, {len(found)} sub-layers skipped", done / num_trials)
-            scored = judge.score(sub_layer.removed_from(now.view))
+            scored = judge.score(View(now.view.skipped | {sub_layer}))
             losses[sub_layer] = now.agreement - scored.agreement
             tried.append((sub_layer, scored))
             done += 1
@@ -119,7 +101,7 @@ def _most_promising(
     """Best first, if each lost now what it lost when it was last tried; in their fixed order on a tie."""
 
     def supposed(sub_layer: SubLayer) -> tuple[float, float]:
-        view, agreement = sub_layer.removed_from(now.view), now.agreement - losses[sub_layer]
+        view, agreement = View(now.view.skipped | {sub_layer}), now.agreement - losses[sub_layer]
         return judge.suppose(view, min(1.0, max(0.0, agreement))).rank
 
     return sorted(left, key=supposed, reverse=True)  # stable, also in reverse
@@ -151,13 +133,11 @@ def bayes(
         study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=_SEED), direction="maximize")
         for view in warm:
             # In the middle of either half: the sampler looks around the values that were good.
-            study.enqueue_trial({name: 0.75 if s.skipped_in(view) else 0.25 for name, s in names.items()})
+            study.enqueue_trial({name: 0.75 if s in view.skipped else 0.25 for name, s in names.items()})
         for i in range(len(warm) + trials):
             progress("Bayesian optimisation", max(0, i - len(warm)) / max(1, trials))
             trial = study.ask(space)
-            view = FULL_VIEW
-            for name, value in trial.params.items():
-                view = names[name].removed_from(view) if value > THRESHOLD else view
+            view = View(frozenset(names[name] for name, value in trial.params.items() if value > THRESHOLD))
             scored = found.setdefault(view, judge.score(view))
             study.tell(trial, scored.speedup)
     progress("Bayesian optimisation done", 1.0)
@@ -187,7 +167,7 @@ def best_of_each_size(found: Sequence[Scored], *, count: int) -> list[Scored]:
     """The best set for each number of skipped sub-layers, and of those the `count` best; the earlier one on a tie."""
     best: dict[int, Scored] = {}
     for scored in found:
-        size = len(scored.view.skipped_attention) + len(scored.view.skipped_mlp)
+        size = len(scored.view.skipped)
         if size and (size not in best or scored.rank > best[size].rank):
             best[size] = scored
     return sorted(best.values(), key=lambda s: s.rank, reverse=True)[:count]
