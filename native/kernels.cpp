@@ -173,12 +173,7 @@ static void quantised_tile(const uint8_t* weights, int num_blocks, const Input& 
   const size_t step = block_nbytes(F);
   Floats acc[R];
   for (int r = 0; r < R; ++r) acc[r] = zero();
-  for (int step_index = 0; step_index < num_blocks; ++step_index) {
-#if defined(VS_SABOTAGE)  // for the tests' control: the order depends on how many rows are computed together
-    const int b = R > 1 ? num_blocks - 1 - step_index : step_index;
-#else
-    const int b = step_index;
-#endif
+  for (int b = 0; b < num_blocks; ++b) {
     const uint8_t* w = weights + size_t(b) * step;
     if (R > 1 && row == 0 && part == 0) fetch_ahead(w, step);  // later rows find the group in the cache
     const int8_t *high[R], *low[R];

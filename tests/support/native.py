@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,11 +48,19 @@ def on(isa: str, threads: int) -> native_answers.MakeBackend:
 
 
 def build_sabotaged(path: Path) -> Path:
-    """A library whose order of blocks depends on how many rows are computed together."""
-    spec = importlib.util.spec_from_file_location("native_build", ROOT / "native" / "build.py")
+    """A library from changed sources: the order of blocks depends on how many rows are computed together."""
+    sources = path.with_suffix(".sources")
+    shutil.copytree(ROOT / "native", sources)
+    kernels, loop = sources / "kernels.cpp", "for (int b = 0; b < num_blocks; ++b) {\n    const uint8_t* w = weights"
+    text = kernels.read_text(encoding="utf-8")
+    assert text.count(loop) == 1
+    changed = loop.replace("b = 0; b < num_blocks; ++b", "i = 0; i < num_blocks; ++i")
+    changed = changed.replace("{\n", "{\n    const int b = R > 1 ? num_blocks - 1 - i : i;\n")
+    kernels.write_text(text.replace(loop, changed), encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("native_build", sources / "build.py")
     assert spec is not None
     assert spec.loader is not None
     build = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(build)
-    assert build.build(path, portable=True, extra=("-DVS_SABOTAGE", "-O1")) == ["portable"]
+    assert build.build(path, portable=True, extra=("-O1",)) == ["portable"]
     return path
