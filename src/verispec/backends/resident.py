@@ -27,6 +27,7 @@ Int32 = NDArray[np.int32]
 Mask = NDArray[np.bool_]
 _Edits = tuple[NDArray[Any], ...]  # row numbers, ids and values
 _NO_IDS, _NO_VALUES = np.zeros(0, np.int64), np.zeros(0, np.float32)
+_NO_PENALTIES, _NO_BIAS = (_NO_IDS, _NO_IDS, _NO_VALUES, _NO_VALUES), (_NO_IDS, _NO_IDS, _NO_VALUES)
 
 
 class Fed(NamedTuple):
@@ -57,7 +58,11 @@ class Resident:
         self.has_edits = np.zeros(count, np.bool_)  # penalties, bias or a least length
         self._masks = np.zeros((limits.num_masks, -(-limits.vocab_size // 32)), np.uint32)
         self._masks[:1] = ~np.uint32(0)
-        self._samplers: dict[int, Sampler] = {}
+        self._prompt_lens = np.zeros(count, np.int64)
+        self._penalties = np.zeros((3, count))  # repetition, presence, frequency
+        self._has_penalties = np.zeros(count, np.bool_)
+        self._bias_ids = np.full((count, 1), NO_TOKEN, np.int64)  # padded as stop ids are
+        self._bias = np.zeros((count, 1), np.float32)
         self.next_tokens = np.full(count, NO_TOKEN, np.int64)  # NO_TOKEN: has ended
         self.lengths = np.zeros(count, np.int64)
 
@@ -72,14 +77,16 @@ class Resident:
         self.log_min_p[seq_row] = log_or_off(np.array([params.min_p], np.float32))[0]
         self.min_lens[seq_row] = sampler.prompt_len + params.min_tokens
         self.limits[seq_row] = min(sampler.limit, self.table.shape[1])
-        stop_ids = [i for i in sampler.stop_ids if 0 <= i < self._vocab_size]
-        missing = len(stop_ids) - self.stop_ids.shape[1]
-        if missing > 0:
-            self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, missing)), constant_values=NO_TOKEN)
-        self.stop_ids[seq_row] = NO_TOKEN
-        self.stop_ids[seq_row, : len(stop_ids)] = stop_ids
-        self.has_edits[seq_row] = params.has_penalties or bool(params.logit_bias) or params.min_tokens > 0
-        self._samplers[seq_row] = sampler
+        bias = {i: value for i, value in params.logit_bias if i < self._vocab_size}
+        self.stop_ids = _written(
+            self.stop_ids, seq_row, [i for i in sampler.stop_ids if 0 <= i < self._vocab_size], NO_TOKEN
+        )
+        self._bias_ids = _written(self._bias_ids, seq_row, [*bias], NO_TOKEN)
+        self._bias = _written(self._bias, seq_row, [*bias.values()], 0)
+        self._prompt_lens[seq_row] = sampler.prompt_len
+        self._penalties[:, seq_row] = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+        self._has_penalties[seq_row] = params.has_penalties
+        self.has_edits[seq_row] = params.has_penalties or bool(bias) or params.min_tokens > 0
         self.next_tokens[seq_row] = NO_TOKEN
 
     def set_masks(self, first: int, allowed: NDArray[np.uint32]) -> None:
@@ -120,12 +127,10 @@ class Resident:
         """The sampling inputs of some rows of a pass."""
         seq_rows = rows.seq_rows[drawn]
         t = rows.positions[drawn].astype(np.int64) + 1
-        penalties: list[_Edits] = []
-        bias: list[_Edits] = []
+        penalties: _Edits = _NO_PENALTIES
+        bias: _Edits = _NO_BIAS
         if self.has_edits[seq_rows].any():
-            edited = [(i, int(drawn[i])) for i in np.flatnonzero(self.has_edits[seq_rows]).tolist()]
-            penalties = [e for i, row in edited if (e := self._penalties(i, rows, row))]
-            bias = [e for i, row in edited if (e := self._bias(i, int(rows.seq_rows[row]), int(t[i])))]
+            penalties, bias = self._penalised(rows, drawn), self._biased(seq_rows, t)
         return SamplingRows(
             seeds=self.seeds[seq_rows],
             t=t if noise is None else noise.t,
@@ -135,44 +140,49 @@ class Resident:
             top_k=self.top_k[seq_rows],
             top_p=self.top_p[seq_rows],
             log_min_p=self.log_min_p[seq_rows],
-            penalty_rows=_joined([p[0] for p in penalties], _NO_IDS),
-            penalty_ids=_joined([p[1] for p in penalties], _NO_IDS),
-            repetition=_joined([p[2] for p in penalties], _NO_VALUES),
-            penalty=_joined([p[3] for p in penalties], _NO_VALUES),
-            bias_rows=_joined([b[0] for b in bias], _NO_IDS),
-            bias_ids=_joined([b[1] for b in bias], _NO_IDS),
-            bias=_joined([b[2] for b in bias], _NO_VALUES),
+            penalty_rows=penalties[0],
+            penalty_ids=penalties[1],
+            repetition=penalties[2],
+            penalty=penalties[3],
+            bias_rows=bias[0],
+            bias_ids=bias[1],
+            bias=bias[2],
             masks=None if rows.masks is None else rows.masks[drawn].astype(np.int64),
             allowed=self._masks,
         )
 
-    def _penalties(self, i: int, rows: Rows, row: int) -> _Edits | None:
-        """Row number, ids, factors and amounts: of every token of the output, and for repetition of the prompt too."""
-        seq_row = int(rows.seq_rows[row])
-        sampler = self._samplers[seq_row]
-        params = sampler.params
-        if not params.has_penalties:
-            return None
-        tail = rows.tails[row, : rows.tail_lens[row]]
-        context = np.concatenate([self.table[seq_row, : rows.prefix_lens[row]], tail])
-        tokens = self.slot_tokens[context].astype(np.int64)
-        first = 0 if params.repetition_penalty != 1.0 else sampler.prompt_len
-        ids = np.unique(tokens[first:])
-        counts = np.zeros(len(ids), np.int64)
-        np.add.at(counts, np.searchsorted(ids, tokens[sampler.prompt_len :]), 1)
-        amounts = np.where(counts > 0, params.presence_penalty + params.frequency_penalty * counts, 0.0)
-        factors = np.full(len(ids), params.repetition_penalty, np.float32)
-        return np.full(len(ids), i, np.int64), ids, factors, amounts.astype(np.float32)
+    def _penalised(self, rows: Rows, drawn: Int32) -> _Edits:
+        """Row numbers, ids, factors and amounts: of every token of the output, and for repetition of the prompt too."""
+        at = np.flatnonzero(self._has_penalties[rows.seq_rows[drawn]])
+        of = drawn[at]
+        seq_rows, prefix_lens = rows.seq_rows[of], rows.prefix_lens[of]
+        lengths = prefix_lens + rows.tail_lens[of]
+        e = np.repeat(np.arange(len(at)), lengths)  # [context of all] whose context it is
+        position = np.arange(len(e)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        slots, in_tail = self.table[seq_rows[e], position], position >= prefix_lens[e]
+        slots[in_tail] = rows.tails[of[e[in_tail]], (position - prefix_lens[e])[in_tail]]
+        is_output = position >= self._prompt_lens[seq_rows[e]]
+        counts = is_output | (self._penalties[0, seq_rows[e]] != 1)
+        keys = e[counts] * self._vocab_size + self.slot_tokens[slots[counts]]
+        keys, which = np.unique(keys, return_inverse=True)
+        num_output = np.bincount(which, is_output[counts], len(keys))
+        e, ids = np.divmod(keys, self._vocab_size)
+        repetition, presence, frequency = self._penalties[:, seq_rows[e]]
+        amounts = np.where(num_output > 0, presence + frequency * num_output, 0.0)
+        return at[e], ids, repetition.astype(np.float32), amounts.astype(np.float32)
 
-    def _bias(self, i: int, seq_row: int, t: int) -> _Edits | None:
-        """Row number, ids and values; stop ids are banned before the least length."""
-        bias = {k: b for k, b in self._samplers[seq_row].params.logit_bias if k < self._vocab_size}
-        if t < self.min_lens[seq_row]:
-            bias |= {int(k): -math.inf for k in self.stop_ids[seq_row] if k != NO_TOKEN}
-        if not bias:
-            return None
-        ids = np.fromiter(bias, np.int64, len(bias))
-        return np.full(len(bias), i, np.int64), ids, np.fromiter(bias.values(), np.float32, len(bias))
+    def _biased(self, seq_rows: Int32, t: NDArray[np.int64]) -> _Edits:
+        """Row numbers, ids and values; stop ids are banned before the least length, whatever their bias."""
+        rows, i = np.nonzero(self._bias_ids[seq_rows] != NO_TOKEN)
+        ids, values = self._bias_ids[seq_rows[rows], i], self._bias[seq_rows[rows], i]
+        early = (t < self.min_lens[seq_rows])[:, None]
+        banned_rows, i = np.nonzero((self.stop_ids[seq_rows] != NO_TOKEN) & early)
+        banned = self.stop_ids[seq_rows[banned_rows], i]
+        kept = ~np.isin(rows * self._vocab_size + ids, banned_rows * self._vocab_size + banned)
+        rows = np.concatenate([rows[kept], banned_rows])
+        order = np.argsort(rows, kind="stable")
+        values = np.concatenate([values[kept], np.full(len(banned), -math.inf, np.float32)])
+        return rows[order], np.concatenate([ids[kept], banned])[order], values[order]
 
     def goes_on(self, fed: Fed) -> Mask:
         """Whether sequences have a further token to draw behind these."""
@@ -190,8 +200,12 @@ class Resident:
         return np.asarray(rows.slots[drawn] == DUMP_SLOT)
 
 
-def _joined(parts: Sequence[NDArray[Any]], empty: NDArray[Any]) -> NDArray[Any]:
-    return np.concatenate(parts) if parts else empty
+def _written(table: NDArray[Any], row: int, values: Sequence[float], padding: int) -> NDArray[Any]:
+    """The table with these values in a row, wider if they need it."""
+    if len(values) > table.shape[1]:
+        table = np.pad(table, ((0, 0), (0, len(values) - table.shape[1])), constant_values=padding)
+    table[row, : len(values)], table[row, len(values) :] = values, padding
+    return table
 
 
 def copied(rows: Rows) -> Rows:
