@@ -203,6 +203,7 @@ NESTED_TOO_DEEP = array(ARRAY, 1) * 5 + array(U32, 0)
         (file_of([pair("k", ARRAY, array(STRING, 2**60))]), "left"),
         (file_of([pair("k", ARRAY, array(STRING, 2, text("a") + struct.pack("<Q", 2**63)))]), "claims"),
         (file_of([pair("k", ARRAY, array(STRING, 1, text(b"\xc3")))]), "string 0 of 1"),
+        (file_of([pair("k", ARRAY, array(STRING, 2, text("\0a") + text(b"a\xc3")))]), "string 1 of 2"),
         (file_of([pair("k", ARRAY, array(ARRAY, 2**59))]), "left"),
         (file_of([pair("k", ARRAY, NESTED_TOO_DEEP)]), "nests"),
         (file_of([pair("k", ARRAY, array(77, 1))]), "element type 77"),
@@ -247,6 +248,14 @@ def test_the_malformed_files_differ_from_good_ones_only_in_their_fault(
 def test_unsupported_types_are_named(type_id: int, found: str, open_bytes: Callable[[bytes], GGUFFile]) -> None:
     with pytest.raises(UnsupportedModelError, match=f"stored as {found}; supported: F32, F16, BF16, Q8_0"):
         open_bytes(file_of(tensors=[tensor("t", (256,), type_id=type_id)]))
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(texts=st.lists(st.text(st.characters(codec="utf-8") | st.just("\0"))))
+def test_lists_of_strings_come_back_one_by_one(texts: list[str], open_bytes: Callable[[bytes], GGUFFile]) -> None:
+    payload = array(STRING, len(texts), b"".join(map(text, texts)))
+    with open_bytes(file_of([pair("k", ARRAY, payload), pair("end", BOOL, b"\1")])) as file:
+        assert (file.metadata["k"], file.metadata["end"]) == (texts, True)
 
 
 def test_unreadable_paths_are_model_file_errors(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from verispec.errors import InputError, ModelFileError, UnsupportedModelError
 from verispec.model.folder_tokenizer import tokenizer_from_folder
 from verispec.model.gguf_file import GGUFFile
 from verispec.model.gguf_tokenizer import tokenizer_from_gguf
-from verispec.model.tokenizer import Tokenizer
+from verispec.model.tokenizer import Tokenizer, byte_level_bytes
 
 # Any text, with what tokenizers find hard made likely.
 TEXTS = st.lists(st.one_of(st.text(), st.sampled_from(STRINGS)), max_size=6).map("".join)
@@ -67,6 +67,33 @@ class TestGoldens:
             ids[SMALL[kind].add_bos :] for ids in golden["ids"]
         ]
         assert same == (kind == other)
+
+
+def bytes_of(piece: str) -> bytes:
+    """A byte-level token, character by character: GPT-2's alphabet as its authors spell it."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+    return bytes(alphabet[c] for c in piece) if all(c in alphabet for c in piece) else piece.encode()
+
+
+class TestAllPiecesAtOnce:
+    @given(pieces=st.lists(st.text(st.characters(max_codepoint=0x150) | st.characters(exclude_categories=["Cs"]))))
+    @example(pieces=["", "Ġa", "", "\u0143", "\u0144", "a b", "\x00", "\U0010ffff", ""])
+    def test_byte_level_pieces_equal_those_taken_one_by_one(self, pieces: list[str]) -> None:
+        assert byte_level_bytes(pieces) == [bytes_of(piece) for piece in pieces]
+
+    @pytest.mark.parametrize(("tokenizer", "kind"), [(kind, kind) for kind in KINDS], indirect=["tokenizer"])
+    def test_the_table_of_every_kind(self, tokenizer: Tokenizer, kind: str) -> None:
+        """Ordinary tokens one by one; the library tells how each is written."""
+        added = tokenizer.backend.get_added_tokens_decoder()
+        ordinary = [i for i in range(tokenizer.vocab_size) if i not in added and tokenizer.backend.id_to_token(i)]
+        assert len(ordinary) > 200
+        for token_id in ordinary:
+            piece = tokenizer.backend.id_to_token(token_id)
+            byte = bytes.fromhex(piece[3:5]) if kind == "sentencepiece" and piece.startswith("<0x") else None
+            wanted = byte or (piece.replace("▁", " ").encode() if kind == "sentencepiece" else bytes_of(piece))
+            assert tokenizer.token_bytes(token_id) == wanted, piece
 
 
 class TestRoundTrip:
@@ -234,7 +261,7 @@ class TestMetadata:
         ("kind", "edit", "named"),
         [
             ("gpt-2", drop("model"), "model is missing"),
-            ("gpt-2", change(model=7), "model is not text"),
+            ("gpt-2", change(model=7), "model must be a string"),
             ("gpt-2", drop("tokens"), "tokens is missing"),
             ("gpt-2", change(tokens="abc"), "tokens is not an array"),
             ("gpt-2", change(tokens=5), "tokens is not an array"),
@@ -247,12 +274,14 @@ class TestMetadata:
             ("gpt-2", change(merges=[" a"]), r"merges\[0\]"),
             ("gpt-2", change(merges=["a zzz"]), r"merges\[0\]"),
             ("gpt-2", change(merges=[None]), r"merges\[0\]"),
+            ("gpt-2", change(merges=["a b c"]), r"merges\[0\]"),
+            ("gpt-2", change(tokens=["a", "b", "ab", ""], token_type=[1] * 4, merges=["a b", "a "]), r"merges\[1\]"),
             ("gpt-2", change(eos_token_id=10**6), "outside the vocabulary"),
             ("gpt-2", change(eos_token_id="2"), "not a token id"),
             ("gpt-2", change(eos_token_ids=3), "not an array"),
-            ("gpt-2", change(add_bos_token=1), "not true or false"),
+            ("gpt-2", change(add_bos_token=1), "must be true or false"),
             ("llama-bpe", drop("bos_token_id"), "names none"),
-            ("gpt-2", lambda m: m | {"tokenizer.chat_template": 3}, "chat_template is not text"),
+            ("gpt-2", lambda m: m | {"tokenizer.chat_template": 3}, "chat_template must be a string"),
             ("sentencepiece", drop("scores"), "scores is missing"),
             ("sentencepiece", change(scores=[0.0]), "1 entries"),
             ("sentencepiece", change(scores=["x"]), "not a number"),

@@ -111,8 +111,6 @@ class Experts(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """What one layer does."""
-
     rope: Rope
     query_scalar: float  # scores are divided by its square root; head_dim in most models
     window: int | None = None  # positions a row sees, its own included; None: all
@@ -153,7 +151,6 @@ class Architecture:
 
     @property
     def num_layers(self) -> int:
-        """How many there are."""
         return len(self.layers)
 
     def distinct_layers(self) -> list[int]:
@@ -209,8 +206,6 @@ def _llama3_frequencies(plain: npt.NDArray[np.float32], scaling: Llama3Scaling) 
 
 
 class TensorSpec(NamedTuple):
-    """What a tensor must be like."""
-
     shape: tuple[int, ...]  # outermost dimension first
     split_axis: int | None = None  # along which devices may share it: outputs, or inputs whose products are then added
 

@@ -53,9 +53,7 @@ class Weights(Protocol):
     shapes: dict[str, tuple[int, ...]]
     ignored: frozenset[str]
 
-    def stored_name(self, name: str) -> str:
-        """The files' name for a tensor of verispec's."""
-        ...
+    def stored_name(self, name: str) -> str: ...
 
     def read(self, name: str) -> npt.NDArray[np.float32]:
         """The values of a tensor, by verispec's name, in verispec's layout."""
@@ -65,22 +63,16 @@ class Weights(Protocol):
         """A matrix as the files have it, its rows in verispec's order."""
         ...
 
-    def file_of(self, name: str) -> Path:
-        """The file that holds a tensor of verispec's."""
-        ...
+    def file_of(self, name: str) -> Path: ...
 
     def stamps(self) -> Sequence[FileStamp]:
         """What was opened: every file that decides what the model computes."""
         ...
 
-    def close(self) -> None:
-        """Release the files."""
-        ...
+    def close(self) -> None: ...
 
 
 class Checkpoint:
-    """An open model."""
-
     def __init__(self, path: Path, weights: Weights, tokenizer_source: TokenizerSource) -> None:
         self.path = path
         self.architecture = weights.architecture
@@ -116,11 +108,9 @@ class Checkpoint:
         )
 
     def stamps(self) -> tuple[FileStamp, ...]:
-        """What was opened: every file that decides what the model computes."""
         return tuple(self._weights.stamps())
 
     def close(self) -> None:
-        """Release the files."""
         self._weights.close()
 
     def __enter__(self) -> "Checkpoint":

@@ -37,7 +37,6 @@ def _shortened(text: str) -> str:
 
 
 def json_object(data: bytes, where: Path, *, max_nbytes: int) -> dict[str, Any]:
-    """The object of a JSON file, or of a part of one."""
     try:
         return load_object(data, name=str(where), example='{"name": ...}', max_nbytes=max_nbytes)
     except InputError as error:
@@ -54,7 +53,6 @@ class Fields:
         return self.mapping.get(key) is not None
 
     def fail(self, key: str, expected: str) -> NoReturn:
-        """Refuse the value of `key`."""
         raise ModelFileError(f"{self.where}: {key} must be {expected}, not {quoted(self.mapping.get(key))}")
 
     def _get(self, key: str, default: Any) -> Any:
@@ -65,28 +63,24 @@ class Fields:
         return default
 
     def integer(self, key: str, default: int | object = _REQUIRED) -> int:
-        """An integer, within 64 bits."""
         value = self._get(key, default)
         if type(value) is not int or abs(value) >= 1 << 63:
             self.fail(key, "an integer")
         return value
 
     def real(self, key: str, default: float | object = _REQUIRED) -> float:
-        """A finite number."""
         value = self._get(key, default)
         if type(value) not in (int, float) or abs(value) > 1e308 or not math.isfinite(value):
             self.fail(key, "a finite number")
         return float(value)
 
     def text(self, key: str, default: str | object = _REQUIRED) -> str:
-        """A string."""
         value = self._get(key, default)
         if not isinstance(value, str):
             self.fail(key, "a string")
         return value
 
     def flag(self, key: str, *, default: bool) -> bool:
-        """A boolean."""
         value = self._get(key, default)
         if not isinstance(value, bool):
             self.fail(key, "true or false")

@@ -28,7 +28,6 @@ class FileStamp(NamedTuple):
 
     @classmethod
     def of(cls, path: Path, found: os.stat_result) -> "FileStamp":
-        """The stamp of the file at `path`."""
         return cls(path.absolute(), found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
 
@@ -50,7 +49,6 @@ class FileDigest:
 
     @classmethod
     def of(cls, path: Path) -> "FileDigest":
-        """Read all bytes and hash them."""
         digest, nbytes, checksums = hashlib.sha256(), 0, []
         with path.open("rb") as file:
             while block := file.read(BLOCK_NBYTES):

@@ -85,7 +85,6 @@ class FolderWeights:
         )
 
     def stored_name(self, name: str) -> str:
-        """The folder's name for a tensor of verispec's."""
         if name in _TOP_NAMES:
             return _TOP_NAMES[name]
         _, layer, part = name.split(".")
@@ -97,20 +96,16 @@ class FolderWeights:
         return values + np.float32(1) if self._is_gemma and name.endswith("norm") else values
 
     def stored(self, name: str) -> StoredTensor:
-        """The tensor as the folder has it."""
         stored_name = self.stored_name(name)
         return StoredTensor(self._folder.tensors[stored_name].type_name, self._folder.raw(stored_name))
 
     def file_of(self, name: str) -> Path:
-        """The safetensors file that holds the tensor."""
         return self._folder.tensors[self.stored_name(name)].file.path
 
     def stamps(self) -> list[FileStamp]:
-        """Those of config.json and of every weight file."""
         return self._folder.stamps()
 
     def close(self) -> None:
-        """Release the files."""
         self._folder.close()
 
 

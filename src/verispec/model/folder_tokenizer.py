@@ -129,14 +129,12 @@ def _folder_table(
     if last_id >= 2 * len(vocab) + _MAX_HOLES:
         raise ModelFileError(f"{path}: token id {last_id} in a vocabulary of {len(vocab)} tokens")
     table = [b""] * (last_id + 1)
-    for piece, token_id in vocab.items():
-        token = added.get(token_id)
-        if token is not None:
-            table[token_id] = b"" if token.special else token.content.encode()
-        elif byte_level:
-            table[token_id] = byte_level_bytes(piece)
-        else:
-            table[token_id] = byte_token_bytes(piece) or sentencepiece_bytes(piece)
+    pieces = list(vocab)
+    found = byte_level_bytes(pieces) if byte_level else [byte_token_bytes(p) or sentencepiece_bytes(p) for p in pieces]
+    for token_id, data in zip(vocab.values(), found, strict=True):
+        table[token_id] = data
+    for token_id, token in added.items():
+        table[token_id] = b"" if token.special else token.content.encode()
     return tuple(table)
 
 

@@ -8,7 +8,9 @@ format only; what the metadata says about a model is `gguf_model`'s business.
 import math
 import struct
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn, TypeAlias
@@ -126,21 +128,39 @@ class _Reader:
         return values
 
     def _strings(self, count: int, what: str) -> list[str]:
-        # `string` unrolled: token and merge lists have hundreds of thousands of entries.
+        # `string` for token and merge lists, which have hundreds of thousands of entries.
         buffer, pos, size, length_at = self.buffer, self.pos, self.size, _U64.unpack_from
-        texts: list[str] = []
+        starts, width = [pos], _U64.size
         try:
             for _ in range(count):
                 (length,) = length_at(buffer, pos)
-                start, pos = pos + 8, pos + 8 + length
+                pos += width + length
                 if length > _MAX_STRING_LEN or pos > size:
-                    self.pos = start
                     self.fail(f"{what} holds a string that claims {length} bytes")
-                texts.append(buffer[start:pos].decode())
-        except (struct.error, UnicodeDecodeError) as error:
-            self.fail(f"{what}: string {len(texts)} of {count} cannot be read: {error}")
-        self.pos = pos
+                starts.append(pos)
+        except struct.error as error:
+            self.fail(f"{what}: string {len(starts) - 1} of {count} cannot be read: {error}")
+        first, self.pos = self.pos, pos
+        with suppress(UnicodeDecodeError):
+            texts = _joined(buffer[first:pos], np.array(starts[:-1], np.int64) - first).split("\0")[1:]
+            if len(texts) == count:
+                return texts
+        texts = []
+        for start, end in pairwise(starts):
+            try:
+                texts.append(buffer[start + width : end].decode())
+            except UnicodeDecodeError as error:
+                self.fail(f"{what}: string {len(texts)} of {count} cannot be read: {error}")
         return texts
+
+
+def _joined(data: bytes, starts: npt.NDArray[np.int64]) -> str:
+    """The strings at `starts` as one text, in which a zero character stands before each instead of its length."""
+    values, is_text = np.frombuffer(data, np.uint8).copy(), np.ones(len(data), np.bool_)
+    values[starts] = 0
+    for i in range(1, _U64.size):
+        is_text[starts + i] = False
+    return values[is_text].tobytes().decode()
 
 
 class GGUFFile:
@@ -177,7 +197,6 @@ class GGUFFile:
 
     @property
     def stamp(self) -> FileStamp:
-        """What the file system said of the file when it was opened."""
         return self._file.stamp
 
     def close(self) -> None:

@@ -72,7 +72,6 @@ class GGUFWeights:
         self.ignored = frozenset({_ROPE_FACTORS})
 
     def stored_name(self, name: str) -> str:
-        """The file's name for a tensor of verispec's."""
         if name in _TOP_NAMES:
             return _TOP_NAMES[name]
         _, layer, part = name.split(".")
@@ -97,15 +96,12 @@ class GGUFWeights:
         return rows
 
     def file_of(self, name: str) -> Path:
-        """The one file."""
         return self._file.path
 
     def stamps(self) -> list[FileStamp]:
-        """The one file's."""
         return [self._file.stamp]
 
     def close(self) -> None:
-        """Release the file."""
         self._file.close()
 
 

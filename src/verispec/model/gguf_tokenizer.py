@@ -7,14 +7,17 @@ did not know the model; guessing would give subtly wrong ids, so both are refuse
 
 import operator
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from enum import IntEnum
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from verispec.errors import ModelFileError, UnsupportedModelError
-from verispec.model.fields import quoted
+from verispec.model.fields import Fields, quoted
 from verispec.model.tokenizer import Tokenizer, byte_level_bytes, byte_token_bytes, sentencepiece_bytes
 
 
@@ -28,8 +31,6 @@ class _TokenType(IntEnum):
     UNUSED = 5
     BYTE = 6
 
-
-_SPECIAL = frozenset({_TokenType.UNKNOWN, _TokenType.CONTROL})
 
 # Some converters write "no such token" as -1 in an unsigned field.
 _NO_TOKEN = 2**32 - 1
@@ -69,20 +70,21 @@ _BYTE_LEVEL_KINDS = {
 
 class _Vocab(NamedTuple):
     pieces: list[str]
-    types: list[_TokenType]
+    types: npt.NDArray[np.integer]
 
-    def ids_of(self, wanted: Iterable[_TokenType]) -> list[int]:
-        chosen = frozenset(wanted)
-        return [token_id for token_id, kind in enumerate(self.types) if kind in chosen]
+    def ids_of(self, *wanted: _TokenType) -> list[int]:
+        return [int(token_id) for token_id in np.flatnonzero(np.isin(self.types, wanted))]
 
     def by_piece(self) -> dict[str, int]:
         """Ids the encoder may produce."""
-        return {self.pieces[token_id]: token_id for token_id in self.ids_of(set(_TokenType) - {_TokenType.UNUSED})}
+        ids = dict(zip(self.pieces, range(len(self.pieces)), strict=True))
+        for token_id in self.ids_of(_TokenType.UNUSED):
+            del ids[self.pieces[token_id]]
+        return ids
 
 
 def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
-    """Tokenizer described by the `tokenizer.*` keys of a GGUF file."""
-    model = _text(metadata, "tokenizer.ggml.model")
+    model = _fields(metadata).text("tokenizer.ggml.model")
     if model == "gpt2":
         return _byte_level(metadata, _read_vocab(metadata))
     if model == "llama":
@@ -91,19 +93,17 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
 
 
 def _byte_level(metadata: Mapping[str, Any], vocab: _Vocab) -> Tokenizer:
-    name = _text(metadata, "tokenizer.ggml.pre", default="(none)")
+    name = _fields(metadata).text("tokenizer.ggml.pre", "(none)")
     kind = _BYTE_LEVEL_KINDS.get(name)
     if kind is None:
         supported = ", ".join(sorted(_BYTE_LEVEL_KINDS))
         raise UnsupportedModelError(f"tokenizer.ggml.pre {quoted(name)} is not supported; supported: {supported}")
-    ids = vocab.by_piece()
-    merges = _read_merges(metadata, ids)
-    backend = tokenizers.Tokenizer(models.BPE(vocab=ids, merges=merges, ignore_merges=kind.ignore_merges))
+    backend = tokenizers.Tokenizer(_bpe(metadata, vocab.by_piece(), ignore_merges=kind.ignore_merges))
     backend.pre_tokenizer = _byte_level_pre_tokenizer(kind)
     backend.decoder = decoders.ByteLevel()
     if kind.nfc:
         backend.normalizer = normalizers.NFC()
-    table = [byte_level_bytes(piece) for piece in vocab.pieces]
+    table = byte_level_bytes(vocab.pieces)
     return _assemble(metadata, vocab, backend, table, add_bos=kind.add_bos, strips_leading_space=False)
 
 
@@ -124,8 +124,8 @@ def _sentencepiece(metadata: Mapping[str, Any], vocab: _Vocab) -> Tokenizer:
     `legacy` tokenizers do; GGUF has no field for the other convention.
     """
     ids = vocab.by_piece()
-    unknown_ids = vocab.ids_of({_TokenType.UNKNOWN})
-    prefix = _flag(metadata, "tokenizer.ggml.add_space_prefix", default=True)
+    unknown_ids = vocab.ids_of(_TokenType.UNKNOWN)
+    prefix = _fields(metadata).flag("tokenizer.ggml.add_space_prefix", default=True)
     unknown = vocab.pieces[unknown_ids[0]] if unknown_ids else None
     merges = _merges_from_scores(vocab, _read_scores(metadata, len(vocab.pieces)))
     bpe = models.BPE(vocab=ids, merges=merges, byte_fallback=True, unk_token=unknown, fuse_unk=True)
@@ -133,7 +133,7 @@ def _sentencepiece(metadata: Mapping[str, Any], vocab: _Vocab) -> Tokenizer:
     spaces = normalizers.Replace(" ", "▁")
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if prefix else spaces
     table = [sentencepiece_bytes(piece) for piece in vocab.pieces]
-    for token_id in vocab.ids_of({_TokenType.BYTE}):
+    for token_id in vocab.ids_of(_TokenType.BYTE):
         value = byte_token_bytes(vocab.pieces[token_id])
         if value is None:
             raise ModelFileError(f"token {token_id} is marked as a byte but reads {quoted(vocab.pieces[token_id])}")
@@ -146,7 +146,7 @@ def _merges_from_scores(vocab: _Vocab, scores: list[float]) -> list[tuple[str, s
 
     Within one token the longer left half comes first, which is the order of Hugging Face's converter.
     """
-    normal = vocab.ids_of({_TokenType.NORMAL})
+    normal = vocab.ids_of(_TokenType.NORMAL)
     known = {vocab.pieces[token_id] for token_id in normal}
     merges: list[tuple[str, str]] = []
     for token_id in sorted(normal, key=lambda token_id: (-scores[token_id], token_id)):
@@ -168,12 +168,12 @@ def _assemble(
     strips_leading_space: bool,
 ) -> Tokenizer:
     """What both families share: special and user-defined tokens, the named ids and the chat template."""
-    special_ids = vocab.ids_of(_SPECIAL)
-    user_ids = vocab.ids_of({_TokenType.USER_DEFINED})
+    special_ids = vocab.ids_of(_TokenType.UNKNOWN, _TokenType.CONTROL)
+    user_ids = vocab.ids_of(_TokenType.USER_DEFINED)
     _add_tokens(backend, vocab, special_ids, user_ids)
     for token_id in user_ids:
         table[token_id] = vocab.pieces[token_id].replace("▁", " ").encode()
-    for token_id in [*special_ids, *vocab.ids_of({_TokenType.UNUSED})]:
+    for token_id in [*special_ids, *vocab.ids_of(_TokenType.UNUSED)]:
         table[token_id] = b""
     bos_ids = _named_ids(metadata, ["bos_token_id"])
     turn_ends = [token_id for token_id in special_ids if vocab.pieces[token_id] in _TURN_ENDS]
@@ -183,9 +183,9 @@ def _assemble(
         special_texts={token_id: vocab.pieces[token_id] for token_id in special_ids},
         bos_id=bos_ids[0] if bos_ids else None,
         eos_ids=tuple(dict.fromkeys([*_named_ids(metadata, _EOS_KEYS), *turn_ends])),
-        add_bos=_flag(metadata, "tokenizer.ggml.add_bos_token", default=add_bos),
+        add_bos=_fields(metadata).flag("tokenizer.ggml.add_bos_token", default=add_bos),
         strips_leading_space=strips_leading_space,
-        chat_template=_text(metadata, "tokenizer.chat_template", default="") or None,
+        chat_template=_fields(metadata).text("tokenizer.chat_template", "") or None,
     )
 
 
@@ -197,40 +197,44 @@ def _add_tokens(backend: tokenizers.Tokenizer, vocab: _Vocab, special_ids: list[
 
 def _read_vocab(metadata: Mapping[str, Any]) -> _Vocab:
     pieces = _array(metadata, "tokenizer.ggml.tokens")
-    for token_id, piece in enumerate(pieces):
-        if type(piece) is not str:
-            raise ModelFileError(f"tokenizer.ggml.tokens[{token_id}] is not text")
-    seen: dict[str, int] = {}
+    if set(map(type, pieces)) - {str}:
+        token_id = next(i for i, piece in enumerate(pieces) if type(piece) is not str)
+        raise ModelFileError(f"tokenizer.ggml.tokens[{token_id}] is not text")
     if len(set(pieces)) != len(pieces):
+        seen: dict[str, int] = {}
         for token_id, piece in enumerate(pieces):
-            if seen.setdefault(piece, token_id) != token_id:
-                raise ModelFileError(
-                    f"tokenizer.ggml.tokens: ids {seen[piece]} and {token_id} are both {quoted(piece)}"
-                )
+            if (first := seen.setdefault(piece, token_id)) != token_id:
+                raise ModelFileError(f"tokenizer.ggml.tokens: ids {first} and {token_id} are both {quoted(piece)}")
     if "tokenizer.ggml.token_type" not in metadata:
-        return _Vocab(pieces, [_TokenType.NORMAL] * len(pieces))
+        return _Vocab(pieces, np.full(len(pieces), _TokenType.NORMAL))
     codes = _array(metadata, "tokenizer.ggml.token_type")
     if len(codes) != len(pieces):
         raise ModelFileError(f"tokenizer.ggml.token_type has {len(codes)} entries for {len(pieces)} tokens")
-    by_code = {kind.value: kind for kind in _TokenType}
-    try:
-        return _Vocab(pieces, [by_code[operator.index(code)] for code in codes])
-    except (KeyError, TypeError):
-        raise ModelFileError("tokenizer.ggml.token_type has an entry that is not a number from 1 to 6") from None
+    if set(map(type, codes)) - {int} or set(codes) - set(_TokenType):
+        raise ModelFileError("tokenizer.ggml.token_type has an entry that is not a number from 1 to 6")
+    return _Vocab(pieces, np.array(codes, np.int8))
 
 
-def _read_merges(metadata: Mapping[str, Any], ids: Mapping[str, int]) -> list[tuple[str, str]]:
-    """The merge list, checked here because the library's own errors do not name the entry."""
-    merges: list[tuple[str, str]] = []
-    for index, merge in enumerate(_array(metadata, "tokenizer.ggml.merges")):
+def _bpe(metadata: Mapping[str, Any], ids: dict[str, int], *, ignore_merges: bool) -> models.BPE:
+    merges = _array(metadata, "tokenizer.ggml.merges")
+    with suppress(Exception):  # the library checks merges quickly, but does not say which one is wrong
+        if "" not in ids:
+            pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+            return models.BPE(vocab=ids, merges=pairs, ignore_merges=ignore_merges)
+    return models.BPE(vocab=ids, merges=_checked_merges(merges, ids), ignore_merges=ignore_merges)
+
+
+def _checked_merges(merges: list[Any], ids: Mapping[str, int]) -> list[tuple[str, str]]:
+    pairs: list[tuple[str, str]] = []
+    for index, merge in enumerate(merges):
         cut = merge.find(" ", 1) if isinstance(merge, str) else -1
         left, right = (merge[:cut], merge[cut + 1 :]) if cut > 0 else ("", "")
-        if left not in ids or right not in ids or left + right not in ids or not left or not right:
+        if not (left and right and left in ids and right in ids and left + right in ids):
             raise ModelFileError(
                 f"tokenizer.ggml.merges[{index}] {quoted(merge)} does not join two tokens into a third"
             )
-        merges.append((left, right))
-    return merges
+        pairs.append((left, right))
+    return pairs
 
 
 def _read_scores(metadata: Mapping[str, Any], num_tokens: int) -> list[float]:
@@ -268,20 +272,8 @@ def _array(metadata: Mapping[str, Any], key: str) -> list[Any]:
         raise ModelFileError(f"{key} is missing")
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
         raise ModelFileError(f"{key} is not an array")
-    return list(value)
+    return value.tolist() if isinstance(value, np.ndarray) else list(value)
 
 
-def _text(metadata: Mapping[str, Any], key: str, *, default: str | None = None) -> str:
-    value = metadata.get(key, default)
-    if value is None:
-        raise ModelFileError(f"{key} is missing")
-    if not isinstance(value, str):
-        raise ModelFileError(f"{key} is not text")
-    return value
-
-
-def _flag(metadata: Mapping[str, Any], key: str, *, default: bool) -> bool:
-    value = metadata.get(key, default)
-    if not isinstance(value, bool):
-        raise ModelFileError(f"{key} is not true or false")
-    return value
+def _fields(metadata: Mapping[str, Any]) -> Fields:
+    return Fields(metadata, "the tokenizer")

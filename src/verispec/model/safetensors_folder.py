@@ -87,7 +87,6 @@ class SafetensorsFolder:
         return to_float32(flat, stored.type_name).reshape(stored.shape)
 
     def raw(self, name: str) -> npt.NDArray[np.uint8]:
-        """The tensor's bytes, [rows, row bytes]."""
         stored = self.tensors[name]
         return stored.file.bytes_at(stored.offset, stored.nbytes).reshape(stored.shape[0], -1)
 

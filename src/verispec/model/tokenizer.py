@@ -5,9 +5,12 @@ Knows the `tokenizers` library and the two token alphabets in use, GPT-2's byte-
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 
+import numpy as np
+import numpy.typing as npt
 import tokenizers
 
 from verispec.errors import InputError, ModelFileError
@@ -99,29 +102,32 @@ def library_encoding(backend: tokenizers.Tokenizer, text: str) -> tokenizers.Enc
         raise InputError(f"text to encode does not fit the model's vocabulary: {quoted(str(error))}") from error
 
 
-def _byte_level_table() -> dict[int, int]:
+def _byte_level_values() -> npt.NDArray[np.int16]:
     """GPT-2's alphabet backwards: printable bytes stand for themselves, the n-th other byte is U+0100 + n.
 
-    The characters below U+0100 that the alphabet leaves out map outside Latin-1, so that encoding them fails.
+    -1 at the characters that it leaves out; the last entry is for all behind it.
     """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return dict.fromkeys(others, 0xFFFF) | {0x100 + n: byte for n, byte in enumerate(others)}
+    values = np.full(256, -1, np.int16)
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    values[printable] = printable
+    return np.append(values, [*np.flatnonzero(values < 0), -1]).astype(np.int16)
 
 
-_BYTE_LEVEL = _byte_level_table()
+_BYTE_LEVEL = _byte_level_values()
 
 
-def byte_level_bytes(piece: str) -> bytes:
-    """Bytes of a byte-level token; a piece with characters outside the alphabet is taken as plain text."""
-    try:
-        return piece.translate(_BYTE_LEVEL).encode("latin-1")
-    except UnicodeEncodeError:
-        return piece.encode()
+def byte_level_bytes(pieces: Sequence[str]) -> list[bytes]:
+    """Bytes of byte-level tokens; a piece with characters outside the alphabet is taken as plain text."""
+    codes = np.frombuffer("".join(pieces).encode("utf-32-le"), np.uint32)
+    values = _BYTE_LEVEL.take(codes, mode="clip")
+    data, bounds = values.astype(np.uint8).tobytes(), [0, *accumulate(map(len, pieces))]  # a character is a byte
+    table = [data[start:end] for start, end in pairwise(bounds)]
+    for index in np.unique(np.searchsorted(bounds, np.flatnonzero(values < 0), side="right") - 1).tolist():
+        table[index] = pieces[index].encode()
+    return table
 
 
 def sentencepiece_bytes(piece: str) -> bytes:
-    """Bytes of an ordinary SentencePiece token."""
     return piece.replace("▁", " ").encode()
 
 
