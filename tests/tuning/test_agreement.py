@@ -16,8 +16,7 @@ from verispec.sampling import draw
 from verispec.sampling.rows import SampleKey, plain_rows
 from verispec.tuning import agreement, own_text
 from verispec.tuning.agreement import Evaluator
-from verispec.tuning.own_text import SEED, Beginnings, Line, first_free_slot, token_prompts, write_text
-from verispec.tuning.passes import Runner
+from verispec.tuning.own_text import SEED, Beginnings, Line, Runner, first_free_slot, token_prompts, write_text
 from verispec.types import SamplingParams
 
 SHAPE = FAMILY[0]
@@ -207,5 +206,5 @@ def test_scores_do_not_depend_on_how_rows_are_cut(backend: NumpyBackend, lines: 
 
 def test_a_view_is_computed_once(evaluator: Evaluator, monkeypatch: pytest.MonkeyPatch) -> None:
     first = evaluator.soft_agreement(VIEWS[0])
-    monkeypatch.setattr(Runner, "run", None)
+    monkeypatch.setattr(NumpyBackend, "submit", None)
     assert evaluator.soft_agreement(VIEWS[0]) == first

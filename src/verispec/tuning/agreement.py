@@ -19,8 +19,7 @@ from verispec.backends.protocol import FULL_VIEW, Float32, LogprobsWanted, Pass,
 from verispec.errors import InputError
 from verispec.sampling.draw import NO_TOKEN
 from verispec.sampling.rows import SampleKey, Sampler
-from verispec.tuning.own_text import SEED, Line, first_free_slot
-from verispec.tuning.passes import Runner
+from verispec.tuning.own_text import SEED, Line, Runner, first_free_slot
 from verispec.types import SamplingParams
 
 _SAMPLED = SamplingParams(temperature=1.0)
@@ -64,7 +63,6 @@ class Evaluator:
         self._chunks = [self._chunk(places[i : i + size], scratch) for i in range(0, len(places), size)]
 
     def agreement(self, view: View) -> Agreement:
-        """Draw with the view, and compare."""
         counts = np.zeros(2, np.int64)
         for chunk in self._chunks:
             drawn = self._draw(chunk.pass_, view)

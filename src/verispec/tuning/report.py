@@ -25,7 +25,6 @@ from verispec.spec.skip_menu import (
 
 LENGTHS = range(1, MAX_DRAFT + 1)
 _MLP_TENSORS = frozenset(("mlp_norm", "gate", "up", "down", "mlp_post_norm"))
-_NEEDS_MATPLOTLIB = "plots need matplotlib: pip install 'verispec[tune]'"
 _MARKERS = {GREEDY: ("o", "greedy removal"), BAYES: ("^", "Bayesian optimisation")}
 
 
@@ -42,7 +41,6 @@ class EntryReport:
 
     @classmethod
     def of(cls, entry: MenuEntry, profile: SkipProfile, architecture: Architecture) -> EntryReport:
-        """Work it out, for one sequence."""
         best = profile.best(entry.view, entry.agreement)
         c, v = profile.ratios(entry.view, best.draft_len)
         speedups = tuple(profile.speedup(entry.view, entry.agreement, n) for n in LENGTHS)
@@ -50,7 +48,6 @@ class EntryReport:
 
     @property
     def speedup(self) -> float:
-        """The best predicted one."""
         return self.speedups[self.best_len - 1]
 
 
@@ -133,7 +130,6 @@ def verdict(menu: SkipMenu, num_layers: int) -> str:
 
 
 def as_object(menu: SkipMenu, architecture: Architecture) -> dict[str, Any]:
-    """The table as plain data."""
     best = menu.best()
     return {
         "search": menu.search,
@@ -173,14 +169,6 @@ def _entry_object(report: EntryReport, *, is_best: bool) -> dict[str, Any]:
     }
 
 
-def check_matplotlib() -> None:
-    """Raise InputError, naming what to install, where matplotlib is missing."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise InputError(_NEEDS_MATPLOTLIB) from error
-
-
 def break_even(profile: SkipProfile, c: float, *, speedup: float = 1.0) -> float | None:
     """The agreement at which drafts of cost `c` give this speed-up, whatever their length; None if none can."""
     verify_costs = [profile.ratios(FULL_VIEW, n)[1] for n in LENGTHS]
@@ -202,10 +190,12 @@ def plot(menus: Mapping[str, SkipMenu], path: Path) -> None:
 
     Raises InputError without matplotlib.
     """
-    check_matplotlib()
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
+    try:
+        import matplotlib  # noqa: F401
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise InputError("plots need matplotlib: pip install 'verispec[tune]'") from error
     figure = Figure(figsize=(8, 5.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()

@@ -32,7 +32,6 @@ class Scored:
 
     @property
     def rank(self) -> tuple[float, float]:
-        """What is better is larger."""
         return self.speedup, self.agreement
 
 
@@ -44,11 +43,9 @@ class Judge:
     profile: SkipProfile
 
     def score(self, view: View) -> Scored:
-        """Try a set out."""
         return self.suppose(view, self.agreement(view))
 
     def suppose(self, view: View, agreement: float) -> Scored:
-        """The set's score if this were its agreement."""
         return Scored(view, agreement, self.profile.best(view, agreement).speedup)
 
 
@@ -154,7 +151,6 @@ def check_optuna() -> None:
 
 @contextmanager
 def _quiet(optuna: Any) -> Iterator[None]:
-    """Without a line of log for every trial."""
     before = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     try:

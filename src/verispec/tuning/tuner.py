@@ -26,10 +26,10 @@ from verispec.tuning.agreement import Evaluator
 from verispec.tuning.own_text import (
     REPORT_BEGINNINGS,
     SEARCH_BEGINNINGS,
+    Runner,
     token_prompts,
     write_text,
 )
-from verispec.tuning.passes import Runner
 from verispec.tuning.profile import measure_profile
 from verispec.tuning.search import Judge, bayes, best_of_each_size, check_optuna, greedy, removable
 
@@ -46,7 +46,6 @@ class Search(StrEnum):
 
     @property
     def optimises(self) -> bool:
-        """Whether Bayesian optimisation is part of it."""
         return self in (Search.BAYES, Search.BOTH)
 
 
@@ -79,8 +78,6 @@ QUICK = TuneOptions(search=Search.QUICK, search_tokens=96, report_tokens=192, wi
 
 
 class Tunable(Protocol):
-    """What tuning needs of an LLM."""
-
     @property
     def backend(self) -> Backend: ...
     @property
@@ -109,8 +106,6 @@ class Subject:
 
     @classmethod
     def of(cls, llm: Tunable) -> Subject:
-        """With the built-in prompts."""
-
         def encode(text: str) -> list[int]:
             return llm.tokenizer.encode(text)
 
