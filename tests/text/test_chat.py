@@ -213,7 +213,7 @@ class TestBounds:
     @pytest.mark.parametrize("name", ENDLESS)
     def test_endless_work_ends_with_an_error(self, name: str) -> None:
         start = time.process_time()
-        with pytest.raises(InputError, match="chat template"):
+        with pytest.raises((InputError, ModelFileError), match="chat template"):
             render(ENDLESS[name])
         assert time.process_time() - start < 2
 
@@ -221,7 +221,7 @@ class TestBounds:
         template = "{% for a in range(2000) %}{% for b in range(2000) %}{% endfor %}{% endfor %}done"
         with pytest.raises(InputError, match="too much work"):
             render(template)
-        monkeypatch.setattr(chat, "BASE_STEPS", 10**9)
+        monkeypatch.setattr(chat, "MAX_SECONDS", 60.0)
         assert render(template) == "done"
 
     def test_output_cap(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """Chat messages to prompt text, through the model's own Jinja template. `chat_prompt` makes tokens of it.
 
 Knows what a message is and what templates expect to find (the names that `transformers` gives them), and caps what goes
-in and what comes out; `chat_sandbox` bounds the work in between. There is no wall clock: `strftime_now` exists only
+in and what comes out; `chat_sandbox` bounds the work in between. Templates see no clock: `strftime_now` exists only
 where the caller passes `today`, so that a prompt depends on nothing but its arguments; templates that ask whether it is
 defined, as Llama's do, then use the date written in them. Knows nothing of tokens.
 """
@@ -14,16 +14,16 @@ from typing import Any, NoReturn
 from jinja2 import Template, TemplateError, TemplateSyntaxError
 
 from verispec.errors import InputError, ModelFileError
-from verispec.text.chat_sandbox import Meter, MeteredEnvironment
+from verispec.text.chat_sandbox import BoundedEnvironment, Budget
 from verispec.text.content_mask import ContentMask
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 MAX_TEMPLATE_CHARS = 128 * 1024
 MAX_PROMPT_CHARS = 16 * 1024 * 1024  # also the cap on everything that goes in
-# They take less than a tenth of a second and hold at most 128 characters each; ordinary templates need a few hundred
-# steps, and a few dozen per message.
-BASE_STEPS = 200_000
-STEPS_PER_INPUT_STEP = 100
+# What a rendering may make beside its output, and for how long it may work: ordinary ones take about a millisecond.
+BASE_CHARS = 2 * MAX_PROMPT_CHARS
+CHARS_PER_INPUT_CHAR = 16
+MAX_SECONDS = 1.0
 _MAX_BRIEF_CHARS = 200
 _VARIABLES = ("messages", "tools", "add_generation_prompt")
 
@@ -58,9 +58,9 @@ class ChatTemplate:
         functions: dict[str, Callable[..., Any]] = {"raise_exception": _raise_exception}
         if today is not None:
             functions["strftime_now"] = lambda pattern: _format_date(today, pattern)
-        self._environment = MeteredEnvironment(Meter(BASE_STEPS), functions)
+        self._environment = BoundedEnvironment(Budget(BASE_CHARS, MAX_SECONDS), functions)
         try:
-            code = self._environment.compile_metered(template)
+            code = self._environment.compile_bounded(template)
         except TemplateSyntaxError as error:
             raise ModelFileError(f"the chat template, line {error.lineno}: {_one_line(error.message or '')}") from error
         except Exception as error:  # a template is a program we did not write: too deeply nested, for one
@@ -86,10 +86,10 @@ class ChatTemplate:
         conversation = _checked(messages)
         declared = None if tools is None else [dict(tool) for tool in tools]
         further = self._further(variables or {}, special_tokens)
-        input_steps = _input_steps(conversation, declared, further)
+        num_chars = _input_chars(conversation, declared, further)
         if mask is not None:
             conversation, declared, further = mask.apply(conversation, declared, further, template=self._source)
-        self._environment.meter = Meter(BASE_STEPS + STEPS_PER_INPUT_STEP * input_steps)
+        self._environment.budget = Budget(BASE_CHARS + CHARS_PER_INPUT_CHAR * num_chars, MAX_SECONDS)
         known = {
             **further,
             **special_tokens,
@@ -154,20 +154,20 @@ def _checked(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [dict(message) for message in messages]
 
 
-def _input_steps(
+def _input_chars(
     conversation: list[dict[str, Any]], tools: list[dict[str, Any]] | None, variables: dict[str, Any]
 ) -> int:
-    """What the input is worth in steps; refuses input that is too large or not plain data."""
-    meter = Meter(MAX_PROMPT_CHARS)
+    """How much the input holds; refuses what is too large or not plain data."""
     if sum(len(message["content"]) for message in conversation) > MAX_PROMPT_CHARS:
         raise InputError(f"messages hold more than {MAX_PROMPT_CHARS} characters")
+    budget = Budget(BASE_CHARS, MAX_SECONDS)
     for name, values in (("messages", conversation), ("tools", tools or []), ("chat_template_kwargs", [variables])):
         for index, value in enumerate(values):
             try:
-                meter.weigh(value)
+                budget.weigh(value)
             except TemplateError as error:
                 raise InputError(f"{name}[{index}]: {_brief(error)}") from error
-    return MAX_PROMPT_CHARS - meter.steps_left
+    return BASE_CHARS - budget.chars_left
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -1,18 +1,19 @@
-"""A Jinja environment for untrusted chat templates, in which every step and every value costs something.
+"""A Jinja environment for untrusted chat templates: what a rendering makes and how long it works are bounded.
 
 Jinja's immutable sandbox stops a template from reaching Python; it does not stop it from running for ever or filling
-the memory. Here each loop turn, call, filter, operator, literal and output is charged to a `Meter`, by its size and
-before it happens; a template that spends its budget ends with an error. No signals or threads are involved. Templates
-see no clock and no randomness. Knows nothing of chat messages; `chat` does.
+the memory. Here every new value is charged to a `Budget`, by its size; what could grow much beyond its operands is
+charged before it is made; and every loop turn, call, filter and test looks at the CPU time of this thread. No signals
+or threads are involved, and templates see no clock and no randomness. Knows nothing of chat messages; `chat` does.
 """
 
 import json
+import time
 from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, ValuesView
 from functools import wraps
 from types import CodeType
 from typing import Any
 
-from jinja2 import Undefined, nodes, pass_context
+from jinja2 import Undefined, nodes
 from jinja2.exceptions import SecurityError, TemplateRuntimeError, TemplateSyntaxError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
@@ -23,60 +24,45 @@ from jinja2.utils import Namespace
 MAX_DEPTH = 64
 # Compiling costs up to 0.1 ms per token; 40 KB of dense template have about as many.
 MAX_TOKENS = 16_000
-_CHARS_PER_STEP = 128  # copying this many characters takes less time than one charged operation
+_ITEM_CHARS = 8  # what a place in a list counts for
 _MAX_INT_BITS = 4096
 _MAX_INDENT = 16
-
-
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
 # Left out: what repeats or pads text (`center`, `format`, `indent`, ...), what is random, what builds HTML.
-_LAZY_FILTERS = _words("map reject rejectattr select selectattr")
-_FLAT_FILTERS = _words("abs count d default first float int items last length list reverse safe")
-_DEEP_FILTERS = _words("capitalize dictsort e escape join lower max min replace sort string title trim unique upper")
-_COMPARING_TESTS = _words("eq equalto == ne != lt lessthan < le <= gt greaterthan > ge >= in sameas lower upper")
-_METHODS = _words(
+_FILTERS = frozenset(
+    "abs capitalize count d default dictsort e escape first float int items join last length list lower map max min "
+    "reject rejectattr replace reverse safe select selectattr sort string title trim unique upper".split()
+)
+_METHODS = frozenset(
     "capitalize count endswith find get index isalnum isalpha isdecimal isdigit islower isnumeric isspace isupper "
     "items join keys lower lstrip partition removeprefix removesuffix replace rfind rpartition rsplit rstrip split "
-    "splitlines startswith strip title upper values"
+    "splitlines startswith strip title upper values".split()
 )
-_VIEWS = (KeysView, ValuesView, ItemsView)
-_SEQUENCES = (list, tuple, *_VIEWS)
-_SIZED = (dict, range, *_SEQUENCES)
-_PLAIN = (str, int, float, Undefined, *_SIZED)
+_SEQUENCES = (list, tuple, KeysView, ValuesView, ItemsView)
+_SIZED = (dict, *_SEQUENCES)
+_PLAIN = (str, int, float, Undefined, range, *_SIZED)
 _FORBIDDEN = (nodes.Extends, nodes.Include, nodes.Import, nodes.FromImport, nodes.Block)
 
 
-class Meter:
-    """Steps left to one rendering."""
+class Budget:
+    """How much one rendering may still make, in characters, and until when it may work."""
 
-    def __init__(self, steps: int) -> None:
-        self.steps_left = steps
+    def __init__(self, chars: int, seconds: float) -> None:
+        self.chars_left = chars
+        self._end = time.thread_time() + seconds
 
-    def spend(self, steps: int) -> None:
-        """Takes `steps` away, or ends the rendering."""
-        if steps < 0:  # the charging filters are within a template's reach
-            raise SecurityError("negative cost")
-        self.steps_left -= steps
-        if self.steps_left < 0:
+    def spend(self, chars: int) -> None:
+        self.chars_left -= chars
+        if self.chars_left < 0 or time.thread_time() > self._end:
             raise TemplateRuntimeError("the template does too much work for this input")
 
-    def items(self, iterable: Iterable[Any], cost: int = 1) -> Iterator[Any]:
-        """The same items, paid for one by one."""
-        for item in iterable:
-            self.spend(cost)
-            yield item
-
     def measure(self, value: object) -> None:
-        """Pays for one layer of a value: its characters or the number of its items."""
+        """Pays for one layer of a value."""
         if isinstance(value, str):
-            self.spend(1 + len(value) // _CHARS_PER_STEP)
-        elif isinstance(value, int):
-            self.spend(1 + value.bit_length() // _CHARS_PER_STEP)
+            self.spend(1 + len(value))
+        elif isinstance(value, _SIZED):
+            self.spend(1 + _ITEM_CHARS * len(value))
         else:
-            self.spend(1 + (len(value) if isinstance(value, _SIZED) else 0))
+            self.spend(1)
 
     def weigh(self, value: object, depth: int = 0) -> None:
         """Pays for a whole value, shared parts as often as they occur; only plain data can be weighed."""
@@ -86,44 +72,40 @@ class Meter:
             raise SecurityError(f"{type(value).__name__} is not plain data")
         self.measure(value)
         if isinstance(value, dict):
-            for key, item in value.items():
-                self.weigh(key, depth + 1)
-                self.weigh(item, depth + 1)
+            self.weigh(list(value), depth)
+            self.weigh(list(value.values()), depth)
         elif isinstance(value, _SEQUENCES):
             for item in value:
                 self.weigh(item, depth + 1)
 
 
-class MeteredEnvironment(ImmutableSandboxedEnvironment):
-    """One template's environment. `meter` is replaced before each rendering, so renderings must not overlap.
+class BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """Compiles and runs one template. `budget` is replaced for every rendering.
 
-    The invariant behind the bound: whoever walks a whole value (printing, joining, comparing, sorting, hashing) pays
-    for all of it first, so sharing one value many times buys a template nothing.
+    The invariant behind the bound: wherever one value can be put into another twice (literals, `+`, `*`, arguments) all
+    of it is paid for again, so no value is larger than what was paid, and walking one (printing, comparing, sorting,
+    hashing) takes a bounded time.
     """
 
-    intercepted_binops = frozenset({"+", "-", "*", "/", "//", "**", "%"})
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
 
-    def __init__(self, meter: Meter, functions: dict[str, Callable[..., Any]]) -> None:
+    def __init__(self, budget: Budget, functions: dict[str, Callable[..., Any]]) -> None:
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=["jinja2.ext.loopcontrols", _GenerationTag],
-            finalize=lambda value: self._weighed(None, value),
+            finalize=lambda value: self.weighed(list(value) if isinstance(value, Iterator) else value),
             cache_size=0,
         )
-        self.meter = meter
-        known = {name: self.filters[name] for name in _LAZY_FILTERS | _FLAT_FILTERS | _DEEP_FILTERS}
-        self.filters = {name: self._metered_filter(name, function) for name, function in known.items()}
-        charges: dict[str, Callable[..., Any]] = {"_turns": self._turns, "_tick": self._tick, "_weighed": self._weighed}
-        # Jinja evaluates filters of constants while compiling, except those that want the context.
-        self.filters |= {name: pass_context(_unbound(function)) for name, function in charges.items()}
+        self.budget = budget
+        self.filters = {name: self._bounded(name, self.filters[name]) for name in _FILTERS}
         self.filters["tojson"] = self._tojson
         tests: dict[str, Any] = self.tests
-        self.tests |= {name: self._metered_test(tests[name]) for name in _COMPARING_TESTS}
+        self.tests = {name: self._bounded(name, test) for name, test in tests.items()}
         self.globals = {"range": self.globals["range"], "dict": dict, "namespace": Namespace, **functions}
 
-    def compile_metered(self, source: str) -> CodeType:
-        """Refuses what cannot be bounded and compiles the rest with a charge on all that repeats or builds."""
+    def compile_bounded(self, source: str) -> CodeType:
+        """Refuses what cannot be bounded and compiles the rest with a charge on what repeats or builds."""
         for count, _ in enumerate(self.lex(source)):
             if count == MAX_TOKENS:
                 raise TemplateSyntaxError(f"more than {MAX_TOKENS} tokens", 1)
@@ -136,126 +118,110 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
         _charge(template)
         return self.compile(template)
 
+    def turns(self, iterable: Iterable[Any], cost: int) -> Iterator[Any]:
+        """The same items, paid for one by one."""
+        for item in iterable:
+            self.budget.spend(cost)
+            yield item
+
+    def tick(self, cost: int) -> None:
+        self.budget.spend(cost)
+
+    def weighed(self, value: Any) -> Any:
+        self.budget.weigh(value)
+        return value
+
+    def tilde(self, *parts: Any) -> str:
+        text = "".join(map(str, map(self.weighed, parts)))
+        self.budget.measure(text)
+        return text
+
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Arithmetic; sizes are checked before anything is built."""
         if isinstance(left, str) and operator == "%":
             raise SecurityError("% formatting is not allowed in templates")
         if operator == "**" and not _is_small_power(left, right):
             raise SecurityError("power is too large")
+        if operator == "+":  # the left side is often what has been collected so far, and was paid for then
+            self.budget.weigh(right)
         if operator == "*":
-            sequence, times = (right, left) if isinstance(left, int) else (left, right)
-            if isinstance(sequence, str | list | tuple) and isinstance(times, int):
-                self.meter.spend(len(sequence) * max(times, 0))
-        self.meter.measure(left)
-        self.meter.measure(right)
+            for value, times in ((left, right), (right, left)):
+                if isinstance(value, str | list | tuple) and isinstance(times, int):
+                    self.budget.spend(_ITEM_CHARS * len(value) * max(times, 0))
         result = super().call_binop(context, operator, left, right)
         if isinstance(result, int) and result.bit_length() > _MAX_INT_BITS:
             raise SecurityError("number is too large")
+        if operator == "*":
+            self.budget.weigh(result)
+        self.budget.measure(result)
         return result
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
-        """Every call in a template: the functions given to it, its macros, and harmless methods of plain values."""
-        owner = getattr(__obj, "__self__", None)
+        """Every call: the functions given to a template, its macros, and harmless methods of plain values."""
+        owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "this")
+        if owner is __self:  # one of the charges that `_charge` put in
+            return __obj(*args)
+        is_method = isinstance(owner, str | list | tuple | dict)
+        is_given = any(__obj is given for given in __self.globals.values())
+        if not (is_method or is_given or isinstance(__obj, Macro | Undefined) or isinstance(owner, LoopContext)) or (
+            is_method and name not in _METHODS
+        ):
+            raise SecurityError(f"calling {name!r} is not allowed in templates")
+        args = tuple(list(arg) if isinstance(arg, Iterator) else arg for arg in args)
         for arg in (*args, *kwargs.values()):
-            if isinstance(arg, str | list | tuple | dict):
-                __self.meter.weigh(arg)
-        if isinstance(owner, str | list | tuple | dict):
-            args = __self._method_args(owner, __obj.__name__, args)
-        elif not (isinstance(__obj, Macro | Undefined) or isinstance(owner, LoopContext) or __self._gave(__obj)):
-            raise SecurityError(f"calling {getattr(__obj, '__name__', 'this')!r} is not allowed in templates")
+            if isinstance(arg, _PLAIN):
+                __self.budget.weigh(arg)
+        if isinstance(owner, str):
+            __self._pay_growth(name, owner, *args)
         result = super().call(__context, __obj, *args, **kwargs)
-        __self.meter.measure(result)
+        __self.budget.measure(result)
         return result
-
-    def _gave(self, function: object) -> bool:
-        return any(function is given for given in self.globals.values())
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        """Subscripts; a slice is a new value."""
-        if isinstance(argument, tuple):
-            self.meter.weigh(argument)
         result = super().getitem(obj, argument)
-        self.meter.measure(result if isinstance(argument, slice) else None)
+        self.budget.measure(result if isinstance(argument, slice) else None)
         return result
 
-    def _method_args(self, owner: object, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Pays for a method of a plain value in advance; an iterator to join becomes a list that can be paid for."""
-        if name not in _METHODS:
-            raise SecurityError(f"method {name!r} is not allowed in templates")
-        if not isinstance(owner, dict):
-            self.meter.weigh(owner)
-        if isinstance(owner, str) and name == "join":
-            args = tuple(list(arg) if isinstance(arg, Iterator) else arg for arg in args)
-            self._pay_join(owner, *args)
-        if isinstance(owner, str) and name == "replace":
-            self._pay_replace(owner, *args)
-        return args
+    def _pay_growth(self, name: str, text: str, first: Any = "", second: Any = "", *_count: Any) -> None:
+        """In advance, for the methods of a text whose result can be much longer than all they are given."""
+        if name == "join" and isinstance(first, (str, range, *_SIZED)):
+            self.budget.spend(len(first) * len(text))
+        if name == "replace":
+            self.budget.spend(text.count(str(first)) * len(str(second)))
 
-    def _pay_join(self, separator: str, parts: object = ()) -> None:
-        self.meter.weigh(parts)
-        if isinstance(parts, str | list | tuple | dict):
-            self.meter.spend(len(parts) * len(separator) // _CHARS_PER_STEP)
-
-    def _pay_replace(self, text: str, old: object = "", new: object = "", *_count: object) -> None:
-        self.meter.spend(text.count(str(old)) * len(str(new)) // _CHARS_PER_STEP)
-
-    def _metered_filter(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _bounded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A filter or a test that pays for its arguments and for its result."""
         num_implicit = 1 if hasattr(function, "jinja_pass_arg") else 0
 
         @wraps(function)  # also copies the mark that asks for the context or the environment
-        def metered(*args: Any, **kwargs: Any) -> Any:
+        def bounded(*args: Any, **kwargs: Any) -> Any:
             implicit, value, rest = args[:num_implicit], args[num_implicit], args[num_implicit + 1 :]
-            if isinstance(value, (Iterator, range, *_VIEWS)):
-                value = list(self.meter.items(value))
-            for arg in (*rest, *kwargs.values()):
-                self.meter.weigh(arg)
-            if name in _DEEP_FILTERS:
-                self.meter.weigh(value)
-            self.meter.measure(value)
+            more = [*rest, *kwargs.values()]
+            for arg in more:
+                self.budget.weigh(arg)
             if name == "join":
-                self._pay_join(str([*rest, *kwargs.values(), ""][0]), value)
+                value = list(value) if isinstance(value, Iterator) else value
+                self._pay_growth(name, str([*more, ""][0]), value)
             if name == "replace":
-                self._pay_replace(str(value), *rest, *kwargs.values())
+                self._pay_growth(name, str(value), *more)
             result = function(*implicit, value, *rest, **kwargs)
             if isinstance(result, Iterator):
-                return self.meter.items(result)
-            self.meter.measure(result if name not in ("first", "last", "default", "d") else None)
+                return self.turns(result, 1)
+            self.budget.measure(result)
             return result
 
-        return metered
-
-    def _metered_test(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(function)
-        def metered(*args: Any) -> Any:
-            for arg in args:
-                self.meter.weigh(arg)
-            return function(*args)
-
-        return metered
+        return bounded
 
     def _tojson(self, value: Any, indent: int | None = None, **options: Any) -> str:
         """JSON as `transformers` writes it: no HTML escapes, characters as they are."""
-        self.meter.weigh(value)
+        self.budget.weigh(value)
         unknown = set(options) - {"ensure_ascii", "separators", "sort_keys"}
         if unknown or (indent is not None and not (isinstance(indent, int) and 0 <= indent <= _MAX_INDENT)):
             raise SecurityError(f"tojson takes indent (up to {_MAX_INDENT}), ensure_ascii, separators and sort_keys")
         if any(len(separator) > _MAX_INDENT for separator in options.get("separators") or ()):
             raise SecurityError("tojson separators are too long")
         text = json.dumps(value, indent=indent, **{"ensure_ascii": False, **options})
-        self.meter.measure(text)
+        self.budget.measure(text)
         return text
-
-    def _turns(self, _context: Context | None, iterable: Any, cost: int) -> Iterator[Any]:
-        return self.meter.items(iterable, cost)
-
-    def _tick(self, _context: Context | None, cost: int) -> None:
-        self.meter.spend(cost)
-
-    def _weighed(self, _context: Context | None, value: Any) -> Any:
-        if isinstance(value, Iterator):
-            value = list(value)  # filters return metered iterators
-        self.meter.weigh(value)
-        return value
 
 
 class _GenerationTag(Extension):
@@ -268,41 +234,34 @@ class _GenerationTag(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _unbound(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A plain function, which `pass_context` can mark."""
-    return lambda *args: method(*args)
-
-
-def _charge(node: nodes.Node) -> int:
-    """Puts the charges into a tree, leaves first; returns the steps that one turn through it is worth."""
-    cost = 1 + (len(node.data) // _CHARS_PER_STEP if isinstance(node, nodes.TemplateData) else 0)
+def _charge(node: nodes.Node) -> None:
+    """Puts the charges into a tree, leaves first: what repeats pays for the text in it, what builds for what it is."""
     for name, value in list(node.iter_fields()):
         children = value if isinstance(value, list) else [value]
-        cost += sum(_charge(child) for child in children if isinstance(child, nodes.Node))
+        for child in children:
+            if isinstance(child, nodes.Node):
+                _charge(child)
         charged = [_charged(child) if isinstance(child, nodes.Node) else child for child in children]
         setattr(node, name, charged if isinstance(value, list) else charged[0])
-    if isinstance(node, nodes.For):
-        node.iter = _filter(node.iter, "_turns", nodes.Const(cost))
-    if isinstance(node, nodes.Macro | nodes.CallBlock):
-        node.body.insert(0, nodes.ExprStmt(_filter(nodes.Const(cost, lineno=node.lineno), "_tick"), lineno=node.lineno))
-    return cost
+    if isinstance(node, nodes.For | nodes.Macro | nodes.CallBlock):
+        cost = nodes.Const(1 + sum(len(text.data) for text in node.find_all(nodes.TemplateData)), lineno=node.lineno)
+        if isinstance(node, nodes.For):
+            node.iter = _call("turns", node.iter, cost)
+        else:
+            node.body.insert(0, nodes.ExprStmt(_call("tick", cost), lineno=node.lineno))
 
 
 def _charged(node: nodes.Node) -> nodes.Node:
-    """Literals, `~` and both sides of comparisons: the expressions for which Jinja offers no hook."""
+    """Literals and `~`: the expressions for which Jinja offers no hook."""
     if isinstance(node, nodes.Concat):
-        return _filter(nodes.List([_filter(part, "string") for part in node.nodes], lineno=node.lineno), "join")
-    if isinstance(node, nodes.List | nodes.Dict) or (isinstance(node, nodes.Tuple) and node.ctx == "load"):
-        return _filter(node, "_weighed")
-    if isinstance(node, nodes.Compare):
-        node.expr = _filter(node.expr, "_weighed")
-        for operand in node.ops:
-            operand.expr = _filter(operand.expr, "_weighed")
-    return node
+        return _call("tilde", *node.nodes)
+    is_literal = isinstance(node, nodes.List | nodes.Dict) or (isinstance(node, nodes.Tuple) and node.ctx == "load")
+    return _call("weighed", node) if is_literal else node
 
 
-def _filter(node: nodes.Node, name: str, *args: nodes.Node) -> nodes.Filter:
-    return nodes.Filter(node, name, list(args), [], None, None, lineno=node.lineno)
+def _call(name: str, *args: nodes.Node) -> nodes.Call:
+    function = nodes.EnvironmentAttribute(name, lineno=args[0].lineno)
+    return nodes.Call(function, list(args), [], None, None, lineno=args[0].lineno)
 
 
 def _is_small_power(base: object, exponent: object) -> bool:

@@ -71,7 +71,6 @@ class ContentMask:
 
     @property
     def hides(self) -> bool:
-        """Whether anything was masked."""
         return self._stand_ins is not None
 
     def hides_before(self, text: str, end: int) -> bool:
@@ -79,7 +78,6 @@ class ContentMask:
         return self._stand_ins is not None and text.startswith(self._stand_ins[0], end)
 
     def restore(self, text: str) -> str:
-        """The text without the mask."""
         return text.translate(dict.fromkeys(map(ord, self._stand_ins or ())))
 
     def _masked_message(self, message: dict[str, Any]) -> dict[str, Any]:

@@ -18,8 +18,7 @@ class TokenBytes(Protocol):
     def strips_leading_space(self) -> bool:
         """Whether one leading space of the whole text is the encoder's own."""
 
-    def token_bytes(self, token_id: int) -> bytes:
-        """The exact bytes a token adds to the text."""
+    def token_bytes(self, token_id: int) -> bytes: ...
 
 
 class _StopMatcher:
@@ -73,12 +72,10 @@ class TextStream:
 
     @property
     def can_stop(self) -> bool:
-        """Whether it looks for stop strings."""
         return bool(self._matchers)
 
     @property
     def text(self) -> str:
-        """Everything released so far."""
         return "".join(self._released)
 
     def push(self, token_id: int, *, may_stop: bool = True) -> TextPiece:
