@@ -11,8 +11,8 @@ import pytest
 
 from tests.cli.conftest import Cli
 from tests.support.tiny_llm import TOKENS, write_model
+from verispec.cli.show import BOLD, GREEN, PLAIN, RED, tree_lines
 from verispec.cli.terminal import safe
-from verispec.cli.tree_text import BOLD, GREEN, PLAIN, RED, tree_lines
 from verispec.model.hub import known_models
 from verispec.types import NO_PARENT, Draft, DraftTrace, Verdict
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from verispec import __version__
 from verispec.cli import bench, chat, generate, inspect, models, replay, serve, tune, verify
 from verispec.cli.parser import PROGRAM, Command, argument, nearest
 from verispec.cli.terminal import out, stdin_is_terminal
@@ -53,8 +54,6 @@ complete -c verispec -a '(verispec completion words -- (commandline -opc)[2..] (
 
 @dataclass(frozen=True, kw_only=True)
 class Shell:
-    """Which shell."""
-
     title: ClassVar = "Arguments"
     shell: str = argument(metavar="SHELL", choices=tuple(_SCRIPTS), help="bash, zsh or fish")
 
@@ -100,7 +99,6 @@ _RUN = "run"
 
 
 def run_command(words: Sequence[str]) -> int:
-    """Carry out a command line; returns the exit code."""
     if not words or words[0] in ("-h", "--help", "help"):
         if len(words) > 1 and words[1] in COMMANDS:
             return COMMANDS[words[1]](["--help"])
@@ -108,9 +106,7 @@ def run_command(words: Sequence[str]) -> int:
         return 0 if words else EXIT_NOTHING_ASKED
     name, *rest = words
     if name == "--version":
-        from verispec.cli.version import describe
-
-        out(describe() + "\n")
+        out(_version() + "\n")
         return 0
     if name == completion.__name__ and rest[:2] == ["words", "--"]:
         out("".join(f"{each}\n" for each in candidates(rest[2:])))
@@ -149,3 +145,43 @@ def candidates(words: Sequence[str]) -> list[str]:
     else:
         known = COMMANDS.get(before[0], COMMANDS["generate"]).parser().completions(before[1:], begun)
     return [each for each in known if each.startswith(begun)]
+
+
+def _version() -> str:
+    """Three lines, and one more if the native backend is missing."""
+    from verispec.backends.blas import cpu_name
+    from verispec.backends.select import default_backend, what_is_lost
+
+    name = default_backend()
+    lines = [f"verispec {__version__}", f"backend: {name}{_kernels(name)}; {cpu_name()}"]
+    if (lost := what_is_lost()) is not None:
+        lines.append(f"note: {lost}")
+    return "\n".join([*lines, f"profile: {_default_profile(name)}"])
+
+
+def _kernels(name: str) -> str:
+    if name == "numpy":
+        from verispec.backends.blas import blas_name
+
+        return f" on {blas_name()}"
+    from verispec.backends.native_library import Kernels
+
+    return f" with {Kernels(1).isa} kernels"
+
+
+def _default_profile(name: str) -> str:
+    from verispec.backends.calibration import cached_profile
+    from verispec.backends.select import describe as describe_backend
+    from verispec.errors import VerispecError
+    from verispec.model import DEFAULT_MODEL, cache_dir, open_checkpoint
+    from verispec.model.hub import cached_path
+
+    path = cached_path(DEFAULT_MODEL)
+    if path is None:
+        return f"none yet ({DEFAULT_MODEL} is not fetched)"
+    try:
+        with open_checkpoint(path) as checkpoint:
+            profile = cached_profile(*describe_backend(name, [checkpoint.architecture]), cache_dir())
+    except VerispecError as error:
+        return f"none ({error})"
+    return f"{profile.hash} ({DEFAULT_MODEL})" if profile else f"none yet ({DEFAULT_MODEL} was not loaded yet)"

@@ -8,7 +8,7 @@ through to the output; those that look like a misspelt parameter are refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any
 
@@ -19,8 +19,9 @@ from verispec.cli.show import OBJECT_KEYS, as_object
 from verispec.engine import Request
 from verispec.errors import InputError, VerispecError
 from verispec.llm import LLM, Completion
+from verispec.prompts import PromptSpec, spec
 from verispec.receipt.values import check_recordable
-from verispec.strict_json import load_object, numbered
+from verispec.strict_json import load_object
 from verispec.types import SamplingParams
 
 _PROMPT_KEYS = ("prompt", "token_ids", "messages")
@@ -49,41 +50,41 @@ class LineReader:
     recorded: bool = False
 
     def parse(self, index: int, line: bytes) -> BatchLine:
-        """Line number `index`, from 0."""
         extra: dict[str, Any] = {}
         try:
             data = load_object(line, name="the line", example='{"prompt": "..."}')
             extra = {key: data.pop(key) for key in list(data) if key not in (*_PROMPT_KEYS, *_PARAMETERS)}
             _check_extra(extra)
-            given = [key for key in _PROMPT_KEYS if key in data]
-            if len(given) != 1:
-                raise InputError(
-                    f"the line needs exactly one of {', '.join(_PROMPT_KEYS)}; it has {', '.join(given) or 'none'}"
-                )
-            content = _content(given[0], data.pop(given[0]))
-            if "logit_bias" in data:
-                data["logit_bias"] = numbered(data["logit_bias"], name="logit_bias")
             if data.get("seed") is None:
                 data["seed"] = index if self.defaults.seed is None else self.defaults.seed
-            params = replace(self.defaults, **data)
+            asked = spec(data, self.defaults, name="the line")
             if self.recorded:
-                check_recordable(params)
-            prompt = content if given[0] == "token_ids" else self._ids(content)
-            return BatchLine(self.llm.request(prompt, params, drafter=self.drafter), extra=extra)
+                check_recordable(asked.params)
+            return BatchLine(self.llm.request(self._prompt(asked), asked.params, drafter=self.drafter), extra=extra)
         except VerispecError as error:
             return BatchLine(error=str(error), extra={key: extra[key] for key in extra if key not in OBJECT_KEYS})
 
-    def _ids(self, content: str | list[Any]) -> str | list[int]:
-        """Text or messages as the model gets them; a line's own system message replaces the command's."""
-        if self.raw and isinstance(content, str):
+    def _prompt(self, asked: PromptSpec) -> str | list[int]:
+        """Text or ids as the model gets them; a line's own system message replaces the command's."""
+        content, messages = asked.content, asked.messages
+        if isinstance(content, list):
             return content
+        if content is not None:
+            if not content.strip():
+                raise InputError("prompt must be text that is not empty")
+            if self.raw:
+                return content
+            messages = [{"role": "user", "content": content}]
         if self.raw:
             raise InputError("messages need the chat template, which --raw turns off")
-        messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
-        has_system = bool(messages) and isinstance(messages[0], dict) and messages[0].get("role") == "system"
-        if self.system is not None and messages and not has_system:
+        if self.system is not None and _lacks_system(messages):
             messages = [{"role": "system", "content": self.system}, *messages]
         return self.llm.chat_ids(messages)
+
+
+def _lacks_system(messages: Any) -> bool:
+    first = messages[0] if isinstance(messages, list) and messages else None
+    return isinstance(first, dict) and first.get("role") != "system"
 
 
 def read_lines(path: str) -> list[bytes]:
@@ -146,15 +147,6 @@ def run_file(
         raise VerispecError(f"{name}: {count} failed; line {min(bad) + 1}: {bad[min(bad)]}")
 
 
-def _content(key: str, value: Any) -> Any:
-    if key == "prompt":
-        if not isinstance(value, str) or not value.strip():
-            raise InputError("prompt must be text that is not empty")
-    elif not isinstance(value, list):
-        raise InputError(f"{key} must be a list")
-    return value
-
-
 def _check_extra(extra: Mapping[str, Any]) -> None:
     for key in extra:
         plain = key.lower().replace("-", "_")
@@ -174,7 +166,6 @@ class OrderedPrinter:
         self._next = 0
 
     def put(self, index: int, result: dict[str, Any]) -> None:
-        """Result number `index` is there."""
         self._ready[index] = result
         while self._next in self._ready:
             self._pop(self._next)

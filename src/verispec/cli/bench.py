@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 from verispec.cli import options, terminal
 from verispec.cli.options import known_models
 from verispec.cli.parser import option
-from verispec.cli.plot_file import check_plot, write_plot
 from verispec.errors import InputError, VerispecError
 
 if TYPE_CHECKING:
@@ -45,8 +44,6 @@ _PROMPTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Benchmark:
-    """What is measured and how it is shown."""
-
     title: ClassVar = "Options"
     prompts: str | None = option(
         None, metavar="FILE", help="JSON lines as for generate, or - for stdin. Default: eight prompts of various kinds"
@@ -78,7 +75,6 @@ class Speed(NamedTuple):
 
     @property
     def prompt_rate(self) -> float:
-        """Prompt tokens per second."""
         return self.prompt_tokens / self.prompt_seconds
 
     @property
@@ -90,13 +86,13 @@ class Speed(NamedTuple):
 def bench(what: Benchmark, sampling: options.Sampling, loading: options.Loading) -> None:
     """Measure prompt and decode speed, with 1, 8 and 32 sequences and every drafter.
 
-    Each measurement serves at least four requests, in groups of so many sequences. The prompt speed is that up to the
+    Each measurement serves at least four requests, in groups of N sequences. The prompt speed is that up to the
     first token of each, the decode speed that of all further tokens; answers end where the model ends them, or at
     --max-tokens. All runs must give the same outputs, and a line says whether they did.
     """
     params = sampling.params()
     sizes = _sizes(what.sequences)
-    check_plot(what.plot, extra="bench")
+    terminal.check_plot(what.plot, extra="bench")
     lines = _lines(what.prompts)
     llm = options.load_llm(
         loading, drafter="none", draft_model=what.draft_model, force=what.force, prefix_cache=False,
@@ -112,7 +108,7 @@ def bench(what: Benchmark, sampling: options.Sampling, loading: options.Loading)
     else:
         terminal.out(_table(speeds))
         terminal.out(_outcome(equal, deterministic=params.deterministic, num_prompts=len(lines)))
-    write_plot(what.plot, lambda path: _plot(speeds, path, title=llm.identity.name))
+    terminal.write_plot(what.plot, lambda path: _plot(speeds, path, title=llm.identity.name))
 
 
 def _sizes(text: str) -> list[int]:

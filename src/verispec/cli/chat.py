@@ -67,7 +67,6 @@ class Conversation:
         terminal.out("\n")
 
     def command(self, line: str) -> None:
-        """Carry out a line that starts with a slash."""
         name, _, rest = line.partition(" ")
         rest = rest.strip()
         if name == "/reset":
@@ -104,8 +103,6 @@ class Conversation:
 
 @dataclass(frozen=True, kw_only=True)
 class Talk:
-    """How the conversation begins."""
-
     title: ClassVar = "Options"
     system: str | None = option(None, help="system message for the chat template")
 
@@ -120,8 +117,7 @@ def chat(talk: Talk, sampling: options.Sampling, drafting: options.Drafting, loa
     from verispec.model.generation_defaults import chat_sampling
 
     sampling.params()
-    if talk.system is not None:
-        terminal.checked(talk.system, name="--system")
+    options.check_system(talk.system)
     llm = options.load_llm(loading, drafting, deterministic=sampling.deterministic)
     params = sampling.params(**chat_sampling(llm.generation_defaults))
     conversation = Conversation(llm, params, drafting.method, talk.system)

@@ -25,8 +25,6 @@ _TREES_SHOWN = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What is asked, and how the answer is shown."""
-
     title: ClassVar = "Options"
     prompt: str | None = argument(None, metavar="PROMPT", help="the prompt; read from stdin if absent or '-'")
     p: str | None = option(None, "--prompt", help="the same as an option; it may begin with a dash")
@@ -78,7 +76,7 @@ def generate(asked: Asked, sampling: Sampling, drafting: Drafting, loading: Load
     sampling.note_no_effect(quiet=quiet)
     with _receipts(asked) as receipts:
         llm = options.load_llm(loading, drafting, deterministic=sampling.deterministic, quiet=quiet)
-        prompt_ids = llm.tokenizer.encode(text) if asked.raw else _chat_ids(llm, asked.system, text)
+        prompt_ids = options.prompt_ids(llm, text, system=asked.system, raw=asked.raw)
         with options.naming_flags():
             answer = _print_whole if asked.json or sampling.n > 1 else _print_stream
             answer(llm, prompt_ids, sampling.seeded(), asked, drafting, receipts)
@@ -86,10 +84,7 @@ def generate(asked: Asked, sampling: Sampling, drafting: Drafting, loading: Load
 
 def _check(asked: Asked, sampling: Sampling) -> None:
     """Raise for what contradicts each other, and tell what is given in vain."""
-    if asked.raw and asked.system is not None:
-        raise InputError("--system needs the chat template, which --raw turns off")
-    if asked.system is not None:
-        terminal.checked(asked.system, name="--system")
+    options.check_system(asked.system, raw=asked.raw)
     if asked.prompt is not None and asked.p is not None:
         raise InputError("the prompt is there twice, as an argument and with -p")
     if asked.prompts is not None and (asked.prompt is not None or asked.p is not None):
@@ -126,11 +121,6 @@ def _read_prompt(asked: Asked) -> str:
     if not text.strip():
         raise InputError("the prompt is empty")
     return text
-
-
-def _chat_ids(llm: LLM, system: str | None, text: str) -> list[int]:
-    messages = [{"role": "system", "content": system}] if system is not None else []
-    return llm.chat_ids([*messages, {"role": "user", "content": text}])
 
 
 def _print_whole(
@@ -207,7 +197,7 @@ def _note_figures(output: SampleOutput, params: SamplingParams, drafting: Drafti
 
 
 def _print_trees(llm: LLM, traces: Sequence[DraftTrace]) -> None:
-    from verispec.cli.tree_text import tree_lines
+    from verispec.cli.show import tree_lines
 
     paint = sys.stderr is not None and terminal.shows_colour(sys.stderr)
     if not traces:

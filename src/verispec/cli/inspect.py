@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Scoring:
-    """What is scored."""
-
     title: ClassVar = "Options"
     file: str = argument(metavar="FILE", help="a text file, or - for stdin")
     json: bool = option(False, help="print one JSON object")
@@ -73,8 +71,6 @@ def _score_windows(llm: LLM, ids: list[int], window: int) -> list[TokenLogprob]:
 
 @dataclass(frozen=True, kw_only=True)
 class Auditing:
-    """How the audit is shown."""
-
     title: ClassVar = "Options"
     fresh: bool = option(False, help="measure again, whatever is cached")
     json: bool = option(False, help="print one JSON object")
@@ -115,7 +111,6 @@ def _audit_text(llm: LLM) -> str:
 
 
 def _answers(wrong: tuple[str, ...] | None) -> list[str]:
-    """The outcome of the known-answer test, if there is one."""
     return [] if wrong is None else [f"\nKnown answers: {'wrong for ' + '; '.join(wrong) if wrong else 'all right'}"]
 
 

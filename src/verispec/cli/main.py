@@ -21,7 +21,6 @@ _IMPATIENCE_SECONDS = 1.0
 
 
 def main() -> None:
-    """Run the command line of this process."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # the shell may have it ignored
         signal.signal(signal.SIGINT, _Interrupts())
     try:

@@ -15,8 +15,6 @@ _DEFAULT = "smollm2-135m"
 
 @dataclass(frozen=True, kw_only=True)
 class Models:
-    """What to do with which model."""
-
     title: ClassVar = "Arguments"
     action: str = argument(
         "list", metavar="ACTION", choices=("list", "pull", "remove", "path"),

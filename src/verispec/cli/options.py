@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from verispec.llm import LLM
 
 MAX_COUNT = 2**31 - 1
-_RANDOM_SEEDS = 10**9  # so many seeds are drawn from: short enough to be typed again
+_RANDOM_SEEDS = 10**9  # random seeds are below this: short enough to be typed again
 _PARAMS = SamplingParams()
 
 
@@ -76,8 +76,6 @@ class Loading:
 
 @dataclass(frozen=True, kw_only=True)
 class Drafting:
-    """How requests are drafted and judged."""
-
     title: ClassVar = "Drafting (changes the speed, never the output)"
     drafter: str | None = option(
         None, metavar="NAME", values=drafters,
@@ -105,7 +103,6 @@ class Drafting:
 
     @property
     def method(self) -> str:
-        """The drafter that is meant."""
         return self.drafter or ("ngram" if self.draft_model is None else "model")
 
     def for_llm(self, deterministic: bool, *, quiet: bool) -> dict[str, Any]:
@@ -166,7 +163,6 @@ class Sampling:
             return SamplingParams(**{**instead, **chosen})
 
     def note_no_effect(self, *, quiet: bool) -> None:
-        """Say what is given in vain."""
         if self.temperature == 0:
             for name in ("top_k", "top_p", "min_p"):
                 if getattr(self, name) != getattr(Sampling, name):
@@ -195,8 +191,21 @@ def load_llm(
     return llm
 
 
+def check_system(system: str | None, *, raw: bool = False) -> None:
+    if raw and system is not None:
+        raise InputError("--system needs the chat template, which --raw turns off")
+    terminal.checked(system or "", name="--system")
+
+
+def prompt_ids(llm: LLM, text: str, *, system: str | None, raw: bool) -> list[int]:
+    """What the model gets of a prompt, through its chat template or as it is."""
+    if raw:
+        return llm.tokenizer.encode(text)
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    return llm.chat_ids([*messages, {"role": "user", "content": text}])
+
+
 def no_effect(what: str, why: str, *, quiet: bool) -> None:
-    """Say that an option was given in vain."""
     if not quiet:
         terminal.note(f"note: {what} has no effect {why}")
 

@@ -74,16 +74,13 @@ class Command:
 
     @property
     def name(self) -> str:
-        """As it is typed."""
         return self.run.__name__
 
     @property
     def summary(self) -> str:
-        """The first sentence of its help."""
         return re.split(r"(?<=\.)\s", self.run.__doc__ or "", maxsplit=1)[0]
 
     def __call__(self, words: Sequence[str]) -> int:
-        """Run it; returns the exit code."""
         parser = self.parser()
         if {"-h", "--help"} & set(words[: words.index("--")] if "--" in words else words):
             from verispec.cli.terminal import out
@@ -94,7 +91,6 @@ class Command:
         return self.run(**{name: self._filled(group, given) for name, group in self._groups().items()}) or 0
 
     def parser(self) -> Parser:
-        """What reads its words."""
         words = [one for group in self._groups().values() for one in fields(group) if one.metadata["spec"].is_argument]
         shape = [f"[{_metavar(w)}]" if w.default is not MISSING else _metavar(w) for w in words]
         parser = Parser(" ".join([PROGRAM, self.name, *shape, "[OPTION ...]"]), self.run.__doc__ or "")
@@ -129,7 +125,6 @@ class Parser(argparse.ArgumentParser):
         self.values: dict[str, Callable[[], Iterable[str]]] = {}
 
     def add_field(self, section: Any, one: Field[Any], hint: Any, default: Any) -> None:
-        """Add the option or the argument that a field stands for."""
         spec: _Spec = one.metadata["spec"]
         kinds = [kind for kind in typing.get_args(hint) if kind not in (NoneType, ...)] or [hint]
         has_default = isinstance(default, str | float | int) and kinds[0] is not bool
@@ -151,7 +146,6 @@ class Parser(argparse.ArgumentParser):
             self.values[name] = (lambda: spec.choices) if spec.choices else spec.values
 
     def parse(self, words: Sequence[str]) -> dict[str, Any]:
-        """The values that were given, by field."""
         found, rest = self.parse_known_args(self._joined(words))
         if rest:
             raise InputError(f"unexpected extra argument {rest[0][:_MAX_SHOWN_CHARS]!r}")

@@ -22,8 +22,7 @@ class NoReceipts:
 
     wanted = False
 
-    def put(self, index: int, receipts: Sequence[Receipt]) -> None:
-        """Drop them."""
+    def put(self, index: int, receipts: Sequence[Receipt]) -> None: ...
 
     def __enter__(self) -> Self:
         return self
@@ -47,7 +46,6 @@ class ReceiptFile:
         self._receipts: dict[int, Sequence[Receipt]] = {}
 
     def put(self, index: int, receipts: Sequence[Receipt]) -> None:
-        """The receipts of prompt number `index`."""
         self._receipts[index] = receipts
 
     def __enter__(self) -> Self:

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:
-    """What is checked."""
-
     title: ClassVar = "Options"
     file: str = argument(metavar="FILE", help="a receipt, or several as JSON lines; - for stdin")
     prompt: str | None = option(

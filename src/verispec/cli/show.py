@@ -1,19 +1,25 @@
-"""How results look: the line of figures, the JSON object, and drafts in colour. Pure functions of outputs."""
+"""How results look: the line of figures, the JSON object, drafts in colour and as trees. Pure functions of outputs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from verispec.cli.terminal import safe
 from verispec.llm import Completion
-from verispec.types import SampleOutput, SamplingParams, TokenEvent, TokenLogprob
+from verispec.types import NO_PARENT, DraftTrace, SampleOutput, SamplingParams, TokenEvent, TokenLogprob
 
-GREEN, STRUCK_RED, PLAIN = "\x1b[32m", "\x1b[9;31m", "\x1b[0m"
+GREEN, RED, STRUCK_RED, BOLD, PLAIN = "\x1b[32m", "\x1b[31m", "\x1b[9;31m", "\x1b[1m", "\x1b[0m"
+ACCEPTED, REJECTED, BONUS = "accepted", "rejected", "the target's own"
 # What an object of `as_object` may hold, and `index` and `error` of a line.
 OBJECT_KEYS = frozenset(
     ("index", "error", "text", "token_ids", "logprobs", "top_logprobs", "prompt_logprobs", "finish_reason", "seed",
      "digest", "stats", "prompt_tokens", "profile", "samples")
+)  # fmt: skip
+_COUNTERS = (
+    "cached_tokens", "passes", "fast_passes", "draft_passes", "drafted", "accepted", "replays", "mismatches",
+    "recomputed", "preemptions", "time_to_first_token", "longest_gap", "longest_stall", "stall_caused",
+    "exit_threshold", "exit_rate",
 )  # fmt: skip
 _DIGEST_CHARS = 12
 _WHOLE_RATE = 100  # faster than this, tenths say nothing
@@ -54,37 +60,18 @@ def _speed(rate: float | None) -> str:
 
 
 def numbers(output: SampleOutput) -> dict[str, Any]:
-    """The counters and times of one sample, as plain data."""
-    stats = output.stats
-    num_tokens = len(output.token_ids)
-    passes = stats.passes + stats.fast_passes
+    stats, num_tokens = output.stats, len(output.token_ids)
+    computed = output.prompt_len - stats.cached_tokens
     return {
-        "prompt_tokens_per_second": _rate(
-            output.prompt_len - stats.cached_tokens, stats.arrival_time, stats.first_token_time
-        ),
+        "prompt_tokens_per_second": _rate(computed, stats.arrival_time, stats.first_token_time),
         "tokens_per_second": _rate(num_tokens - 1, stats.first_token_time, stats.finish_time),
-        "cached_tokens": stats.cached_tokens,
-        "passes": stats.passes,
-        "fast_passes": stats.fast_passes,
-        "draft_passes": stats.draft_passes,
-        "drafted": stats.drafted,
-        "accepted": stats.accepted,
-        "replays": stats.replays,
-        "mismatches": stats.mismatches,
-        "recomputed": stats.recomputed,
+        **{name: getattr(stats, name) for name in _COUNTERS},
         "recomputed_fraction": stats.recomputed / max(1, stats.recomputed + num_tokens),
         "accepted_per_replay": stats.accepted / stats.replays if stats.replays else None,
-        "preemptions": stats.preemptions,
-        "tokens_per_pass": num_tokens / max(1, passes),
-        "time_to_first_token": stats.time_to_first_token,
-        "longest_gap": stats.longest_gap,
-        "longest_stall": stats.longest_stall,
-        "stall_caused": stats.stall_caused,
+        "tokens_per_pass": num_tokens / max(1, stats.passes + stats.fast_passes),
         "chosen": dict(stats.chosen),
         "chosen_because": stats.chosen_because or None,
         "no_draft_reason": stats.no_draft_reason if not stats.drafted else None,
-        "exit_threshold": stats.exit_threshold,
-        "exit_rate": stats.exit_rate,
     }
 
 
@@ -131,3 +118,43 @@ def _sample_object(sample: SampleOutput, drafter: str, *, stats: bool) -> dict[s
 
 def _alternatives(entries: tuple[TokenLogprob, ...]) -> list[list[list[float]]]:
     return [[[token_id, value] for token_id, value in entry.alternatives] for entry in entries]
+
+
+def tree_lines(trace: DraftTrace, token_text: Callable[[int], str], *, paint: bool) -> Iterator[str]:
+    """One line per node, children under their parent; the accepted path is green, the rest red.
+
+    The bonus token, which the target adds behind the path, is marked.
+    """
+    children: dict[int, list[int]] = {}
+    for node, parent in enumerate(trace.draft.parents):
+        children.setdefault(parent, []).append(node)
+    end = trace.verdict.path[-1] if trace.verdict.path else NO_PARENT
+
+    def below(parent: int, indent: str) -> Iterator[str]:
+        nodes = children.get(parent, [])
+        for i, node in enumerate(nodes):
+            is_last = i == len(nodes) - 1 and parent != end
+            yield _node_line(trace, node, f"{indent}{'└─' if is_last else '├─'} ", token_text, paint=paint)
+            yield from below(node, indent + ("   " if is_last else "│  "))
+        if parent == end:
+            yield _painted(f"{indent}└─ {_quoted(trace.verdict.bonus_id, token_text)}  {BONUS}", BOLD, paint)
+
+    return below(NO_PARENT, "")
+
+
+def _node_line(trace: DraftTrace, node: int, stem: str, token_text: Callable[[int], str], *, paint: bool) -> str:
+    draft, is_accepted = trace.draft, node in trace.verdict.path
+    guessed = f"{draft.probabilities[node]:.3f}" if draft.probabilities else "  -  "
+    text = (
+        f"{_quoted(draft.token_ids[node], token_text)}  draft {guessed}  target {trace.target_probabilities[node]:.3f}"
+    )
+    mark = ACCEPTED if is_accepted else REJECTED
+    return stem + _painted(f"{text}  {mark}", GREEN if is_accepted else RED, paint)
+
+
+def _quoted(token_id: int, token_text: Callable[[int], str]) -> str:
+    return safe(repr(token_text(token_id)))
+
+
+def _painted(text: str, colour: str, paint: bool) -> str:
+    return f"{colour}{text}{PLAIN}" if paint else text

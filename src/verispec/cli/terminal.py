@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -63,7 +64,6 @@ def styled_out(text: str) -> None:
 
 
 def out_json(value: dict[str, Any]) -> None:
-    """Write one JSON object on one line."""
     is_utf8 = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
     text = json.dumps(value, ensure_ascii=not is_utf8)
     # JSON escapes most control characters; a terminal would obey the others.
@@ -75,11 +75,11 @@ def note(text: str) -> None:
     styled_note(safe(text))
 
 
-def styled_note(text: str) -> None:
+def styled_note(text: str, *, end: str = "\n") -> None:
     """`note` for text that is safe already and holds colours of our own."""
     if sys.stderr is not None:
         with contextlib.suppress(OSError):
-            sys.stderr.write(text + "\n")
+            sys.stderr.write(text + end)
             sys.stderr.flush()
 
 
@@ -134,3 +134,32 @@ def checked(text: str, *, name: str) -> str:
     except UnicodeEncodeError as error:
         raise InputError(f"{name}: character {error.start} is half of a surrogate pair, not text") from error
     return text
+
+
+def check_plot(path: str | None, *, extra: str) -> None:
+    """Raise InputError for what would only fail in the end; `extra` is the install that brings matplotlib."""
+    if path is None:
+        return
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise InputError(f"--plot needs matplotlib: pip install 'verispec[{extra}]'") from error
+    target = Path(path)
+    if target.suffix.lower() != ".png":
+        raise InputError(f"--plot {path}: the name of a plot ends in .png")
+    folder = target.parent
+    if target.is_dir() or not folder.is_dir() or not os.access(target if target.exists() else folder, os.W_OK):
+        raise InputError(f"--plot {path}: is not a file that can be written")
+
+
+def write_plot(path: str | None, draw: Callable[[Path], None]) -> None:
+    """Let `draw` make the picture, if one is wanted."""
+    if path is None:
+        return
+    try:
+        draw(Path(path))
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            Path(path).unlink(missing_ok=True)
+        raise OutputError(f"--plot {path}: {error.strerror or error}") from error
+    note(f"plot in {path}")

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, ClassVar
 
 from verispec.cli import options, terminal
 from verispec.cli.parser import option
-from verispec.cli.plot_file import check_plot, write_plot
 from verispec.errors import InputError
 
 if TYPE_CHECKING:
@@ -26,8 +25,6 @@ _GREEDY = "greedy"
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """How skip sets are searched and shown."""
-
     title: ClassVar = "Options"
     search: str = option(
         _GREEDY, metavar="KIND", choices=(_GREEDY, "bayes", "both"),
@@ -61,7 +58,7 @@ def tune(tuning: Tuning, loading: options.Loading) -> None:
     llm = options.load_llm(loading, drafter="none")
     menu = _tune(llm, chosen, fresh=tuning.fresh)
     _show(llm, menu, as_json=tuning.json)
-    write_plot(tuning.plot, lambda path: report.plot({llm.identity.name: menu}, path))
+    terminal.write_plot(tuning.plot, lambda path: report.plot({llm.identity.name: menu}, path))
 
 
 def _check(chosen: TuneOptions, plot: str | None) -> None:
@@ -74,7 +71,7 @@ def _check(chosen: TuneOptions, plot: str | None) -> None:
         raise InputError(f"{cache_dir()}: cannot be written")
     if chosen.search.optimises:
         check_optuna()
-    check_plot(plot, extra="tune")
+    terminal.check_plot(plot, extra="tune")
 
 
 def _tune(llm: LLM, chosen: TuneOptions, *, fresh: bool) -> SkipMenu:

@@ -26,8 +26,6 @@ _DIGEST_CHARS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """The request that is tried, and beside what."""
-
     title: ClassVar = "Options"
     prompt: str = argument(metavar="PROMPT", help="the prompt")
     system: str | None = option(None, help="system message for the chat template")
@@ -50,16 +48,13 @@ def verify(trial: Trial, sampling: options.Sampling, loading: options.Loading) -
 
     Exit code 0: all digests are equal. 1: one differs, which is a defect. 2: bad input.
     """
-    prompt, system = trial.prompt, trial.system
-    if trial.raw and system is not None:
-        raise InputError("--system needs the chat template, which --raw turns off")
-    terminal.checked(prompt, name="the prompt argument")
-    terminal.checked(system or "", name="--system")
-    if not prompt.strip():
+    options.check_system(trial.system, raw=trial.raw)
+    terminal.checked(trial.prompt, name="the prompt argument")
+    if not trial.prompt.strip():
         raise InputError("the prompt is empty")
     params = sampling.params()
     llm = options.load_llm(loading, drafter="none", force=True)
-    prompt_ids = llm.tokenizer.encode(prompt) if trial.raw else _chat_ids(llm, system, prompt)
+    prompt_ids = options.prompt_ids(llm, trial.prompt, system=trial.system, raw=trial.raw)
     different = _demonstrate(llm, prompt_ids, params, crowd=trial.crowd, as_json=trial.json)
     if different:
         names = ", ".join(f'"{case.name}" (drafter {case.drafter})' for case in different)
@@ -68,11 +63,6 @@ def verify(trial: Trial, sampling: options.Sampling, loading: options.Loading) -
             '"If something differs" in docs/determinism.md says what to do.'
         )
     return EXIT_DEFECT if different else 0
-
-
-def _chat_ids(llm: LLM, system: str | None, text: str) -> list[int]:
-    messages = [{"role": "system", "content": system}] if system is not None else []
-    return llm.chat_ids([*messages, {"role": "user", "content": text}])
 
 
 def _demonstrate(llm: LLM, prompt_ids: list[int], params: SamplingParams, *, crowd: int, as_json: bool) -> list[Case]:
@@ -209,7 +199,7 @@ def _why_equal(rows: list[LibraryRow], llm: LLM) -> str:
     return "\n".join(
         [
             "No difference, by construction: the native kernels compute each row of a pass by itself,",
-            "in one order of operations, however many rows there are. So the fast passes are exact too.",
+            "in one order of operations, however many rows there are. So fast passes give the same bits.",
             "A library chooses its order by the number of rows. One row times a matrix of this model's",
             f"size ({arch.mlp_size} x {arch.hidden_size}), by numpy on {blas_name()}, compared with the row alone:\n",
             _library_row("beside it", "values that differ", "by at most"),

@@ -1,8 +1,8 @@
 """Finds out whether what a receipt says is true: the engine runs again, with the recorded tokens as its drafts.
 
 The target checks them in parallel canonical passes and draws its own token at each position, as it would have alone; so
-a replay is exact, and much faster than generating. It ends at the first token that differs. Says what is different and
-where; what to make of it is the caller's business.
+a replay misses nothing, and is much faster than generating. It ends at the first token that differs. Says what is
+different and where; what to make of it is the caller's business.
 """
 
 from __future__ import annotations
@@ -47,8 +47,6 @@ class TokenDifference(NamedTuple):
 
 
 class Positions(NamedTuple):
-    """Absolute positions [start, end)."""
-
     start: int
     end: int
 

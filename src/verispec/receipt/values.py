@@ -54,7 +54,6 @@ class ProfileRecord:
 
     @classmethod
     def of(cls, profile: Profile) -> ProfileRecord:
-        """The record of a profile."""
         return cls(profile.fingerprint, profile.family, profile.weights_version, profile.hash)
 
     @property
@@ -72,12 +71,10 @@ class PromptRecord:
 
     @classmethod
     def of(cls, token_ids: Iterable[int]) -> PromptRecord:
-        """The record of a prompt, with its ids."""
         ids = tuple(map(int, token_ids))
         return cls(hashlib.sha256(struct.pack(f"<{len(ids)}i", *ids)).hexdigest(), ids)
 
     def matches(self, token_ids: Iterable[int]) -> bool:
-        """Whether these ids are the prompt, going by the hash."""
         return PromptRecord.of(token_ids).sha256 == self.sha256
 
 
@@ -127,7 +124,6 @@ class Receipt:
         return replace(self, prompt=PromptRecord(self.prompt.sha256))
 
     def to_json(self) -> str:
-        """One line of JSON, in ASCII."""
         return json.dumps(_plain(self))
 
     def contradictions(self) -> tuple[FieldDifference, ...]:
@@ -207,7 +203,6 @@ def logprob_digests(entries: Sequence[TokenLogprob]) -> tuple[str, ...]:
 
 
 def in_order(eos_ids: Iterable[int]) -> tuple[int, ...]:
-    """EOS ids as a receipt has them."""
     return tuple(sorted({int(token_id) for token_id in eos_ids}))
 
 
@@ -218,7 +213,6 @@ def with_floats(params: SamplingParams) -> SamplingParams:
 
 
 def _plain(receipt: Receipt) -> dict[str, Any]:
-    """The receipt as JSON has it."""
     plain = {"format": FORMAT, **asdict(receipt)}
     plain["profile"]["fingerprint"] = dict(receipt.profile.fingerprint)
     sampling = plain["parameters"]["sampling"]

@@ -22,7 +22,7 @@ from verispec.sampling.weights import WEIGHT_BITS, below_top, log_total, logprob
 
 NO_TOKEN = -1  # the draw of a row whose logits hold NaN; the engine ends that request
 _DENSE_SHARE = 8  # noise is computed for all ids when more than 1/8 of them survive the filters
-_NOISE_BLOCK = 2**20  # values of noise made at once: rows are taken in groups of about so many
+_NOISE_BLOCK = 2**20  # values of noise made at once: rows are taken in groups of about that size
 
 
 class Draws(NamedTuple):

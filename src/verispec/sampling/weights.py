@@ -46,7 +46,6 @@ def log_total(xp: Any, z: Array) -> Array:
 
 
 def totals(xp: Any, logits: Array) -> Totals:
-    """Of raw logits [R, V]."""
     top = xp.max(logits, axis=-1) + 0.0  # -0 + 0 is +0: libraries differ in which zero is the larger
     return Totals(xp.where(xp.isfinite(top), top, xp.nan), log_total(xp, below_top(xp, logits)))
 
