@@ -29,8 +29,8 @@ from verispec.spec.model_drafter import ModelDrafterConfig
 from verispec.spec.registry import DRAFTERS, DraftSetup
 from verispec.spec.skip import skip_drafter
 from verispec.spec.speculation import AUTO, Speculation
+from verispec.spec.tree import TreeShape
 from verispec.spec.turn import SequenceView
-from verispec.tree import TreeShape
 from verispec.types import Accept
 
 BRANCH_OF_LENGTH = {2: "branch:2,2", 3: "branch:2,2,2", 4: "branch:2,2,2,1", 5: "branch:2,2,2,1,1"}

@@ -11,7 +11,7 @@ import verispec
 
 ROOT = Path(verispec.__file__).parent
 LAYERS = [
-    {"arguments", "errors", "types", "config", "strict_json", "tree"},
+    {"arguments", "errors", "types", "config", "strict_json"},
     {"kv", "sampling", "model"},
     {"backends"},
     {"spec"},

@@ -16,7 +16,7 @@ from verispec.errors import InputError
 from verispec.llm import LLM
 from verispec.spec.registry import make_drafters
 from verispec.spec.speculation import Speculation
-from verispec.tree import TreeShape
+from verispec.spec.tree import TreeShape
 from verispec.types import Accept, SamplingParams
 
 DEFAULT = Speculation.of("model", tree="beam:2,3", accept="recursive")

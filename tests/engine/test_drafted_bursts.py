@@ -24,7 +24,7 @@ from verispec.engine import Request
 from verispec.engine.policy import RoundLoad
 from verispec.spec.registry import make_drafters
 from verispec.spec.speculation import Speculation
-from verispec.tree import TreeShape
+from verispec.spec.tree import TreeShape
 from verispec.types import Accept, FinishReason, SamplingParams, SequenceStats
 
 DRAFTERS = ("skip", "model")

@@ -26,8 +26,8 @@ from verispec.spec.drafter import Curve, Drafter, DrafterSet, Held, Level, Refus
 from verispec.spec.none import NoDrafter
 from verispec.spec.registry import DraftSetup, make_drafters
 from verispec.spec.speculation import AUTO, Speculation
+from verispec.spec.tree import MAX_NODES, TreeShape
 from verispec.spec.turn import Choice, Turn
-from verispec.tree import MAX_NODES, TreeShape
 from verispec.types import Draft, SamplingParams, Verdict
 
 CHEAP = CostTable((1, 64), (0.05, 0.05), (0.0, 0.0))

@@ -32,7 +32,7 @@ from verispec.sampling.rows import SampleKey
 from verispec.spec import growth
 from verispec.spec.registry import make_drafters
 from verispec.spec.speculation import Speculation
-from verispec.tree import TreeShape
+from verispec.spec.tree import TreeShape
 from verispec.types import Accept, FinishReason, NoText, SampleOutput, SamplingParams, TextPiece
 
 LIMIT = 1e-6  # below, a p-value rejects

@@ -28,8 +28,8 @@ from verispec.spec.model_drafter import ModelDrafter, ModelDrafterConfig, Source
 from verispec.spec.ngram import NgramDrafter
 from verispec.spec.none import NoDrafter
 from verispec.spec.speculation import Speculation
+from verispec.spec.tree import TreeShape
 from verispec.spec.turn import Turn
-from verispec.tree import TreeShape
 from verispec.types import FinishReason, SampleOutput, SamplingParams, Stored, TokenEvent
 
 VOCAB = 6

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from verispec.errors import InputError
-from verispec.tree import TreeShape
+from verispec.spec.tree import TreeShape
 
 
 @pytest.mark.parametrize(

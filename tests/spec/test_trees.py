@@ -27,8 +27,8 @@ from verispec.spec.model_drafter import ModelDrafter, ModelDrafterConfig, Source
 from verispec.spec.none import NoDrafter
 from verispec.spec.registry import make_drafters
 from verispec.spec.speculation import AUTO, Speculation
+from verispec.spec.tree import TreeShape
 from verispec.spec.turn import Turn
-from verispec.tree import TreeShape
 from verispec.types import Accept, Draft, SampleOutput, SamplingParams
 
 DRAFTERS = ("skip", "model")

@@ -18,7 +18,7 @@ from verispec.cli import terminal
 from verispec.cli.parser import flags, option
 from verispec.config import DEFAULTS
 from verispec.errors import InputError
-from verispec.tree import TreeShape
+from verispec.spec.tree import TreeShape
 from verispec.types import Accept, SamplingParams
 
 if TYPE_CHECKING:

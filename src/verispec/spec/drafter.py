@@ -14,8 +14,8 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from verispec.backends.cost import CostTable
 from verispec.spec.speculation import AUTO
+from verispec.spec.tree import MAX_NODES, TreeShape
 from verispec.spec.turn import Pending, Recipe, SequenceView, Turn
-from verispec.tree import MAX_NODES, TreeShape
 from verispec.types import NO_DRAFT, NO_PARENT, Draft
 
 logger = logging.getLogger(__name__)

@@ -22,8 +22,8 @@ from verispec.kv import TARGET_STORE
 from verispec.sampling.beam import NOBODY, Paths, greedy_level, race_level, root
 from verispec.sampling.draw import NoisyTopK
 from verispec.sampling.noise import Domain, stream
+from verispec.spec.tree import TreeShape
 from verispec.spec.turn import Turn
-from verispec.tree import TreeShape
 from verispec.types import NO_PARENT, Draft, Proposal, Stored
 
 Exit = Callable[[float], bool]

@@ -18,8 +18,8 @@ from verispec.spec.drafter import Curve, Level, Refusal
 from verispec.spec.growth import DraftModel, compute, grow, never
 from verispec.spec.rate import Acceptance
 from verispec.spec.speculation import AUTO
+from verispec.spec.tree import MAX_NODES, TreeShape
 from verispec.spec.turn import Recipe, SequenceView, Turn
-from verispec.tree import MAX_NODES, TreeShape
 from verispec.types import NO_DRAFT, Draft, Stored
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from verispec.spec.drafter import Curve, Refusal
+from verispec.spec.tree import MAX_NODES
 from verispec.spec.turn import SequenceView, Turn
-from verispec.tree import MAX_NODES
 from verispec.types import Draft
 
 

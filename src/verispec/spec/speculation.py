@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verispec.errors import InputError
-from verispec.tree import TreeShape
+from verispec.spec.tree import TreeShape
 from verispec.types import Accept
 
 _KEYS = ("method", "tree", "accept")

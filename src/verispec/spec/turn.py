@@ -15,7 +15,7 @@ from verispec.backends.protocol import DistributionHandle
 from verispec.kv import Lease
 from verispec.sampling.rows import SampleKey
 from verispec.spec.speculation import Speculation
-from verispec.tree import TreeShape
+from verispec.spec.tree import TreeShape
 from verispec.types import NO_DRAFT, Draft, SamplingParams, TokenLogprob, Verdict
 
 
