@@ -12,6 +12,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -125,7 +126,10 @@ class Runtime:
         report("loading", 0.0)
         with ExitStack() as files:
             checkpoints = [files.enter_context(open_checkpoint(path)) for path in paths]
-            self._read(checkpoints, name=label(model, paths[0]))
+            beside = files.enter_context(ThreadPoolExecutor(1))  # it takes Python's lock, weights do not
+            reading = beside.submit(self._read, checkpoints, name=label(model, paths[0]))
+            if len(checkpoints) > 1:
+                reading.result()  # what is wrong with a draft model's vocabulary is said before weights are read
             if backend == "cuda" and kv_slots is None:
                 architectures = [c.architecture for c in checkpoints]
                 fitting = fitting_slots(architectures, device=device, gpu_memory=gpu_memory)
@@ -133,11 +137,13 @@ class Runtime:
             own: dict[str, Any] = {"device": device, "cache_folder": cache_dir() / "cuda"} if backend == "cuda" else {}
             options = OPTIONS[backend](
                 num_slots=self._config.num_slots, num_seq_rows=self._config.max_running, threads=threads,
+                context_len=self._config.num_slots,  # each token takes a slot: tables by position can end there
                 weights=weights, kv_dtype=kv_dtype or "", **own,
             )  # fmt: skip
             if backend != "cuda":
                 _check_memory(options, checkpoints)
             self._backend: Backend = make_backend(options, checkpoints, progress=report)
+            reading.result()
         self.calibration: Calibration = calibrate(
             self._backend, cache_dir=cache_dir(), family=family, full=full_audit, fresh=fresh_audit, progress=report
         )

@@ -26,7 +26,7 @@ def test_every_instruction_set_gives_the_kept_answers(isa: str, threads: int, kv
     assert json.loads(native_answers.PATH.read_text())["arithmetic"] == NativeBackend.arithmetics[0], (
         "make native-digests"
     )
-    assert native_answers.wrong_answers(kv_dtype, on(isa, threads)) == ()
+    assert native_answers.wrong_answers(native_answers.cases(kv_dtype), on(isa, threads)) == ()
 
 
 def test_every_case_has_an_answer_of_its_own() -> None:
@@ -42,21 +42,30 @@ def test_control_reversed_blocks_give_wrong_answers(sabotaged: Path, monkeypatch
     """In every quantised type, and in no other: there the sabotage changes nothing."""
     monkeypatch.setattr(native, "PATH", sabotaged)
     quantised = [c.name for c in native_answers.cases("float16") if c.quantises or c.type_name.startswith("Q")]
-    assert native_answers.wrong_answers("float16", on("", 2)) == tuple(quantised)
+    assert native_answers.wrong_answers(native_answers.cases("float16"), on("", 2)) == tuple(quantised)
 
 
 def test_a_changed_library_serves_only_what_gives_the_promise_up(
     tmp_path: Path, sabotaged: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(native, "PATH", sabotaged)
-    cache = tmp_path / "cache"
-    with loaded(write_model(tmp_path / "tiny.gguf"), cache) as llm:
+    cache, path = tmp_path / "cache", write_model(tmp_path / "tiny.gguf")
+    with loaded(path, cache, weights="q8") as llm:
         assert llm.calibration.family == ()
-        with pytest.raises(DeterminismError, match=r"fail their known-answer test \(Q4_0, float16 K/V; "):
+        with pytest.raises(DeterminismError, match=r"fail their known-answer test \(F\d+ as Q8_0, float16 K/V"):
             llm.generate("one two", SamplingParams(max_tokens=3))
         free = SamplingParams(max_tokens=3, deterministic=False, ignore_eos=True)
         assert len(llm.generate("one two", free)[0].token_ids) == 3
     assert not list(cache.rglob("*.json")), "nothing is kept of a library that is not trusted"
+    with loaded(path, cache) as llm:  # float weights, whose kernels are as they should be
+        assert llm.calibration.wrong_answers == ()
+
+
+def test_the_cases_of_a_model_are_those_of_its_kernels() -> None:
+    every = native_answers.cases("float16")
+    plain = [c.name for c in every if c.concerns({"Q4_K", "Q6_K"}, quantises=False, is_gemma=False)]
+    assert plain == [f"{name}, float16 K/V" for name in ("F32", "F16", "Q4_K", "Q6_K")]
+    assert [c for c in every if c.concerns(set(LAYOUTS), quantises=True, is_gemma=True)] == every
 
 
 def test_loading_audits_nothing_and_has_the_profile_of_a_full_audit(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -44,6 +44,7 @@ _VOCAB = 331
 _PROMPT_LENS = (37, 23)  # rows of the first passes: whole tiles of rows, and every rest
 _DECODED_SHAPES = (1, 2, 3, 4, 5, 8)
 _K = 5
+_ALWAYS = ("F32", "F16")
 _GEMMA_TYPES, _WINDOW = ("F32", "Q8_0"), 21
 # Where the half-precision scales of a block stand, and the exponent they get: values near 1 in every type.
 _SCALES = {
@@ -75,6 +76,11 @@ class Case(NamedTuple):
     kv_dtype: str
     is_gemma: bool = False
 
+    def concerns(self, type_names: Set[str], *, quantises: bool, is_gemma: bool) -> bool:
+        """Whether a model with matrices of these types uses its kernels; _ALWAYS are for biases and norms of heads."""
+        is_used = self.type_name in type_names or (self.type_name in _ALWAYS and not self.quantises)
+        return is_used and self.quantises <= quantises and self.is_gemma <= is_gemma
+
     @property
     def name(self) -> str:
         """What the digest is kept under."""
@@ -98,10 +104,10 @@ def cases(kv_dtype: str) -> list[Case]:
     return plain + [Case(name, False, kv_dtype, is_gemma=True) for name in _GEMMA_TYPES]
 
 
-def wrong_answers(kv_dtype: str, make_backend: MakeBackend) -> tuple[str, ...]:
-    """The cases whose bits are not the expected ones; `make_backend(model, options)` has what is to be tested."""
+def wrong_answers(chosen: Iterable[Case], make_backend: MakeBackend) -> tuple[str, ...]:
+    """Those whose bits are not the expected ones; `make_backend(model, options)` has what is to be tested."""
     expected = json.loads(PATH.read_text(encoding="utf-8"))["answers"]
-    return tuple(case.name for case in cases(kv_dtype) if answer(case, make_backend) != expected[case.name])
+    return tuple(case.name for case in chosen if answer(case, make_backend) != expected[case.name])
 
 
 def answer(case: Case, make_backend: MakeBackend) -> str:

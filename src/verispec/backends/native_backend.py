@@ -310,12 +310,16 @@ class NativeBackend:
         }
 
     def wrong_answers(self) -> tuple[str, ...]:
-        """The cases of the known-answer test that fail on this library, with these instructions and threads."""
+        """The known-answer tests of these models' kernels that fail on this library, instruction set and threads."""
 
         def like_this(model: StoredModel, options: NativeOptions) -> Backend:
             return NativeBackend([model], replace(options, threads=self._num_threads, isa=self.isa))
 
-        return native_answers.wrong_answers(self._options.kv_dtype, like_this)
+        types = frozenset[str]().union(*(model.type_names for model in self._models))
+        is_gemma = any(model.architecture.family == "gemma3" for model in self._models)
+        quantises, cases = self._options.weights == QUANTISED, native_answers.cases(self._options.kv_dtype)
+        chosen = [case for case in cases if case.concerns(types, quantises=quantises, is_gemma=is_gemma)]
+        return native_answers.wrong_answers(chosen, like_this)
 
     def probes(self) -> list[KernelProbe]:
         """Every row kernel of the target's model, attention and sampling included."""

@@ -71,14 +71,15 @@ class NativeModel:
         self._kernels = kernels
         self._quantises = quantises
         self._arrays: list[NDArray[np.generic]] = []  # what the structures point to
+        self.type_names: set[str] = set()  # of its matrices, as they were stored
         self._layers = (native.Layer * arch.num_layers)()
+        head = self._matrix(model, "embed" if arch.tied_head else "head")  # first: the longest call without Python
         ropes = {spec.rope for spec in arch.layers}
         tables = {rope: self._floats(_rope_table(rope, arch.head_dim, context_len)) for rope in ropes}
         for i, spec in enumerate(arch.layers):
             progress(i / (arch.num_layers + 1))
             self._fill_layer(self._layers[i], model, i)
             self._layers[i].cos_sin = tables[spec.rope]
-        head = self._matrix(model, "embed" if arch.tied_head else "head")
         self.struct = native.Model(
             num_layers=arch.num_layers,
             hidden=arch.hidden_size,
@@ -121,6 +122,7 @@ class NativeModel:
     def _matrix(self, model: StoredModel, name: str) -> native.Matrix:
         packed = model.matrix(name, self._kernels, quantises=self._quantises)
         self._arrays.append(packed.data)
+        self.type_names.add(packed.type_name)
         return native.Matrix(packed.format, packed.num_out, packed.num_in, native.address(packed.data))
 
     def _floats(self, values: Float32) -> int:

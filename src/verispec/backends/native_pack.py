@@ -52,6 +52,7 @@ FLOAT_TYPES = ("F32", "F16", "BF16")
 class PackedMatrix(NamedTuple):
     """A matrix ready for the kernels. `data` is aligned and must outlive every use."""
 
+    type_name: str  # as it was stored
     format: int
     num_out: int
     num_in: int
@@ -74,7 +75,7 @@ def pack(stored: StoredTensor, kernels: native.Kernels, *, quantises: bool = Fal
     out = _aligned(-(-num_out // LANES) * (num_in // layout.num_values) * layout.nbytes)
     matrix = native.StoredMatrix(fmt.type_id, num_out, num_in, quantises, native.address(rows))
     is_finite = kernels.call("vs_pack", ctypes.byref(matrix), out)
-    return PackedMatrix(layout.format, num_out, num_in, out, bool(is_finite))
+    return PackedMatrix(stored.type_name, layout.format, num_out, num_in, out, bool(is_finite))
 
 
 def _aligned(nbytes: int) -> Bytes:
