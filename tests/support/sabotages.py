@@ -164,7 +164,8 @@ class AnyShape(WrappedBackend):
     def submit(self, pass_: Pass) -> Ticket:
         rows = pass_.rows
         count = int((rows.seq_rows > 0).sum())
-        cut = Rows(*(getattr(rows, name)[:count] for name in Rows.__dataclass_fields__))
+        columns = (getattr(rows, name) for name in Rows.__dataclass_fields__)
+        cut = Rows(*(None if column is None else column[:count] for column in columns))
         return self.inner.submit(replace(pass_, rows=cut, head_shape=min(count, pass_.head_shape)))
 
 

@@ -258,7 +258,7 @@ def _with_stored(store_lens: tuple[int, ...], turn: Turn, stored: Stored, path: 
 
 
 def _commit_tokens(sequence: Sequence, turn: Turn) -> None:
-    """Append the accepted path and the target's own token, one by one, up to the first that ends the sequence."""
+    """Append the accepted path and the target's own token, up to the first that ends the sequence."""
     score, verdict = turn.score, turn.verdict
     if score.prompt_logprobs:
         known = len(sequence.prompt_logprobs) - turn.start  # a preempted prompt is scored again, to the same bits
@@ -272,13 +272,9 @@ def _commit_tokens(sequence: Sequence, turn: Turn) -> None:
         return
     draws, logprobs, alternatives = score.draws, score.logprobs, score.alternatives
     # The draw at a node is the token of the next node on the path, or the bonus.
-    for i in (0, *(node + 1 for node in verdict.path)):
-        token_id = draws[i]
-        if token_id < 0:
-            sequence.fail(NO_DRAW)
-            return
-        sequence.append(token_id, logprobs[i], alternatives[i] if alternatives else ())
-        if sequence.finish_reason is not None:
-            return
-    if turn.rides:
-        sequence.append_all(draws[1:], logprobs[1:])
+    chosen = range(len(draws)) if turn.rides else (0, *(node + 1 for node in verdict.path))
+    sequence.append_all(
+        [draws[i] for i in chosen],
+        [logprobs[i] for i in chosen],
+        [alternatives[i] for i in chosen] if alternatives else (),
+    )

@@ -15,15 +15,12 @@ from typing import NamedTuple
 from verispec.backends.cost import CostTable
 from verispec.spec.drafter import Curve, DrafterSet, Held, Refusal
 from verispec.spec.skip_menu import WORTH_IT
-from verispec.spec.turn import NO_ROOM, PLAIN, Choice, SequenceView, Turn
+from verispec.spec.turn import NO_ROOM, PLAIN, Choice, SequenceView, States, Turn
 
 _MOST_ENTRIES = 4096
 _REFRESH_EVERY = 512  # passes timed
 _NOT_WORTH_IT = "verifying a draft was not predicted to pay at this load"
 _LONGEST_WAIT = 0.010  # seconds that a stream may wait for a burst
-
-
-_States = tuple[tuple[str, Hashable | Refusal | Held], ...]  # of one sequence, by drafter
 
 
 class Crowd(NamedTuple):
@@ -99,7 +96,7 @@ class Policy:
             self._num_observed = self._cost.num_observed
             self._entries.clear()
             self._canonical_shapes.clear()
-        states = [self._states(turn) for turn in turns]
+        states = [turn.states or self.states(turn.sequence) for turn in turns]
         held = [next((s for _, s in found if isinstance(s, Held)), None) for found in states]
         partial = self._partial(turns, held, other_rows)
         drafting: dict[str, int] = {}
@@ -131,17 +128,12 @@ class Policy:
                 turn.choice = PLAIN._replace(reason="no rows were left for a draft")
             left -= 0 if turn.choice.grows else turn.choice.num_nodes
 
-    def refusal(self, sequence: SequenceView) -> Choice | None:
-        """Why none of a sequence's drafters has anything to offer now; None if one has."""
-        first = None
-        for name in self._drafters.members(sequence.speculation.method):
-            state = self._drafters.state(name, sequence)
-            if not isinstance(state, Refusal):
-                return None
-            first = first or state
-        return Choice(reason=str(first))
+    def states(self, sequence: SequenceView) -> States:
+        """Where a sequence stands with each of its drafters."""
+        state = self._drafters.state
+        return tuple([(name, state(name, sequence)) for name in self._drafters.members(sequence.speculation.method)])
 
-    def _replay(self, turns: Sequence[Turn], states: Sequence[_States], partial: set[int], left: int) -> int:
+    def _replay(self, turns: Sequence[Turn], states: Sequence[States], partial: set[int], left: int) -> int:
         """Choices of windows under way; returns the rows of those that are verified now.
 
         Oldest first. One that does not fit waits; but the first is verified as far as it fits.
@@ -173,11 +165,7 @@ class Policy:
         count = self._num_partial([length for length, _ in growing], rows, context_len)
         return {t.sequence.sequence_id for _, t in growing[:count]}
 
-    def _states(self, turn: Turn) -> _States:
-        sequence, state = turn.sequence, self._drafters.state
-        return tuple([(name, state(name, sequence)) for name in self._drafters.members(sequence.speculation.method)])
-
-    def _choice(self, states: _States, drafting: dict[str, int], crowd: Crowd) -> Choice:
+    def _choice(self, states: States, drafting: dict[str, int], crowd: Crowd) -> Choice:
         refusal = next((s for _, s in states if isinstance(s, Refusal)), "")
         best = None
         for name, state in states:
@@ -345,6 +333,14 @@ class Policy:
 
     def _fast_seconds(self, num_rows: int, context_len: int) -> float:
         return self._cost.seconds(self._cost.fast_shape(num_rows), num_rows * context_len) if num_rows else 0.0
+
+
+def refusal(states: States) -> Choice | None:
+    """Why none of a sequence's drafters has anything to offer; None if one has."""
+    for _, state in states:
+        if not isinstance(state, Refusal):
+            return None
+    return Choice(reason=str(states[0][1]))
 
 
 def _within(choice: Choice, room: int) -> Choice:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
-from verispec.engine.policy import Policy, RoundLoad
+from verispec.engine.policy import Policy, RoundLoad, refusal
 from verispec.engine.roster import Roster
 from verispec.engine.sequence import Sequence
 from verispec.spec.speculation import OFF
@@ -125,11 +125,13 @@ class Scheduler:
         """Those whose drafters have nothing to offer; the others get a turn."""
         resting: _Resting = {True: [], False: []}
         for sequence in single:
-            refusal = self._policy.refusal(sequence)
-            if refusal:
-                resting[self._has_family and sequence.params.deterministic].append((sequence, refusal))
+            states = self._policy.states(sequence)
+            choice = refusal(states)
+            if choice is not None:
+                resting[self._has_family and sequence.params.deterministic].append((sequence, choice))
             else:
                 turns.append(self._turn(sequence))
+                turns[-1].states = states
         return resting
 
     def _secured(self, turns: SequenceOf[Turn], resting: _Resting) -> list[Turn]:

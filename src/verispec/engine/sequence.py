@@ -197,18 +197,20 @@ class Sequence:
         if len(self.token_ids) >= self.max_len:
             self.finish(FinishReason.LENGTH)
 
-    def append_all(self, token_ids: SequenceOf[int], logprobs: SequenceOf[float]) -> None:
+    def append_all(
+        self, token_ids: SequenceOf[int], logprobs: SequenceOf[float], alternatives: SequenceOf[Alternatives] = ()
+    ) -> None:
         """Commit a block of draws up to the one that ends the sequence, as if one by one. -1 is a draw that failed."""
-        is_unseen = not self._makes_text and self.stopping_ids.isdisjoint(token_ids)
+        is_unseen = not self._makes_text and not alternatives and self.stopping_ids.isdisjoint(token_ids)
         if is_unseen and token_ids[-1] >= 0 and len(self.token_ids) + len(token_ids) < self.max_len:
             self.token_ids += token_ids
             self.logprobs += logprobs
             return
-        for token_id, logprob in zip(token_ids, logprobs, strict=True):
+        for i, token_id in enumerate(token_ids):
             if token_id < 0:
                 self.fail(NO_DRAW)
             else:
-                self.append(token_id, logprob)
+                self.append(token_id, logprobs[i], alternatives[i] if alternatives else ())
             if self.finish_reason is not None:
                 return
 
@@ -246,14 +248,20 @@ class Sequence:
         """Everything committed since the last event, and the whole output if the sequence has ended."""
         outbox = self.outbox
         start, count = outbox.next, len(self.logprobs) - outbox.next
+        pieces = self._take_pieces(count) if outbox.pieces else ("",) * count
+        if self.finish_reason is None:
+            output, entries = None, self._entries(start)
+        else:
+            output = self._sample_output(self.finish_reason)
+            entries = output.logprobs[start:]
         event = TokenEvent(
             self.request_id,
             self.sample_key.sample_index,
-            self._entries(start),
-            self._take_pieces(count) if outbox.pieces else ("",) * count,
+            entries,
+            pieces,
             min(outbox.num_accepted, count),
             outbox.rejected_ids,
-            None if self.finish_reason is None else self._sample_output(self.finish_reason),
+            output,
             outbox.trace,
         )
         outbox.next, outbox.num_accepted, outbox.rejected_ids, outbox.trace = start + count, 0, (), None

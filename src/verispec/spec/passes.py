@@ -184,7 +184,7 @@ def add_turn(builder: PassBuilder, turn: Turn) -> None:
     if sequence.params.prompt_logprobs is not None:
         _want_prompt(builder, turn, row - count + 1)
     if turn.completes:
-        _want_draw(builder, turn, row)
+        _want_draws(builder, turn, range(row, row + 1))
         if turn.is_fed:
             builder.feed_back(row, turn.num_rounds)
         if len(draft):
@@ -197,21 +197,22 @@ def _add_nodes(builder: PassBuilder, turn: Turn, draft: Draft) -> None:
     if draft.is_chain:
         slots = turn.slots[first : first + len(draft)]
         row = builder.add_chain(turn.seq_row, start, draft.token_ids, slots)
-        for i in range(len(draft)):
-            _want_draw(builder, turn, row + i)
+        _want_draws(builder, turn, range(row, row + len(draft)))
         return
     for node, token_id in enumerate(draft.token_ids):
         path = draft.path_to(node)
         tail = [turn.slots[first + i] for i in path]
-        _want_draw(builder, turn, builder.add_node(turn.seq_row, start + len(path) - 1, token_id, tail))
+        row = builder.add_node(turn.seq_row, start + len(path) - 1, token_id, tail)
+        _want_draws(builder, turn, range(row, row + 1))
 
 
-def _want_draw(builder: PassBuilder, turn: Turn, row: int) -> None:
-    builder.draw.add(row)
+def _want_draws(builder: PassBuilder, turn: Turn, rows: range) -> None:
+    builder.draw.add_all(rows)
     if turn.shows_distributions:
-        builder.shown_rows.append(row)
+        builder.shown_rows += rows
     if turn.sequence.params.logprobs:
-        builder.want_top(row, turn.sequence.params.logprobs)
+        for row in rows:
+            builder.want_top(row, turn.sequence.params.logprobs)
 
 
 def _want_prompt(builder: PassBuilder, turn: Turn, first_row: int) -> None:
@@ -303,8 +304,8 @@ def _fill_turns(part: _Part, result: PassResult) -> None:
             score.draws += result.burst.token_ids[num_fed, : turn.num_rounds - 1].tolist()
             score.logprobs += result.burst.logprobs[num_fed, : turn.num_rounds - 1].tolist()
         num_fed += turn.is_fed
-        if top and isinstance(turn.draft, Draft):
-            kept = turn.sequence.params.logprobs or 0
+        kept = turn.sequence.params.logprobs
+        if kept and isinstance(turn.draft, Draft):
             score.alternatives = [top.get(row, ())[:kept] for row in builder.draw.rows[start[0] : end[0]]]
         if end[1] > start[1]:
             kept = turn.sequence.params.prompt_logprobs or 0

@@ -6,7 +6,7 @@ it all. Nobody writes into a sequence before that.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -96,6 +96,7 @@ class Choice(NamedTuple):
     because: str = ""
 
 
+States = tuple[tuple[str, Hashable], ...]  # by drafter: what names its curves, a draft under way, or a refusal
 PLAIN = Choice()
 NO_ROOM = Choice(reason="no room for a draft")
 
@@ -144,6 +145,7 @@ class Turn:
     table_slots: Sequence[int]
     room: int = 0  # tokens of a draft that could still be committed: the one behind it must fit too
     store_lens: tuple[int, ...] = ()
+    states: States = ()  # where the sequence stands with its drafters, if they were asked
     choice: Choice = PLAIN
     num_rounds: int = 1
     # Filled in by drafters,
