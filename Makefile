@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 HF_BIN := .venv-hf/bin
 
-.PHONY: help run serve test test-hf test-cuda gpu-test test-long test-wheel wheel native native-asan native-aarch64 native-digests lint goldens model setup clean
+.PHONY: help run serve test-page judges test test-hf test-cuda gpu-test test-long test-wheel wheel native native-asan native-aarch64 native-digests lint goldens model setup clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -20,6 +20,14 @@ serve: setup model ## Serve the default model on http://127.0.0.1:8000 (MODEL=..
 
 test: setup model lint ## The whole test suite
 	$(BIN)/pytest -n auto --dist loadfile --durations 15 -m "not hf and not cuda and not long"
+
+test-page: setup ## The server's page in a real browser; needs Chromium (pictures with SHOTS=FOLDER)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check '.[judges]'
+	$(BIN)/pytest tests/server/test_page.py --shots=$(or $(SHOTS),build/shots)
+
+judges: setup model ## Clients and checkers of others against a running server; docs/server.md has what they said
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check '.[judges]'
+	$(BIN)/python bench/judges.py
 
 test-hf: $(HF_BIN)/.installed model ## Compare with torch and transformers (into .venv-hf); the CUDA backend on a CPU
 	$(HF_BIN)/pytest -m hf tests/hf

@@ -13,6 +13,7 @@ from verispec.model import hub
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shots", help="a folder to keep pictures of the page in")
     parser.addoption("--times", type=int, default=1, help="run this many times as many generated cases")
 
 

@@ -159,7 +159,7 @@ def traced(answer: Answer, commit: Commit) -> dict[str, Any]:
     """Where the tokens of a frame came from, for whoever asked for a trace."""
     text, event_ = answer.core.llm.tokenizer.token_text, commit.event
     found: dict[str, Any] = {
-        "tokens": [text(token_id) for token_id in commit.token_ids],
+        "pieces": list(commit.pieces),
         "accepted": event_.num_accepted,
         "rejected": [text(token_id) for token_id in event_.rejected_ids],
     }
