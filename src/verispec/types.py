@@ -280,8 +280,12 @@ class TextSink(Protocol):
     def push(self, token_id: int, *, may_stop: bool = True) -> TextPiece: ...
     def finish(self) -> str: ...
 
+    def push_all(self, token_ids: Iterable[int]) -> str:
+        """The text of many tokens, which cannot stop."""
+        return "".join([self.push(token_id).text for token_id in token_ids])
 
-class NoText:
+
+class NoText(TextSink):
     """The text of a request that has none: for engines run on token ids alone."""
 
     can_stop = False

@@ -31,6 +31,7 @@ from verispec.types import (
     SampleOutput,
     SamplingParams,
     TextPiece,
+    TextSink,
 )
 
 VOCAB_SIZE = 8
@@ -170,7 +171,7 @@ def adversaries(expected: Expected, vocab_size: int = VOCAB_SIZE) -> dict[str, D
 DRAFTER_NAMES = (*adversaries({}), AUTO)
 
 
-class LetterText:
+class LetterText(TextSink):
     """One letter per token, held back by one token, so that the end has something to release."""
 
     can_stop = False

@@ -221,3 +221,20 @@ def count_calls(num_tokens: int) -> int:
 
 def test_cost_per_token_does_not_grow_with_the_text() -> None:
     assert count_calls(20_000) < 1.5 * count_calls(200)
+
+
+@given(st.lists(st.binary(max_size=5), max_size=12), st.booleans())
+@example([b" \xe2", b"\x82", b"", b"\xac \xf0\x9f", b"\xff\x98\x80", b"\xed\xa0\x80"], True)
+def test_many_tokens_at_once_are_the_same_text(pieces: list[bytes], strips: bool) -> None:
+    tokens = range(len(pieces))
+    one_by_one, at_once = (TextStream(FakeTokenizer(pieces, strips_leading_space=strips)) for _ in range(2))
+    expected = "".join(one_by_one.push(token_id).text for token_id in tokens)
+    assert at_once.push_all(tokens) == expected
+    assert at_once.finish() == one_by_one.finish()
+    assert at_once.text == one_by_one.text
+
+
+def test_many_tokens_at_once_look_for_no_stop_strings() -> None:
+    stream = TextStream(FakeTokenizer([b"ab"]), ("b",))
+    with pytest.raises(RuntimeError, match="stop strings"):
+        stream.push_all([0])

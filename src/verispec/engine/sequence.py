@@ -229,12 +229,12 @@ class Sequence:
 
     def _make_text(self) -> None:
         """The whole text at once. The stopping token has none."""
-        if type(self.text_sink) is NoText:
-            return
         ids = self.token_ids[self.prompt_len :]
         if self.finish_reason is FinishReason.STOP:
             ids = ids[:-1]
-        self.outbox.pieces += [self.text_sink.push(token_id).text for token_id in ids]
+        text = self.text_sink.push_all(ids)
+        if text:
+            self.outbox.pieces = [""] * (len(self.logprobs) - self.outbox.next - 1) + [text]
 
     def fail(self, error: str) -> None:
         """End the sequence with an error; the tokens committed before it stand, and so does their text."""

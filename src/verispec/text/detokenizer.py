@@ -1,10 +1,11 @@
 """Token ids to text, one token at a time: whole characters only, and stop strings found wherever they lie.
 
 `TextStream` knows bytes, UTF-8 and stop strings. It does not know why a generation ends otherwise (EOS, length) and
-never looks at a token twice. Appending tokens one by one is its only operation, so blocks need no rule of their own.
+never looks at a token twice.
 """
 
 import codecs
+from collections.abc import Iterable
 from typing import Protocol
 
 from verispec.errors import InputError
@@ -92,6 +93,16 @@ class TextStream:
             data = data.removeprefix(b" ")
             self._strip_pending = False
         return self._take(self._decoder.decode(data), may_stop=may_stop)
+
+    def push_all(self, token_ids: Iterable[int]) -> str:
+        """Takes many tokens at once, where there are no stop strings."""
+        if self._matchers or self._finished:
+            raise RuntimeError("push_all knows no stop strings, and nothing comes after finish")
+        data = b"".join(map(self._tokenizer.token_bytes, token_ids))
+        if self._strip_pending and data:
+            data = data.removeprefix(b" ")
+            self._strip_pending = False
+        return self._release(self._decoder.decode(data))
 
     def finish(self) -> str:
         """Releases what was held back; half a character becomes U+FFFD.
