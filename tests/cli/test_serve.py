@@ -39,7 +39,7 @@ def test_a_process_serves_until_it_is_told_to_stop(process: subprocess.Popen[str
     assert process.stdout is not None
     line = process.stdout.readline()
     url, names = line.split("  ")
-    assert names.startswith("small, tiny (")
+    assert names.startswith("small, tiny (arithmetic cpu-1, profile ")
     headers = {"Authorization": "Bearer secret-key-1"}
     body = {"model": "tiny", "messages": [{"role": "user", "content": "sesame"}], "max_tokens": 3}
     assert httpx.post(f"{url}/v1/chat/completions", json=body).status_code == 401

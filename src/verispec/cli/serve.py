@@ -87,8 +87,8 @@ def serve(serving: Serving, loading: options.Loading, drafting: options.Drafting
 
     def on_start(url: str) -> None:
         names = ", ".join(core.names)
-        backend = dict(llm.calibration.profile.fingerprint).get("backend", "")
-        terminal.out(f"{url}  {names} ({backend}, profile {llm.profile}), drafter {drafting.method}\n")
+        arithmetic = dict(llm.calibration.profile.fingerprint)["arithmetic"]
+        terminal.out(f"{url}  {names} (arithmetic {arithmetic}, profile {llm.profile}), drafter {drafting.method}\n")
         if serving.open:
             webbrowser.open(url)
 
