@@ -23,6 +23,8 @@ def judge_by_draws(drafts: Sequence[Draft], draws: Sequence[Sequence[int]]) -> l
     `draws[s][0]` is the target's token after the committed ones of draft s, `draws[s][1 + i]` the one after node i.
     Among duplicate siblings the first is taken.
     """
+    if len(drafts) == 1:
+        return [_alone(drafts[0], draws[0])]
     tokens, parents = _padded([d.token_ids for d in drafts]), _padded([d.parents for d in drafts])  # [S, N]
     drawn = _padded(draws)  # [S, 1 + N]
     num, width = tokens.shape
@@ -35,6 +37,16 @@ def judge_by_draws(drafts: Sequence[Draft], draws: Sequence[Sequence[int]]) -> l
     last = np.where(depths > 0, paths[np.arange(num), depths - 1], NO_PARENT) if width else np.full(num, NO_PARENT)
     bonuses = drawn[np.arange(num), last + 1].tolist()
     return [Verdict(tuple(p[:n]), b) for p, n, b in zip(paths.tolist(), depths.tolist(), bonuses, strict=True)]
+
+
+def _alone(draft: Draft, draws: Sequence[int]) -> Verdict:
+    """One draft: a walk costs less than arrays. Children stand behind their parents, duplicates behind the first."""
+    node, path = NO_PARENT, []
+    for i, (token_id, parent) in enumerate(zip(draft.token_ids, draft.parents, strict=True)):
+        if parent == node and token_id == draws[node + 1]:
+            node = i
+            path.append(i)
+    return Verdict(tuple(path), int(draws[node + 1]))
 
 
 def _padded(rows: Sequence[Sequence[int]]) -> NDArray[np.int64]:
