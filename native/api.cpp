@@ -133,7 +133,7 @@ class Pool {
 };
 
 struct Engine {
-  Engine(const Table* table, int num_threads) : table(table), pool(num_threads) {}
+  Engine(const Table* kernels, int num_threads) : table(kernels), pool(num_threads) {}
   const Table* table;
   Pool pool;
   std::vector<char> scratch;

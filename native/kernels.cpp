@@ -618,8 +618,8 @@ static void forward(Crew crew, const Model& model, const Rows& rows, const Store
       prepare(crew, D, quantises, x, layer.attn_norm, model.norm_eps, M, b);
       const Part qkv[] = {{&layer.q, b.qkv}, {&layer.k, b.qkv + wide}, {&layer.v, b.qkv + wide + layer.k.num_out}};
       multiply_all(crew, qkv, b.input(), b.max_in, M, qkv_width, false);
-      run(crew, M, [&](int64_t begin, int64_t end) {
-        for (int64_t row = begin; row < end; ++row)
+      run(crew, M, [&](int64_t from, int64_t to) {
+        for (int64_t row = from; row < to; ++row)
           finish_qkv(model, layer, rows, kv, i, int(row), b.qkv + size_t(row) * qkv_width);
       });
       attend(crew, model, rows, kv, i, b.qkv, qkv_width, b.attended, b.scores, score_stride);

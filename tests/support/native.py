@@ -62,5 +62,5 @@ def build_sabotaged(path: Path) -> Path:
     assert spec.loader is not None
     build = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(build)
-    assert build.build(path, portable=True, extra=("-O1",)) == ["portable"]
+    assert build.build(path, portable=True, extra=("-O1", "-Werror")) == ["portable"]
     return path
