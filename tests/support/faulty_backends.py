@@ -114,7 +114,7 @@ class _RoundedModel:
 
     def __init__(self, model: NumpyModel) -> None:
         self._model = model
-        self.layers, self.windows = model.layers, model.windows
+        self.layers = model.layers
         self.embed = _rounded(model.embed)
         self.logits = model.logits
 

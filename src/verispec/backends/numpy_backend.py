@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from verispec.backends.audit import CANDIDATE_SHAPES, KernelProbe
 from verispec.backends.blas import blas_name, cpu_name, num_cores, single_threaded_blas
 from verispec.backends.checks import check_pass
-from verispec.backends.numpy_attention import Bucket, attend, group_contexts
+from verispec.backends.numpy_attention import attend, contexts
 from verispec.backends.numpy_model import Float32, NumpyModel, Reader
 from verispec.backends.options import BackendOptions, NumpyOptions
 from verispec.backends.outputs import Outputs
@@ -27,7 +27,7 @@ from verispec.backends.resident import Resident
 from verispec.backends.rounds import run_rounds
 from verispec.backends.workers import Workers
 from verispec.kv import NUM_RESERVED, TARGET_STORE
-from verispec.model.architecture import Architecture, LayerSpec
+from verispec.model.architecture import Architecture
 from verispec.sampling import draw
 from verispec.sampling.rows import SampleKey, Sampler, plain_rows
 from verispec.sampling.weights import SAMPLING, totals
@@ -89,7 +89,7 @@ class NumpyBackend:
         """The residual stream before each layer, and behind the last."""
         model, store, skipped = self._models[pass_.store], self._stores[pass_.store], pass_.view.skipped
         rows = pass_.rows
-        buckets = {window: group_contexts(rows, self.resident.table, window) for window in model.windows}
+        slots = contexts(rows, self.resident.table)
         x = model.embed(rows.token_ids)
         if pass_.start is not None:
             x[pass_.start.rows] = pass_.start.states
@@ -99,14 +99,11 @@ class NumpyBackend:
             if SubLayer(i, is_mlp=False) not in skipped:
                 q, k, v = model.qkv(layer, x, rows.positions)
                 store.write(i, rows.slots, k, v)
-                attended = self._attend(layer.spec, q, store.k[i], store.v[i], buckets[layer.spec.window])
+                attended = attend(layer.spec, q, store.k[i], store.v[i], slots, rows.positions)
                 x = x + model.attention_output(layer, attended)
             if SubLayer(i, is_mlp=True) not in skipped:
                 x = x + model.mlp(layer, x)
         return [*streams, x]
-
-    def _attend(self, spec: LayerSpec, q: Float32, k: Float32, v: Float32, buckets: list[Bucket]) -> Float32:
-        return attend(q, k, v, buckets, self._workers, scale=np.float32(spec.query_scalar**-0.5))
 
     def _logits(self, pass_: Pass, x: Float32) -> Float32:
         padding = np.zeros((pass_.head_shape - len(x), x.shape[1]), np.float32)
@@ -152,8 +149,8 @@ class NumpyBackend:
         outputs = []
         for spec in (arch.layers[i] for i in arch.distinct_layers()):
             for turn in range(len(lengths)):
-                buckets = group_contexts(probe_rows(x, table, lengths, turn=turn), table, spec.window)
-                outputs.append(self._attend(spec, q, store[0], store[1], buckets))
+                rows = probe_rows(x, table, lengths, turn=turn)
+                outputs.append(attend(spec, q, store[0], store[1], contexts(rows, table), rows.positions))
         return np.concatenate(outputs, axis=1)
 
     def close(self) -> None:

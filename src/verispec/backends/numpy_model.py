@@ -84,7 +84,6 @@ class NumpyModel:
         self._embed = None if architecture.tied_head else read("embed")  # [V, D]
         ropes = {spec.rope for spec in architecture.layers}
         self._cos_sin = {rope: _cos_sin(rope, architecture.head_dim, context_len) for rope in ropes}
-        self.windows = {spec.window for spec in architecture.layers}
 
     def embed(self, token_ids: NDArray[np.int32]) -> Float32:
         """[M, D]"""
