@@ -18,6 +18,7 @@ from verispec.cli import receipt_file
 from verispec.engine import Engine
 from verispec.llm import LLM
 from verispec.model.hub import REGISTRY
+from verispec.receipt.values import FORMAT
 from verispec.types import SamplingParams
 
 SAMPLED = ["--temperature", "1", "--max-tokens", "40", "--seed", "5", "--ignore-eos"]
@@ -344,8 +345,9 @@ def test_receipts_that_cannot_be_used(bare_cli: Cli, tiny: str, receipt: Path, t
     assert "x.json, line 2 is not JSON" in sentence(good + b"{\n")
     assert "x.json, line 2 is blank" in sentence(good + b"\n" + good)
     assert "is not UTF-8" in sentence(b"\xff" + good)
-    assert "its format is 1, of an older verispec" in sentence(good.replace(b'"format": 2', b'"format": 1'))
-    assert "format must be 2, not 7" in sentence(good.replace(b'"format": 2', b'"format": 7'))
+    own_format = b'"format": %d' % FORMAT
+    assert "its format is 1, of an older verispec" in sentence(good.replace(own_format, b'"format": 1'))
+    assert f"format must be {FORMAT}, not 7" in sentence(good.replace(own_format, b'"format": 7'))
     assert "the field 'output.x' is unknown" in sentence(good.replace(b'"output": {', b'"output": {"x": 1, '))
     assert "output.finish_reason must be stop or length" in sentence(good.replace(b'"length"', b'"error"'))
     for arguments, words in (
