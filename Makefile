@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 HF_BIN := .venv-hf/bin
 
-.PHONY: help run serve test-page judges test test-hf test-cuda gpu-test test-long test-wheel wheel native native-asan native-aarch64 native-digests lint goldens model setup clean
+.PHONY: help run serve check test-page judges test test-hf test-cuda gpu-test test-long test-wheel wheel native native-asan native-aarch64 native-digests lint goldens model setup clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -17,6 +17,9 @@ run: setup ## Install, fetch the default model once, and stream an answer (PROMP
 
 serve: setup model ## Serve the default model on http://127.0.0.1:8000 (MODEL=...)
 	$(BIN)/verispec serve --model "$(MODEL)"
+
+check: setup lint ## Lint, types, and every test that needs neither the model nor a compiler, with fewer generated cases
+	$(BIN)/pytest -n auto --dist loadfile --durations 5 -m "not hf and not cuda and not long" --bare --times 0.2
 
 test: setup model lint ## The whole test suite
 	$(BIN)/pytest -n auto --dist loadfile --durations 15 -m "not hf and not cuda and not long"

@@ -1,26 +1,60 @@
 """Options and fixtures that more than one folder of tests needs."""
 
 import os
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support import scale
 from verispec.backends import native_library
+from verispec.errors import InputError
 from verispec.llm import LLM
 from verispec.model import hub
+
+HIDDEN = "hidden-by-bare-"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shots", help="a folder to keep pictures of the page in")
-    parser.addoption("--times", type=int, default=1, help="run this many times as many generated cases")
+    parser.addoption("--times", type=float, default=1, help="run this many times as many generated cases")
+    parser.addoption("--bare", action="store_true", help="hide the models and the kernels; skip what looks for them")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     scale.configure(config.getoption("--times"))
+    if config.getoption("--bare"):
+        native_library.why_missing = lambda: HIDDEN
+        native_library.load = _hidden  # type: ignore[assignment]
+        os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix=HIDDEN)
+        os.environ["CXX"] = HIDDEN
     if kernels := os.environ.get("VERISPEC_TEST_KERNELS"):  # another build of them: `make native-asan`
         native_library.PATH = Path(kernels).resolve()
+
+
+def _hidden(path: Path) -> Any:
+    raise InputError(HIDDEN)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+    """A test that finds something missing because it is hidden is skipped: which ones those are cannot go stale."""
+    report = yield
+    if report.failed and call.excinfo is not None and HIDDEN in str(call.excinfo.value):
+        report.outcome, report.longrepr = "skipped", (str(item.path), 0, HIDDEN)
+    return report
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail if most of the suite was skipped: then it says nothing."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if session.config.getoption("--bare") and reporter is not None:
+        passed, skipped = (len(reporter.stats.get(outcome, ())) for outcome in ("passed", "skipped"))
+        if passed < skipped:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.fixture(scope="session")
@@ -30,6 +64,13 @@ def smollm2_path() -> Path:
     if not path.is_file():
         pytest.fail(f"{path} is missing: fetch the default model once before running the tests")
     return path
+
+
+@pytest.fixture(scope="session")
+def native_kernels() -> None:
+    """For tests that count on native being the default backend."""
+    if reason := native_library.why_missing():
+        pytest.fail(f"the native kernels are missing: {reason}")
 
 
 @pytest.fixture(scope="session")

@@ -63,6 +63,7 @@ def test_what_score_refuses(cli: Cli, arguments: list[str], stdin: bytes, words:
     assert words in done.err
 
 
+@pytest.mark.usefixtures("native_kernels")
 def test_audit_shows_purity_family_cost_and_profile(
     bare_cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

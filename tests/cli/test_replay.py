@@ -271,6 +271,7 @@ def test_another_model_file_is_named_with_the_bytes(bare_cli: Cli, tiny: str, re
     assert bare_cli("replay", str(receipt), "-m", str(tmp_path / "same.gguf")).code == 0
 
 
+@pytest.mark.usefixtures("native_kernels")
 def test_on_another_profile_the_tokens_decide(
     bare_cli: Cli, tiny: str, receipt: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -330,6 +331,7 @@ def test_a_private_receipt_needs_its_prompt_in_any_form(bare_cli: Cli, tiny: str
     assert (done.code, done.err) == (2, f"verispec: --prompt {tmp_path / 'none'}: No such file or directory\n")
 
 
+@pytest.mark.usefixtures("native_kernels")
 def test_receipts_that_cannot_be_used(bare_cli: Cli, tiny: str, receipt: Path, tmp_path: Path) -> None:
     def sentence(content: bytes, *arguments: str) -> str:
         (tmp_path / "x.json").write_bytes(content)
@@ -389,6 +391,7 @@ def test_the_default_model_is_found_by_its_name(cli: Cli, smollm2: LLM, tmp_path
     assert again.text
 
 
+@pytest.mark.usefixtures("native_kernels")
 def test_200_receipts_of_one_process_are_reproduced_by_another(cache: Path, tmp_path: Path) -> None:
     model, prompts, receipts = write_model(tmp_path / "tiny.gguf"), tmp_path / "p.jsonl", tmp_path / "r.jsonl"
     lines = [

@@ -141,6 +141,7 @@ def test_fast_tokens_that_differ(tiny_cli: Cli, monkeypatch: pytest.MonkeyPatch)
     assert "Here the crowd changes bits, and then tokens: " in done.out
 
 
+@pytest.mark.usefixtures("native_kernels")
 def test_native_fast_passes_agree_and_it_says_why(tiny_cli: Cli) -> None:
     done = tiny_cli(*ASK)
     assert done.code == 0
