@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -171,15 +172,13 @@ def smol(model: str, prompts: Path) -> None:
         if count in (1, 32):
             profile(f"batch {count}", llm.fresh_engine, requests)
     requests = [plain(part, 256, i) for i, part in enumerate(ids * 2)]
-    measure("SmolLM2 480 requests, ids to ids", llm.fresh_engine, requests, timed)
-    device_times("480 requests", llm.fresh_engine, requests, timed)
-    profile("480 requests", llm.fresh_engine, requests)
-    for running in (128, 480):
-        engine = lambda running=running: llm.fresh_engine(max_running=running)  # noqa: E731
-        if running <= llm.backend.limits.num_seq_rows:
-            measure(f"SmolLM2 480 requests, {running} at once", engine, requests, timed)
+    for budget, running in ((2048, 480), (1024, 480), (2048, 256)):
+        engine = partial(llm.fresh_engine, max_running=running, row_budget=budget)
+        measure(f"SmolLM2 480 requests, {running} at once, {budget} rows", engine, requests, timed)
+    engine = partial(llm.fresh_engine, max_running=480)
+    device_times("480 requests", engine, requests, timed)
+    profile("480 requests", engine, requests)
     params = SamplingParams(temperature=1.0, max_tokens=256, seed=1, ignore_eos=True)
-    llm.engine = llm.fresh_engine()
     rates = []
     for _ in range(4):
         begin = time.perf_counter()
@@ -226,8 +225,10 @@ def large() -> None:
     for count in (1, 8, 32):
         measure(f"8B batch {count}", make, [plain(prompts[i], 256, i) for i in range(count)], timed, runs=2)
     requests = [plain(prompts[i], 256, i) for i in range(256)]
-    measure("8B 256 requests 512 + 256", make, requests, timed, runs=2)
-    device_times("8B 256 requests", make, requests, timed)
+    for budget in (2048, 1024):
+        config = replace(config, row_budget=budget)
+        measure(f"8B 256 requests 512 + 256, {budget} rows", make, requests, timed, runs=2)
+        device_times("8B 256 requests", make, requests, timed)
 
 
 def main() -> None:

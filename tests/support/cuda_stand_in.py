@@ -31,7 +31,7 @@ class StandInKernels:
         self._gate_up = torch.from_numpy(np.argsort(gate_up_order(shapes)))
         self.rows_per_group = 64 // (shapes.heads // shapes.kv_heads)
 
-    def plain(self, x, w, b, *, many) -> torch.Tensor:
+    def plain(self, x, w, *, many) -> torch.Tensor:
         return product(x, w).bfloat16()
 
     def embed(self, table, gain, inputs, b, rows) -> None:

@@ -43,7 +43,7 @@ def engine_defaults(name: str) -> EngineConfig:
     """Sizes that suit a backend. A GPU takes many rows at once, and plans are made while it computes."""
     if name != "cuda":
         return EngineConfig()
-    return EngineConfig(num_slots=MAX_SIZE, row_budget=1024, max_running=256, depth=2)
+    return EngineConfig(num_slots=MAX_SIZE, row_budget=2048, max_running=512, depth=2)
 
 
 def fitting_slots(architectures: Sequence[Architecture], *, device: int, gpu_memory: float) -> int:

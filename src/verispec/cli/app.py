@@ -154,7 +154,7 @@ def _version() -> str:
 
     name = default_backend()
     lines = [f"verispec {__version__}", f"backend: {name}{_kernels(name)}; {cpu_name()}"]
-    if (lost := what_is_lost()) is not None:
+    if name != "cuda" and (lost := what_is_lost()) is not None:
         lines.append(f"note: {lost}")
     return "\n".join([*lines, f"profile: {_default_profile(name)}"])
 
@@ -164,6 +164,10 @@ def _kernels(name: str) -> str:
         from verispec.backends.blas import blas_name
 
         return f" on {blas_name()}"
+    if name == "cuda":
+        from verispec.backends.options import CudaOptions
+
+        return f" in arithmetic {CudaOptions.SERVES['arithmetic'][0]}"
     from verispec.backends.native_library import Kernels
 
     return f" with {Kernels(1).isa} kernels"

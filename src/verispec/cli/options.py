@@ -213,9 +213,9 @@ def no_effect(what: str, why: str, *, quiet: bool) -> None:
 def _note_backend(loading: Loading) -> None:
     """Say what a user would want to know of the backend: that the fast one is missing, that weights are changed."""
     from verispec.backends.options import QUANTISED
-    from verispec.backends.select import what_is_lost
+    from verispec.backends.select import default_backend, what_is_lost
 
-    lost = what_is_lost() if loading.backend is None else None
+    lost = what_is_lost() if loading.backend is None and default_backend() != "cuda" else None
     if lost is not None:
         terminal.note(lost)
     if loading.weights == QUANTISED:

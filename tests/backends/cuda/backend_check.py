@@ -271,6 +271,34 @@ def check_not_finite(name: str, device) -> None:
     report(f"{name} control: without poison", 4, int((results[1][2] != NO_TOKEN).sum()), control=True)
 
 
+def check_audit(device) -> None:
+    """Products in the form that each number of rows asks for are one family; the library by its defaults is not."""
+    import torch
+
+    from verispec.backends.audit import KernelProbe, audit
+    from verispec.backends.cuda.forward import most_few_rows
+    from verispec.backends.cuda.shapes import Shapes
+
+    large, sizes = Shapes(4096, 32, 8, 128, 14336, 128256, 1e-5), (1, 8, 16, 32, 64, 128, 256)
+    none = torch.zeros(1, 64, device=device.name)
+    kernels = device.kernels(large, none, none)
+    w = torch.randn(4096, 14336, device=device.name, dtype=torch.bfloat16) * 0.01
+
+    def ours(x: np.ndarray) -> np.ndarray:
+        rows = torch.from_numpy(x).to(device.name, torch.bfloat16)
+        with device.exact_products():
+            y = kernels.plain(rows, w, many=len(x) > most_few_rows(w))
+        return y.float().cpu().numpy()
+
+    def usual(x: np.ndarray) -> np.ndarray:
+        return torch.mm(torch.from_numpy(x).to(device.name, torch.bfloat16), w.t()).float().cpu().numpy()
+
+    for name, run in (("8B down, as served", ours), ("control: 8B down by the library's defaults", usual)):
+        found = audit([KernelProbe(name, 14336, run)], shapes=sizes)
+        outside = len(sizes) - max(map(len, found.families), default=0)
+        report(f"audit, {name}", len(sizes), outside, control=name.startswith("control"))
+
+
 def check_all(device, names=tuple(tiny.ARCHITECTURES)) -> None:
     for name in names:
         for check in (check_passes, check_bursts, check_draws, check_not_finite):
@@ -283,7 +311,9 @@ def main() -> None:
     from verispec.backends.cuda.device import Gpu
     from verispec.model.hub import cache_dir
 
-    check_all(Gpu(0, cache_dir() / "cuda"))
+    device = Gpu(0, cache_dir() / "cuda")
+    check_audit(device)
+    check_all(device)
     print("FAILED: " + "; ".join(FAILED) if FAILED else "all equal")
     sys.exit(bool(FAILED))
 

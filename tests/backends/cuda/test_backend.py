@@ -49,7 +49,6 @@ def make():
 
 test_chunks = conformance.test_chunks_and_shapes_do_not_matter
 test_neighbours = conformance.test_neighbours_and_index_do_not_matter
-test_trees = conformance.test_tree_rows_equal_plain_decoding
 test_siblings = conformance.test_a_tree_row_does_not_see_its_sibling
 test_views = conformance.test_views
 test_stores = conformance.test_stores_share_slot_ids_and_nothing_else
@@ -64,15 +63,18 @@ test_from_state = bursts.test_a_burst_goes_on_from_where_the_last_left_it
 test_ended_rows = bursts.test_an_ended_row_disturbs_nobody_and_writes_nothing
 test_the_tables_end = bursts.test_a_burst_ends_with_the_table
 test_bad_bursts = bursts.test_bad_bursts_raise
-test_drafted_bursts = drafted.test_a_burst_is_its_rounds
 test_two_drafters = drafted.test_two_drafters_and_none_in_one_burst
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_what_the_gpu_check_compares(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("shape_of_tree", ["binary", "random"])
+def test_tree_rows_equal_plain_decoding(shape_of_tree: str) -> None:
+    conformance.test_tree_rows_equal_plain_decoding(stand_in("llama"), shape_of_tree)
+
+
+def test_what_the_gpu_check_compares(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend_check, "FAILED", [])
     for check in (backend_check.check_bursts, backend_check.check_draws, backend_check.check_not_finite):
-        check(name, StandIn())
+        check("qwen3", StandIn())
     assert backend_check.FAILED == []
 
 

@@ -18,12 +18,17 @@ from verispec.kv import DUMP_SLOT
 
 Int32 = NDArray[np.int32]
 # Up to 64 rows tiles of eight cost the same; beyond that the steps are wider.
-ROW_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
+ROW_SIZES = (
+    1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536,
+    1792, 2048,
+)  # fmt: skip
 # Of passes with prompts: rows that are attended to one by one, all rows, and rows with logits.
-_SINGLE_SIZES = (0, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 1024)
-_MIXED_SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1056, 1088, 1152, 1280, 2048)
+_SINGLE_SIZES = (
+    0, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 1024, 1280, 1536, 1792, 2048
+)  # fmt: skip
+_MIXED_SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1056, 1280, 1536, 1792, 2048, 2112, 2304)
 _HEAD_SIZES = (8, 32, 64, 128, 256, 512, 1024)
-MAX_ROWS = ROW_SIZES[-1]
+MAX_ROWS, MAX_HEAD_ROWS = ROW_SIZES[-1], _HEAD_SIZES[-1]
 MAX_PLACES = _MIXED_SIZES[-1]
 _MIN_RUN = 8  # rows: a shorter run is attended to row by row
 PADDING = np.array([0, 0, DUMP_SLOT, 0, 1, 0], np.int32)  # its context is the first entry of the padding's table row
@@ -71,7 +76,9 @@ def arrange(rows: Rows, num_head: int, rows_per_group: int) -> Arranged:
         head = at_least(_HEAD_SIZES, num_head) if num_head else 0
     else:
         single, grouped = at_least(ROW_SIZES, max(1, num_single)), 0
-        head = single if num_head > single // 2 else at_least(_HEAD_SIZES, num_head) if num_head else 0
+        head = at_least(_HEAD_SIZES, num_head) if num_head else 0
+        if single // 2 < num_head <= single <= MAX_HEAD_ROWS:
+            head = single
     at = np.concatenate([np.arange(num_single), single + np.arange(num_grouped)])
     columns = np.repeat(PADDING[:, None], single + grouped, axis=1)
     ready = np.full(int(rows.seq_rows.max(initial=0)) + 1, np.iinfo(np.int32).max, np.int32)

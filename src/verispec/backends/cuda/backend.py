@@ -21,7 +21,16 @@ from numpy.typing import NDArray
 from verispec.backends.audit import KernelProbe, Progress, no_progress
 from verispec.backends.checks import check_pass
 from verispec.backends.cuda import answers
-from verispec.backends.cuda.arrange import MAX_PLACES, MAX_ROWS, ROW_SIZES, Arranged, arrange, at_least, spans_of
+from verispec.backends.cuda.arrange import (
+    MAX_HEAD_ROWS,
+    MAX_PLACES,
+    MAX_ROWS,
+    ROW_SIZES,
+    Arranged,
+    arrange,
+    at_least,
+    spans_of,
+)
 from verispec.backends.cuda.device import Device, Graph
 from verispec.backends.cuda.flights import CudaTicket, Expected, Health, Lane
 from verispec.backends.cuda.forward import DeviceModel, Reader
@@ -62,7 +71,7 @@ from verispec.sampling.draw import NO_TOKEN
 from verispec.sampling.rows import Sampler
 from verispec.sampling.weights import SAMPLING
 
-_MAX_ROW_SPANS = 16384  # rows times spans of one pass: 1024 rows with contexts of 4096
+_MAX_ROW_SPANS = 32768  # rows times spans of one pass: 2048 rows with contexts of 4096
 Int32 = NDArray[np.int32]
 
 
@@ -90,8 +99,8 @@ class CudaBackend:
         context_len = min(context_len or arch.context_len, arch.context_len)
         if any(m.architecture.vocab_size != arch.vocab_size for m in models):
             raise InputError("models that share a backend must share their vocabulary")
-        if num_seq_rows > MAX_ROWS:
-            raise InputError(f"the CUDA backend runs up to {MAX_ROWS} sequences at once, not {num_seq_rows}")
+        if num_seq_rows > MAX_HEAD_ROWS:
+            raise InputError(f"the CUDA backend runs up to {MAX_HEAD_ROWS} sequences at once, not {num_seq_rows}")
         self.limits = BackendLimits(arch.vocab_size, context_len, num_slots, num_seq_rows, max_tail, len(models))
         self._device = device
         self._architectures = [m.architecture for m in models]
@@ -101,7 +110,7 @@ class CudaBackend:
                 for i, m in enumerate(models)
             ]
             self._state = StepState(self.limits, MAX_PLACES, device.name)
-            self._graphs = Graphs(device, self._models, self._state, MAX_ROWS)
+            self._graphs = Graphs(device, self._models, self._state, MAX_HEAD_ROWS)
         self.resident = Resident(self.limits)
         self._outputs = DeviceOutputs(device, self._graphs.draws)
         count = num_seq_rows + 1
@@ -177,6 +186,8 @@ class CudaBackend:
         if wanted.logprobs or wanted.top_k or wanted.noisy_top_k or wanted.distribution or len(rows) > MAX_ROWS:
             return None
         seq_rows = rows.seq_rows[_drawn(pass_)]
+        if len(seq_rows) > MAX_HEAD_ROWS:
+            return None
         if self._by_hand[seq_rows].any() or (burst is not None and (burst.drafts or burst.num_rounds > MAX_ROUNDS)):
             return None
         return Draw.NONE if not len(seq_rows) else Draw.FILTERED if self._filters[seq_rows].any() else Draw.PLAIN
@@ -376,7 +387,7 @@ def _loaded(model: CudaModel, device: Device, limits: BackendLimits, loaded: Cal
     return DeviceModel(
         Shapes.of(arch), arch.num_layers, model.read, cos, sin, num_slots=limits.num_slots + NUM_RESERVED,
         max_rows=MAX_PLACES, context_len=limits.context_len, tied=arch.tied_head, device=device,
-        max_row_spans=_MAX_ROW_SPANS, head_rows=MAX_ROWS, loaded=loaded,
+        max_row_spans=_MAX_ROW_SPANS, head_rows=MAX_HEAD_ROWS, loaded=loaded,
     )  # fmt: skip
 
 

@@ -95,8 +95,8 @@ class DeviceModel:
         """The quicker form of each product; both have the same bits."""
         layer = self.layers[0]
         matrices = (layer.qkv, layer.o, layer.gate_up, layer.down)
-        many = [rows > _most_few_rows(w) for w in matrices]
-        return Forms(*[*many, head_rows > _most_few_rows(self.head)])
+        many = [rows > most_few_rows(w) for w in matrices]
+        return Forms(*[*many, head_rows > most_few_rows(self.head)])
 
     def attend(self, layer: int, inputs: RowInputs, plan: Plan) -> None:
         """Attention of all rows, single ones first."""
@@ -116,7 +116,7 @@ class DeviceModel:
         return self.device.capture(work)
 
 
-def _most_few_rows(w: torch.Tensor) -> int:
+def most_few_rows(w: torch.Tensor) -> int:
     """Up to how many rows our own product of these weights is quicker than the library's, as measured on an H200."""
     nbytes = w.numel() * w.element_size()
     return next(rows for most, rows in _FEW_ROWS if nbytes <= most)

@@ -172,6 +172,13 @@ def undivided_products() -> Iterator[None]:
         matmul.allow_bf16_reduced_precision_reduction = before_reduction
 
 
+def _by_parts(x: torch.Tensor, w: torch.Tensor, parts: int, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The products of each part of K. [parts, rows, outputs] float32"""
+    left = x.unflatten(1, (parts, -1)).transpose(0, 1)  # [parts, rows, K / parts]
+    right = w.unflatten(1, (parts, -1)).permute(1, 2, 0)  # [parts, K / parts, outputs]
+    return torch.bmm(left, right, out_dtype=torch.float32, **({} if out is None else {"out": out}))
+
+
 def tree_of_parts(parts: list[torch.Tensor]) -> torch.Tensor:
     """p0, or p0 + p1, or (p0 + p1) + p2, or (p0 + p1) + (p2 + p3)."""
     while len(parts) > 1:
@@ -284,12 +291,12 @@ class Kernels:
         grid = (rows, -(-self.shapes.mlp // 512), 1)
         self._rows_kernel("gate_up_rows", parts).launch(grid, 128, args, stream=current_stream())
 
-    def plain(self, x: torch.Tensor, w: torch.Tensor, b: Buffers, *, many: bool) -> torch.Tensor:
+    def plain(self, x: torch.Tensor, w: torch.Tensor, *, many: bool) -> torch.Tensor:
         """Y = bf16(y) of any product, in either form: for the audit."""
         if many:
-            y, parts = self._product(x, w, b)
-            return y if parts == 1 else tree_of_parts(list(y)).to(torch.bfloat16)
-        out = b.products.view(torch.bfloat16)[: len(x) * len(w)].view(len(x), len(w))
+            parts = num_parts(*w.shape)
+            return torch.mm(x, w.t()) if parts == 1 else tree_of_parts(list(_by_parts(x, w, parts))).to(torch.bfloat16)
+        out = torch.empty(len(x), len(w), dtype=torch.bfloat16, device=x.device)
         self._linear(Kind.PLAIN, w, len(x), filled(LinearArgs(), x=x, w=w, out=out, rows=len(x)))
         return out
 
@@ -337,9 +344,7 @@ class Kernels:
             y = b.products.view(torch.bfloat16)[: rows * outputs].view(rows, outputs)
             return torch.mm(x, w.t(), out=y), 1
         y = b.products[: parts * rows * outputs].view(parts, rows, outputs)
-        left = x.unflatten(1, (parts, -1)).transpose(0, 1)  # [parts, rows, K / parts]
-        right = w.unflatten(1, (parts, -1)).permute(1, 2, 0)  # [parts, K / parts, outputs]
-        return torch.bmm(left, right, out_dtype=torch.float32, out=y), parts
+        return _by_parts(x, w, parts, out=y), parts
 
     def _attention_args(
         self, k: torch.Tensor, v: torch.Tensor, inputs: RowInputs, b: Buffers, window: int

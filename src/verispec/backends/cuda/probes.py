@@ -42,7 +42,7 @@ def _product(model: DeviceModel, device: Device, w: torch.Tensor, x: Float32) ->
         forms = model.forms(len(x), len(x))
         many = {id(model.head): forms.head, id(model.layers[0].qkv): forms.qkv, id(model.layers[0].o): forms.o}
         many |= {id(model.layers[0].gate_up): forms.gate_up, id(model.layers[0].down): forms.down}
-        y = model.kernels.plain(_sent(x, device, torch.bfloat16), w, model.buffers, many=many[id(w)])
+        y = model.kernels.plain(_sent(x, device, torch.bfloat16), w, many=many[id(w)])
         found: Float32 = y[:, ::step].float().cpu().numpy()
     return found
 
