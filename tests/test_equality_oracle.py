@@ -88,7 +88,9 @@ def test_bursts_and_steps_in_the_air_change_nothing(
     outputs = run(engine, requests, abort_every=7)
     unwatched = [replace(r, is_streamed=False) for r in plain if not r.params.logprobs]
     outputs += run(engine, unwatched)  # nobody waits for the host: cohorts of everyone
-    for request, found in zip([*requests, *unwatched], outputs, strict=True):
+    lone = Request([4, 5, 6], SamplingParams(max_tokens=60, ignore_eos=True), Speculation("none"))
+    outputs += run(engine, [lone])  # and nobody comes or goes: steps stay in the air
+    for request, found in zip([*requests, *unwatched, lone], outputs, strict=True):
         assert bits(found) == bits(world.alone(request))
     assert (max(count for count, _ in rounds) > 1) == (max_burst > 1)
     assert max(count for count, _ in rounds) <= max_burst
