@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.skipping import menu_of
+from tests.support.skipping import SOME_SKIPPED, menu_of
 from tests.support.tiny_llm import write_model
-from verispec.backends.protocol import View
 from verispec.llm import LLM
 from verispec.model import cache_dir
 from verispec.model.file_digest import FileDigest
@@ -40,7 +39,7 @@ def test_skip_sets_are_found_at_load_and_never_in_a_step(model: Path, monkeypatc
             llm.generate([[1, 2, 3]], PARAMS, drafter=drafter)
         assert llm.skip_menu() is None
         assert not read, "there is no menu, so nothing need be hashed"
-        write_menu(cache_dir(), llm.menu_key, menu_of(View(frozenset({1}), frozenset())))
+        write_menu(cache_dir(), llm.menu_key, menu_of(SOME_SKIPPED))
     read.clear()
     with LLM(model, backend="numpy", drafter="auto") as llm:
         assert read == [model]

@@ -19,6 +19,8 @@ from verispec.types import SamplingParams
 
 KV_DTYPES = NativeOptions.SERVES["kv_dtype"]
 
+pytestmark = pytest.mark.usefixtures("native_kernels")
+
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize(("isa", "threads"), [(isa, 1 + i) for i, isa in enumerate(ISAS)])
