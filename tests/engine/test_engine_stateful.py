@@ -146,7 +146,7 @@ def canonical_hash(prefix: Prefix) -> int:
 def cached_prefixes(engine: Engine) -> Iterator[tuple[Prefix, int]]:
     """Every path of the prefix cache from the root, with the slot of its last token."""
     if isinstance(engine._cache, RadixPrefixCache):
-        stack = [((), engine._cache._root)]
+        stack = [((), root) for root in engine._cache._roots.values()]
         while stack:
             path, node = stack.pop()
             for i, slot in enumerate(node.slots):

@@ -119,7 +119,7 @@ class Bench:
         """Every node of the prefix cache that claims K/V of the draft model: the tokens up to its end, its slots."""
         cache = self.engine._cache
         assert isinstance(cache, RadixPrefixCache)
-        stack: list[tuple[list[int], object]] = [([], cache._root)]
+        stack: list[tuple[list[int], object]] = [([], root) for root in cache._roots.values()]
         while stack:
             before, node = stack.pop()
             token_ids = [*before, *node.token_ids]  # type: ignore[attr-defined]
