@@ -21,16 +21,14 @@ from verispec.types import NO_PARENT, Draft, SamplingParams
 BAD_TOKEN = 7
 
 
-def make_backend(
-    *, bad: float | None = None, threads: int | None = None, num_slots: int = 600, **changes: object
-) -> NumpyBackend:
+def make_backend(*, bad: float | None = None, num_slots: int = 600, **changes: object) -> NumpyBackend:
     """A tiny Llama; with `bad`, the embedding of BAD_TOKEN holds that value."""
     config = TinyConfig(**changes)  # type: ignore[arg-type]
     tensors = {name: np.array(values) for name, values in make_tensors(config).items()}
     if bad is not None:
         tensors["embed"][BAD_TOKEN] = bad
     model = LoadedModel(config.architecture, tensors.__getitem__)
-    return NumpyBackend([model], NumpyOptions(num_slots=num_slots, num_seq_rows=4, threads=threads))
+    return NumpyBackend([model], NumpyOptions(num_slots=num_slots, num_seq_rows=4))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -54,18 +52,6 @@ def test_a_broken_row_breaks_nobody_else(bad: float) -> None:
         assert (drawn.token_ids[0] == NO_TOKEN) == (name == "bad")  # the control: its own child is broken
     assert np.isfinite(results["good"]).all()
     assert np.array_equal(results["good"], results["bad"])
-
-
-def test_threads_change_no_bit() -> None:
-    prompt = np.random.default_rng(2).integers(0, 16, 300).tolist()
-    results = set()
-    for threads in (1, 2, 3):
-        backend = make_backend(threads=threads, context_len=512)
-        tape = Tape(backend, seq_row=1, first_slot=0)
-        results.add(tape.feed(prompt, shape=304).tobytes())
-        others = [Tape(backend, seq_row=2 + i, first_slot=310 + 10 * i) for i in range(2)]
-        results.add(b"".join(other.feed(prompt[:9], shape=16).tobytes() for other in others))
-    assert len(results) == 2
 
 
 def tiles_backwards() -> Callable[..., np.ndarray]:

@@ -1,16 +1,14 @@
-"""Blocked products: right, the same bits whatever the number of rows and threads, one BLAS thread inside a pass."""
+"""Blocked products: right, the same bits whatever the number of rows, one BLAS thread inside a pass."""
 
 from __future__ import annotations
 
 import ctypes
-import threading
 
 import numpy as np
 import pytest
 
 from verispec.backends import blas
 from verispec.backends.numpy_dense import ROW_BLOCK, Dense
-from verispec.backends.workers import Workers
 
 RNG = np.random.default_rng(0)
 
@@ -24,7 +22,7 @@ def weight(num_outputs: int, num_inputs: int = 48) -> np.ndarray:
 def test_the_product_is_right(num_outputs: int, num_rows: int) -> None:
     w, x = weight(num_outputs), weight(num_rows)
     exact = x.astype(np.float64) @ w.T.astype(np.float64)
-    found = Dense([w], Workers(2))(x)
+    found = Dense(w)(x)
     assert found.shape == exact.shape
     assert np.allclose(found, exact, atol=1e-4)
 
@@ -32,7 +30,7 @@ def test_the_product_is_right(num_outputs: int, num_rows: int) -> None:
 def test_fused_weights_stand_side_by_side() -> None:
     parts = [weight(20), weight(50)]
     x = weight(5)
-    fused = Dense(parts, Workers(1))
+    fused = Dense(*parts)
     assert np.array_equal(fused.outputs(np.array([3, 19, 20, 69])), np.concatenate(parts)[[3, 19, 20, 69]])
     assert np.allclose(fused(x), np.concatenate([x @ p.T for p in parts], axis=1), atol=1e-4)
 
@@ -40,41 +38,10 @@ def test_fused_weights_stand_side_by_side() -> None:
 def test_whole_row_blocks_give_the_same_bits_at_every_size() -> None:
     """Control: the library's own product of the whole matrix does not promise that, and is not what is used."""
     w, row = weight(2048, 300), weight(1, 300)
-    dense = Dense([w], Workers(2))
+    dense = Dense(w)
     sizes = [ROW_BLOCK * n for n in (1, 2, 3, 8, 16)]
     results = {dense(np.concatenate([weight(n - 1, 300), row]))[-1].tobytes() for n in sizes}
     assert len(results) == 1
-
-
-@pytest.mark.parametrize("num_rows", [4, 8, 24, 64])
-def test_threads_change_no_bit(num_rows: int) -> None:
-    w, x = weight(1000, 300), weight(num_rows, 300)
-    results = {Dense([w], Workers(n))(x).tobytes() for n in (1, 2, 3, 7)}
-    assert len(results) == 1
-
-
-def test_work_is_shared_once_and_errors_arrive() -> None:
-    workers = Workers(3)
-    seen, empty, lock = [], [], threading.Lock()
-
-    def note(start: int, end: int) -> None:
-        with lock:
-            seen.extend(range(start, end))
-            empty.append(start == end)
-
-    for count in (0, 1, 2, 3, 10):
-        seen.clear()
-        empty.clear()
-        workers.share(count, note)
-        assert sorted(seen) == list(range(count))
-        assert not any(empty)
-
-    def fail(start: int, end: int) -> None:
-        raise RuntimeError("broken")
-
-    with pytest.raises(RuntimeError, match="broken"):
-        workers.share(3, fail)
-    workers.close()
 
 
 def test_the_number_of_blas_threads_is_put_back() -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verispec.backends.audit import CANDIDATE_SHAPES, KernelProbe
-from verispec.backends.blas import blas_name, cpu_name, num_cores, single_threaded_blas
+from verispec.backends.blas import blas_name, cpu_name, single_threaded_blas
 from verispec.backends.checks import check_pass
 from verispec.backends.numpy_attention import attend, contexts
 from verispec.backends.numpy_model import Float32, NumpyModel, Reader
@@ -25,7 +25,6 @@ from verispec.backends.probe_rows import probe_rows
 from verispec.backends.protocol import Pass, PassResult, ReadyTicket, SubLayer
 from verispec.backends.resident import Resident
 from verispec.backends.rounds import run_rounds
-from verispec.backends.workers import Workers
 from verispec.kv import NUM_RESERVED, TARGET_STORE
 from verispec.model.architecture import Architecture
 from verispec.sampling import draw
@@ -55,8 +54,7 @@ class NumpyBackend:
         self._options = options
         self.limits = options.limits([m.architecture for m in models])
         context_len = self.limits.context_len
-        self._workers = Workers(num_cores() if options.threads is None else options.threads)
-        self._models = [NumpyModel(m.architecture, m.read, self._workers, context_len=context_len) for m in models]
+        self._models = [NumpyModel(m.architecture, m.read, context_len=context_len) for m in models]
         self._stores = [_KVStore(m.architecture, options.num_slots) for m in models]
         self.resident = Resident(self.limits)
         self._outputs = Outputs(np)
@@ -118,8 +116,8 @@ class NumpyBackend:
         return fingerprint([self._models[store].architecture], self._options)
 
     def device(self) -> dict[str, str]:
-        """Nothing: the fingerprint has it all, but for the number of threads."""
-        return {"threads": str(self._workers.num_threads)}
+        """Nothing: the fingerprint has it all."""
+        return {}
 
     def wrong_answers(self) -> None:
         """None: numpy's bits are the machine's, so that its purity has to be measured."""
@@ -154,8 +152,7 @@ class NumpyBackend:
         return np.concatenate(outputs, axis=1)
 
     def close(self) -> None:
-        """Drop weights and stores, end the threads."""
-        self._workers.close()
+        """Drop weights and stores."""
         self._models, self._stores = [], []
 
 

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from verispec.backends.audit import KernelProbe
 from verispec.backends.numpy_dense import Dense
-from verispec.backends.workers import Workers
 from verispec.model.architecture import Activation, Architecture, LayerSpec, Rope, inverse_frequencies
 
 Float32 = NDArray[np.float32]
@@ -75,12 +74,12 @@ def rotate(x: Float32, cos: Float32, sin: Float32) -> Float32:
 class NumpyModel:
     """One model's weights and the pieces of its forward."""
 
-    def __init__(self, architecture: Architecture, read: Reader, workers: Workers, *, context_len: int) -> None:
+    def __init__(self, architecture: Architecture, read: Reader, *, context_len: int) -> None:
         self.architecture = architecture
-        self.layers = [_read_layer(read, i, spec, workers) for i, spec in enumerate(architecture.layers)]
+        self.layers = [_read_layer(read, i, spec) for i, spec in enumerate(architecture.layers)]
         self.final_norm = read("final_norm")
         # A tied head is kept once, as the head needs it, and serves as embedding too.
-        self._head = Dense([read("embed" if architecture.tied_head else "head")], workers)  # D -> V
+        self._head = Dense(read("embed" if architecture.tied_head else "head"))  # D -> V
         self._embed = None if architecture.tied_head else read("embed")  # [V, D]
         ropes = {spec.rope for spec in architecture.layers}
         self._cos_sin = {rope: _cos_sin(rope, architecture.head_dim, context_len) for rope in ropes}
@@ -148,21 +147,21 @@ def _cos_sin(rope: Rope, head_dim: int, context_len: int) -> tuple[Float32, Floa
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
 
-def _read_layer(read: Reader, index: int, spec: LayerSpec, workers: Workers) -> Layer:
+def _read_layer(read: Reader, index: int, spec: LayerSpec) -> Layer:
     def tensor(name: str) -> Float32:
         return read(f"layers.{index}.{name}")
 
     return Layer(
         spec=spec,
         attn_norm=tensor("attn_norm"),
-        qkv=Dense([tensor("q"), tensor("k"), tensor("v")], workers),
+        qkv=Dense(tensor("q"), tensor("k"), tensor("v")),
         qkv_bias=np.concatenate([tensor(f"{n}_bias") for n in "qkv"]) if spec.qkv_bias else None,
         q_norm=tensor("q_norm") if spec.qk_norm else None,
         k_norm=tensor("k_norm") if spec.qk_norm else None,
-        o=Dense([tensor("o")], workers),
+        o=Dense(tensor("o")),
         attn_post_norm=tensor("attn_post_norm") if spec.post_norms else None,
         mlp_norm=tensor("mlp_norm"),
-        gate_up=Dense([tensor("gate"), tensor("up")], workers),
-        down=Dense([tensor("down")], workers),
+        gate_up=Dense(tensor("gate"), tensor("up")),
+        down=Dense(tensor("down")),
         mlp_post_norm=tensor("mlp_post_norm") if spec.post_norms else None,
     )

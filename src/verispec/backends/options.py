@@ -64,7 +64,7 @@ class BackendOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class NumpyOptions(BackendOptions):
-    """The numpy backend. Its arithmetic is numbered anew when a kernel changes bits."""
+    """The numpy backend, which computes in one thread. Its arithmetic is numbered anew when a kernel changes bits."""
 
     NAME = "numpy"
     SERVES: ClassVar = {"arithmetic": ("numpy-2",), "weights": (AS_STORED,), "kv_dtype": ("float32",)}

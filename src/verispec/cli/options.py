@@ -62,7 +62,7 @@ class Loading:
         "as-stored", metavar="KIND", values=lambda: ("as-stored", "q8"),
         help="q8: quantise float weights to 8 bits at load (native), which is part of the profile",
     )  # fmt: skip
-    threads: int | None = option(None, "-t", help="threads that compute; changes no bit. Default: all cores")
+    threads: int | None = option(None, "-t", help="threads (numpy: one); changes no bit. Default: all cores")
     device: int = option(0, bounds=(0, MAX_COUNT), help="which GPU, by number (cuda)")
     gpu_memory: float = option(0.9, help="share of the GPU's memory to use (cuda)")
     kv_slots: int | None = option(
