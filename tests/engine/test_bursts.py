@@ -264,6 +264,14 @@ def test_rounds_between_those_of_a_sequence_that_needs_the_host(
     assert policy(cost).num_rounds(alone, host_seconds) == min(9, int(0.010 / seconds))
 
 
+def test_a_burst_that_nobody_streams_ends_within_half_a_second() -> None:
+    """Ctrl-C, an abort or a newcomer waits for its end. Where nothing was timed, nothing is known of its seconds."""
+    load = RoundLoad(num_going=4, num_waiting=0, context_len=10, room=90, num_free=90, is_streamed=False)
+    for is_timed, expected in ((True, 5), (False, 16)):
+        cost = CostTable((1, 64), (0.1, 0.1), (0.0, 0.0), learns=is_timed)
+        assert policy(cost).num_rounds(load, 0.0) == expected
+
+
 @pytest.mark.parametrize("host_seconds", [0.0, 1.0])
 def test_one_ngram_sequence_among_31_plain_ones_waits_at_most_twice_as_long(host_seconds: float) -> None:
     """Its rounds are counted against those of the others: with single rounds for all they would be as many."""

@@ -21,6 +21,7 @@ _MOST_ENTRIES = 4096
 _REFRESH_EVERY = 512  # passes timed
 _NOT_WORTH_IT = "verifying a draft was not predicted to pay at this load"
 _LONGEST_WAIT = 0.010  # seconds that a stream may wait for a burst
+_LONGEST_BURST = 0.5  # seconds of any burst: aborts, Ctrl-C and newcomers wait for its end
 
 
 class Crowd(NamedTuple):
@@ -297,6 +298,8 @@ class Policy:
             count = 2 if twice > once else 1
         if load.is_streamed:
             count = min(count, int(_LONGEST_WAIT / max(1e-6, seconds)))
+        elif self._cost.learns:  # not where passes were never timed
+            count = min(count, int(_LONGEST_BURST / max(1e-6, seconds)))
         return max(1, count)
 
     def canonical_shape(self, num_rows: int) -> int:
