@@ -25,11 +25,11 @@ test: setup model lint ## The whole test suite
 	$(BIN)/pytest -n auto --dist loadfile --durations 15 -m "not hf and not cuda and not long"
 
 test-page: setup ## The server's page in a real browser; needs Chromium (pictures with SHOTS=FOLDER)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check '.[judges]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,judges]'
 	$(BIN)/pytest tests/server/test_page.py --shots=$(or $(SHOTS),build/shots)
 
 judges: setup model ## Clients and checkers of others against a running server; docs/server.md has what they said
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check '.[judges]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,judges]'
 	$(BIN)/python bench/judges.py
 
 test-hf: $(HF_BIN)/.installed model ## Compare with torch and transformers (into .venv-hf); the CUDA backend on a CPU
