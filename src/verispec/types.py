@@ -298,6 +298,10 @@ class NoText(TextSink):
         """Release nothing."""
         return ""
 
+    def push_all(self, token_ids: Iterable[int]) -> str:
+        """Release nothing."""
+        return ""
+
 
 class TokenLogprob(NamedTuple):
     """The log-probability of one token under the raw logits, with the most likely alternatives if asked for."""
