@@ -136,7 +136,6 @@ def test_a_drawn_seed_survives_any_json_reader(llm: LLM) -> None:
         ("max_len", 100.0, "float"),
         ("max_len", True, "bool"),
         ("max_len", 10**6, "10..000"),
-        ("kv_slots", None, "None"),
         ("kv_slots", 1, "1"),
         ("kv_slots", 10**12, "10+"),
         ("kv_slots", 10**9, "takes .* GiB .* this machine has .* GiB"),

@@ -147,7 +147,12 @@ class LLM(Runtime):
     ) -> list[Request]:
         """`request` for one prompt or many."""
         speculation = self.chosen(drafter, speculative)
-        return [self._request(each, speculation) for each in pair(prompts, params)]
+        each = pair(prompts, params)
+        texts = [i for i, prompt in enumerate(each) if isinstance(prompt.content, str)]
+        if len(texts) > 1:
+            for i, ids in zip(texts, self.tokenizer.encode_all([each[i].content for i in texts]), strict=True):  # type: ignore[misc]
+                each[i] = replace(each[i], content=ids)
+        return [self._request(prompt, speculation) for prompt in each]
 
     def run(
         self,

@@ -104,6 +104,15 @@ class TestRoundTrip:
     def test_decode_of_encode_is_the_text(self, kind: str, text: str) -> None:
         check_round_trip(SMALL[kind], text, normal_form=kind == "qwen2")
 
+    @pytest.mark.parametrize("kind", SMALL_KINDS)
+    @given(texts=st.lists(TEXTS, max_size=5))
+    def test_many_texts_at_once_are_encoded_like_each_alone(self, kind: str, texts: list[str]) -> None:
+        assert SMALL[kind].encode_all(texts) == [SMALL[kind].encode(text) for text in texts]
+
+    def test_of_many_texts_one_that_cannot_be_encoded_is_refused_like_alone(self) -> None:
+        with pytest.raises(InputError, match="lone surrogate"):
+            SMALL[SMALL_KINDS[0]].encode_all(["fine", "\ud800"])
+
     @given(text=TEXTS)
     @example(text="\x04\U00040000")
     def test_decode_of_encode_is_the_text_for_smollm2(self, smollm2: Tokenizer, text: str) -> None:
