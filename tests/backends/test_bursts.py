@@ -55,8 +55,10 @@ def sampler(name: str, *, seed: int = 7, limit: int = 200, stop_ids: tuple[int, 
 
 
 def same(found: SamplingRows, expected: SamplingRows) -> bool:
-    for field in fields(SamplingRows):
-        a, b = getattr(found, field.name), getattr(expected, field.name)
+    if found.masks is not None or expected.masks is not None:
+        return False  # no row here has one, and the table of masks belongs to no row
+    for name in {field.name for field in fields(SamplingRows)} - {"masks", "allowed"}:
+        a, b = getattr(found, name), getattr(expected, name)
         if a.dtype != b.dtype or a.tobytes() != b.tobytes():
             return False
     return True

@@ -48,6 +48,9 @@ class WrappedBackend:
     def resident(self) -> Resident:
         return self.inner.resident
 
+    def device(self) -> dict[str, str]:
+        return self.inner.device()
+
     def bind(self, seq_row: int, sampler: Sampler) -> None:
         self.inner.bind(seq_row, sampler)
 
