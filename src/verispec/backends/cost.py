@@ -194,7 +194,7 @@ def measure_cost(
     contexts = Contexts.of(backend.limits)
     points = _points(shapes, contexts)
     times: dict[_Point, list[float]] = {}
-    slow_once = points if getattr(backend, "prepares", False) else points[:1]  # fresh memory, or a compiler
+    slow_once = points if backend.limits.prepares else points[:1]  # fresh memory, or a compiler
     for i, point in enumerate(slow_once):
         progress(f"preparing {point.shape} rows", i / len(slow_once))
         time_pass(backend, probe_pass(backend, *point, store=store), clock)

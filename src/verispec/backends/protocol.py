@@ -347,6 +347,7 @@ class BackendLimits:
     num_stores: int = 1
     num_masks: int = 0  # rows of the mask table, with row 0; 0: no masks
     hidden: tuple[HiddenShape, ...] = ()  # of each store's model; (): hidden states neither go out nor in
+    prepares: bool = False  # the first pass of a shape takes long: it is compiled
 
 
 class Backend(Protocol):

@@ -9,8 +9,6 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-LEVELS = ("debug", "info", "warning", "error")
-FORMATS = ("text", "json")
 _requests = logging.getLogger("verispec.requests")
 _MAX_PATH_CHARS = 200
 

@@ -89,7 +89,6 @@ class CudaBackend:
     shapes = ROW_SIZES
     arithmetics = CudaOptions.SERVES["arithmetic"]
     weights_version = 0
-    prepares = True  # the first pass of a size takes long: it is compiled and captured
 
     def __init__(
         self, models: Sequence[CudaModel], *, device: Device, num_slots: int, num_seq_rows: int,
@@ -101,7 +100,9 @@ class CudaBackend:
             raise InputError("models that share a backend must share their vocabulary")
         if num_seq_rows > MAX_HEAD_ROWS:
             raise InputError(f"the CUDA backend runs up to {MAX_HEAD_ROWS} sequences at once, not {num_seq_rows}")
-        self.limits = BackendLimits(arch.vocab_size, context_len, num_slots, num_seq_rows, max_tail, len(models))
+        self.limits = BackendLimits(
+            arch.vocab_size, context_len, num_slots, num_seq_rows, max_tail, len(models), prepares=True
+        )
         self._device = device
         self._architectures = [m.architecture for m in models]
         with device.current():
