@@ -21,7 +21,6 @@ LAYERS = [
         "llm",
         "server",
         "speculation",
-        "demonstration",
         "receipt",
         "runtime",
         "prompts",

@@ -16,7 +16,7 @@ from tests.support import sabotage as spoils
 from tests.support.sabotage import sabotage
 from tests.support.tiny_llm import CONFIG, loaded, write_model
 from verispec.backends.protocol import PassKind
-from verispec.demonstration import Demonstration
+from verispec.cli.demonstration import Demonstration
 from verispec.llm import LLM
 from verispec.spec.passes import Flight, Passes
 from verispec.spec.turn import Step

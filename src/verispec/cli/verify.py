@@ -1,7 +1,6 @@
 """`verispec verify`: the promise, tried out on one request and printed as tables.
 
-What is run and compared is the library's `demonstration`; here it becomes text, JSON and an exit code. Rows are printed
-as they come.
+What is run and compared is `demonstration`; here it becomes text, JSON and an exit code. Rows are printed as they come.
 """
 
 from __future__ import annotations
@@ -16,12 +15,14 @@ from verispec.errors import InputError
 
 if TYPE_CHECKING:
     from verispec.backends.blas import LibraryRow
-    from verispec.demonstration import Case, Demonstration, FastCase
+    from verispec.cli.demonstration import Case, FastCase
     from verispec.llm import LLM
     from verispec.types import SamplingParams
 
 _MAX_CROWD = 64
-_DIGEST_CHARS = 16
+_CASE_ROW = "{:14}  {:7}  {:16.16}  {:5}  {}"
+_FAST_ROW = "{:>9}  {:16.16}  {:22}  {}"
+_LIBRARY_ROW = "{:>9}  {:18}  {}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +68,8 @@ def verify(trial: Trial, sampling: options.Sampling, loading: options.Loading) -
 
 def _demonstrate(llm: LLM, prompt_ids: list[int], params: SamplingParams, *, crowd: int, as_json: bool) -> list[Case]:
     """Run everything and print it; returns the cases that differ."""
+    from verispec.cli.demonstration import Demonstration
     from verispec.cli.progress import CountDisplay
-    from verispec.demonstration import Demonstration
 
     shown = Demonstration(llm, prompt_ids, params, crowd=crowd)
     cases: list[Case] = []
@@ -78,83 +79,34 @@ def _demonstrate(llm: LLM, prompt_ids: list[int], params: SamplingParams, *, cro
         def put(text: str) -> None:
             if not as_json:
                 with display.aside():
-                    terminal.out(text + "\n")
+                    terminal.out(text.rstrip(" ") + "\n")
 
-        put(_title(shown.num_prompt_tokens, params))
-        put(_row("case", "drafter", "digest", "equal", "what was different"))
+        put(
+            f"One request: {shown.num_prompt_tokens} prompt tokens, at most {params.max_tokens} new ones, temperature "
+            f"{params.temperature:g}, seed {params.seed}.\n"
+            "Promised: every bit of its tokens and log-probabilities depends on the weights, the\n"
+            "prompt, the parameters, the seed and the profile, and on nothing else.\n"
+        )
+        put(_CASE_ROW.format("case", "drafter", "digest", "equal", "what was different"))
         for case in shown.cases():
-            put(_case_row(case, is_reference=not cases))
+            equal = "yes" if case.is_equal else "NO"
+            put(_CASE_ROW.format(case.name, case.drafter, case.run.output.digest, equal, case.difference))
             cases.append(case)
             display.advance()
         put(f"\n{_outcome(cases)}\n\nThe same on fast passes, which promise nothing (deterministic=False):\n")
-        put(_fast_row("beside it", "digest", "tokens", "log-probabilities, compared with the first row"))
+        put(_FAST_ROW.format("beside it", "digest", "tokens", "log-probabilities, compared with the first row"))
         for fast_case in shown.fast_cases():
-            put(_fast_case_row(fast_case))
+            put(_fast_row(fast_case))
             fast_cases.append(fast_case)
             display.advance()
-        library_rows = shown.library_rows() if _cannot_differ(shown, fast_cases) else []
+        cannot_differ = shown.has_only_pure_passes and all(case.comparison.is_equal for case in fast_cases)
+        library_rows = shown.library_rows() if cannot_differ else []
         put("\n" + (_why_equal(library_rows, llm) if library_rows else _fast_outcome(fast_cases)))
     if as_json:
         terminal.out_json(_as_object(cases, fast_cases, library_rows, profile=llm.profile))
     else:
         terminal.note(f"profile {llm.profile}")
     return [case for case in cases if not case.is_equal]
-
-
-def _title(num_prompt_tokens: int, params: SamplingParams) -> str:
-    return (
-        f"One request: {num_prompt_tokens} prompt tokens, at most {params.max_tokens} new ones, temperature "
-        f"{params.temperature:g}, seed {params.seed}.\n"
-        "Promised: every bit of its tokens and log-probabilities depends on the weights, the\n"
-        "prompt, the parameters, the seed and the profile, and on nothing else.\n"
-    )
-
-
-def _row(name: str, drafter: str, digest: str, equal: str, difference: str) -> str:
-    return f"{name:14}  {drafter:7}  {digest[:_DIGEST_CHARS]:{_DIGEST_CHARS}}  {equal:5}  {difference}".rstrip()
-
-
-def _fast_row(beside: str, digest: str, tokens: str, logprobs: str) -> str:
-    return f"{beside:>9}  {digest[:_DIGEST_CHARS]:{_DIGEST_CHARS}}  {tokens:22}  {logprobs}".rstrip()
-
-
-def _case_row(case: Case, *, is_reference: bool) -> str:
-    equal = "yes" if case.is_equal else "NO"
-    difference = "nothing: this is the reference" if is_reference else _difference(case)
-    return _row(case.name, case.drafter, case.digest, equal, difference)
-
-
-def _difference(case: Case) -> str:
-    """What happened in a case, and whether it is what the case is there for."""
-    from verispec import demonstration as of
-
-    run, stats = case.run, case.run.output.stats
-    if run.output.error is not None:
-        return f"failed: {run.output.error}"
-    happened, missing = {
-        of.WARM: (f"{stats.cached_tokens} of {run.output.prompt_len} prompt tokens from the cache", "nothing cached"),
-        of.PREEMPTED: (f"preempted {_times(stats.preemptions)}, computed again", "it was not preempted"),
-        of.CHUNKED: (f"prompt in {run.num_steps_to_first} passes", "the prompt was not cut otherwise"),
-        of.IN_BURSTS: (f"{stats.passes} passes in {run.num_steps} steps", "every pass was a step of its own"),
-        of.AHEAD: (f"{stats.passes} passes in {run.num_steps} steps", "every pass was a step of its own"),
-        of.ALONE: ("", ""),
-    }.get(case.name, (f"{run.num_beside} beside it", "nothing ran beside it"))
-    if not case.took_place and missing:
-        return f"could not be brought about: {missing}"
-    return ", ".join(part for part in (happened, _drafts(case)) if part)
-
-
-def _times(count: int) -> str:
-    return "once" if count == 1 else f"{count} times"
-
-
-def _drafts(case: Case) -> str:
-    stats = case.run.output.stats
-    if case.drafter == "none":
-        return ""
-    if stats.drafted:
-        return f"drafts {stats.accepted}/{stats.drafted} accepted"
-    return f"nothing drafted ({stats.no_draft_reason})" if stats.no_draft_reason else "nothing drafted"
 
 
 def _outcome(cases: list[Case]) -> str:
@@ -167,17 +119,15 @@ def _outcome(cases: list[Case]) -> str:
     return f"All {len(cases)} digests are equal, each over {num_tokens} tokens and their log-probabilities.{note}"
 
 
-def _fast_case_row(case: FastCase) -> str:
-    found = case.comparison
+def _fast_row(case: FastCase) -> str:
+    found, digest = case.comparison, case.run.output.digest
     if case.num_others == 0:
-        return _fast_row("alone", case.run.output.digest, "", "")
-    tokens = "equal"
-    if found.first_other_token is not None:
-        tokens = f"differ from token {found.first_other_token + 1}"
+        return _FAST_ROW.format("alone", digest, "", "")
+    tokens = "equal" if found.first_other_token is None else f"differ from token {found.first_other_token + 1}"
     logprobs = f"{found.num_different} of {found.num_compared} differ"
     if found.first_different is not None:
         logprobs += f", first at token {found.first_different + 1}, by at most {found.largest_difference:.1g}"
-    return _fast_row(str(case.run.num_beside), case.run.output.digest, tokens, logprobs)
+    return _FAST_ROW.format(case.run.num_beside, digest, tokens, logprobs)
 
 
 def _fast_outcome(cases: list[FastCase]) -> str:
@@ -187,35 +137,26 @@ def _fast_outcome(cases: list[FastCase]) -> str:
     return f"Here the crowd changes {changed}: a fast pass has any number of rows, and its arithmetic depends on that."
 
 
-def _cannot_differ(shown: Demonstration, cases: list[FastCase]) -> bool:
-    return shown.has_only_pure_passes and all(case.comparison.is_equal for case in cases)
-
-
 def _why_equal(rows: list[LibraryRow], llm: LLM) -> str:
     """Why fast passes cannot differ here, and a table of how they do where a library multiplies matrices."""
     from verispec.backends.blas import blas_name
 
     arch = llm.architecture
+    table = [
+        _LIBRARY_ROW.format(row.num_others, f"{row.num_different} of {row.num_values}", f"{row.largest_difference:.1g}")
+        for row in rows
+    ]
     return "\n".join(
         [
             "No difference, by construction: the native kernels compute each row of a pass by itself,",
             "in one order of operations, however many rows there are. So fast passes give the same bits.",
             "A library chooses its order by the number of rows. One row times a matrix of this model's",
             f"size ({arch.mlp_size} x {arch.hidden_size}), by numpy on {blas_name()}, compared with the row alone:\n",
-            _library_row("beside it", "values that differ", "by at most"),
-            *(
-                _library_row(
-                    str(row.num_others), f"{row.num_different} of {row.num_values}", f"{row.largest_difference:.1g}"
-                )
-                for row in rows
-            ),
+            _LIBRARY_ROW.format("beside it", "values that differ", "by at most"),
+            *table,
             "\n--backend numpy shows what that does to this request.",
         ]
     )
-
-
-def _library_row(beside: str, different: str, largest: str) -> str:
-    return f"{beside:>9}  {different:18}  {largest}"
 
 
 def _as_object(
@@ -237,31 +178,20 @@ def _as_object(
 
 
 def _case_object(case: Case) -> dict[str, Any]:
-    stats = case.run.output.stats
+    output = case.run.output
     result = {
         "case": case.name,
         "drafter": case.drafter,
-        "digest": case.digest,
+        "digest": output.digest,
         "equal": case.is_equal,
         "took_place": case.took_place,
         "beside": case.run.num_beside,
         "steps_to_first_token": case.run.num_steps_to_first,
-        "cached_tokens": stats.cached_tokens,
-        "preemptions": stats.preemptions,
-        "drafted": stats.drafted,
-        "accepted": stats.accepted,
+        **{name: getattr(output.stats, name) for name in ("cached_tokens", "preemptions", "drafted", "accepted")},
     }
-    return result if case.run.output.error is None else {**result, "error": case.run.output.error}
+    return result if output.error is None else {**result, "error": output.error}
 
 
 def _fast_object(case: FastCase) -> dict[str, Any]:
-    found = case.comparison
-    return {
-        "beside": case.run.num_beside,
-        "digest": case.run.output.digest,
-        "compared": found.num_compared,
-        "different": found.num_different,
-        "first_different": found.first_different,
-        "first_other_token": found.first_other_token,
-        "largest_difference": found.largest_difference,
-    }
+    compared = {name.removeprefix("num_"): value for name, value in case.comparison._asdict().items()}
+    return {"beside": case.run.num_beside, "digest": case.run.output.digest, **compared}

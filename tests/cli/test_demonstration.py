@@ -13,7 +13,18 @@ from tests.support.sabotage import Spoil, sabotage
 from tests.support.tiny_llm import loaded, write_model
 from verispec.backends.cost import FLAT_COST
 from verispec.backends.protocol import DrawResult, Pass, PassKind
-from verispec.demonstration import ALONE, CHUNKED, FIRST, LAST, MIDDLE, PREEMPTED, WARM, Case, Demonstration, compare
+from verispec.cli.demonstration import (
+    ALONE,
+    CHUNKED,
+    FIRST,
+    LAST,
+    MIDDLE,
+    PREEMPTED,
+    WARM,
+    Case,
+    Demonstration,
+    compare,
+)
 from verispec.errors import InputError, VerispecError
 from verispec.llm import LLM
 from verispec.types import FinishReason, SampleOutput, SamplingParams, SequenceStats, TokenLogprob
@@ -46,8 +57,8 @@ def show(llm: LLM, prompt: str = PROMPT, params: SamplingParams = PARAMS) -> lis
 def test_every_situation_takes_place_and_gives_the_bits_of_the_reference(llm: LLM, cases: list[Case]) -> None:
     reference = cases[0]
     assert (reference.name, reference.drafter) == (ALONE, "none")
-    assert reference.digest == llm.generate(PROMPT, PARAMS, drafter="none")[0].digest
-    assert all(case.is_equal and case.digest == reference.digest for case in cases)
+    assert reference.run.output.digest == llm.generate(PROMPT, PARAMS, drafter="none")[0].digest
+    assert all(case.is_equal and case.run.output.digest == reference.run.output.digest for case in cases)
     assert all(case.took_place for case in cases)
     by_name = {(case.name, case.drafter): case.run for case in cases}
     num_prompt = reference.run.output.prompt_len
@@ -166,7 +177,7 @@ def test_fast_passes_leave_the_deterministic_cases_alone(
     llm: LLM, cases: list[Case], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sabotage(monkeypatch, PassKind.FAST, spoils.shifted_by_neighbours)
-    assert {case.digest for case in show(llm)} == {cases[0].digest}
+    assert {case.run.output.digest for case in show(llm)} == {cases[0].run.output.digest}
 
 
 def output(*entries: tuple[int, float]) -> SampleOutput:
