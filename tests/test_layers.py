@@ -23,7 +23,6 @@ LAYERS = [
         "speculation",
         "receipt",
         "runtime",
-        "prompts",
         "text",
         "tuning",
         "cli",

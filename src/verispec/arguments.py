@@ -15,7 +15,7 @@ from verispec.errors import InputError
 def check_int(name: str, value: Any, low: int, high: int) -> int:
     """A whole number from `low` to `high`."""
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise InputError(f"{name} must be a whole number, not {_shown(value)}")
+        raise InputError(f"{name} must be a whole number, not {kind_of(value)}")
     number = int(value)
     if not low <= number <= high:
         raise InputError(f"{name} must be from {low} to {high}, not {number}")
@@ -25,7 +25,7 @@ def check_int(name: str, value: Any, low: int, high: int) -> int:
 def check_number(name: str, value: Any, low: float, high: float, *, low_open: bool = False) -> float:
     """A finite number in [low, high]; with `low_open`, above `low`. An int stays one."""
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise InputError(f"{name} must be a number, not {_shown(value)}")
+        raise InputError(f"{name} must be a number, not {kind_of(value)}")
     number = int(value) if isinstance(value, Integral) else float(value)
     below = number <= low if low_open else number < low
     if below or number > high or not math.isfinite(number):  # in this order: a huge whole number is no float
@@ -37,9 +37,10 @@ def check_number(name: str, value: Any, low: float, high: float, *, low_open: bo
 def check_bool(name: str, value: Any) -> bool:
     """True or False, and nothing that merely counts as one."""
     if not isinstance(value, bool):
-        raise InputError(f"{name} must be true or false, not {_shown(value)}")
+        raise InputError(f"{name} must be true or false, not {kind_of(value)}")
     return value
 
 
-def _shown(value: Any) -> str:
+def kind_of(value: Any) -> str:
+    """What refusals call a value."""
     return "None" if value is None else type(value).__name__

@@ -17,8 +17,8 @@ from verispec.engine import Request
 from verispec.engine.thread import Sink, on_loop
 from verispec.errors import VerispecError
 from verispec.llm import LLM, Completion, Speculative, check_requests
-from verispec.prompts import Params, Prompt
 from verispec.runtime import Message
+from verispec.text.prompts import Params, Prompt
 from verispec.types import SampleOutput, TokenEvent
 
 

@@ -17,12 +17,12 @@ from verispec.arguments import check_int
 from verispec.engine import Request
 from verispec.engine.thread import Inbox
 from verispec.errors import InputError, NumericError
-from verispec.prompts import Params, Prompt, PromptSpec, pair, spec
 from verispec.receipt.values import Receipt, check_recordable, make_receipt
 from verispec.runtime import Message, Runtime
 from verispec.spec.registry import MODEL_DRAFTER
 from verispec.spec.speculation import Speculation
 from verispec.text.detokenizer import TextStream
+from verispec.text.prompts import Params, Prompt, PromptSpec, pair, spec
 from verispec.types import (
     MAX_ALTERNATIVES,
     FinishReason,

@@ -8,7 +8,7 @@ through to the output; those that look like a misspelt parameter are refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
@@ -19,13 +19,11 @@ from verispec.cli.show import OBJECT_KEYS, as_object
 from verispec.engine import Request
 from verispec.errors import InputError, VerispecError
 from verispec.llm import LLM, Completion
-from verispec.prompts import PromptSpec, spec
 from verispec.receipt.values import check_recordable
 from verispec.strict_json import load_object
+from verispec.text.prompts import CONTENT_KEYS, PARAMETERS, PromptSpec, spec
 from verispec.types import SamplingParams
 
-_PROMPT_KEYS = ("prompt", "token_ids", "messages")
-_PARAMETERS = tuple(f.name for f in fields(SamplingParams))
 _LIKENESS = 0.8  # of a key to one that is known, from which on it is taken for a slip
 
 
@@ -53,7 +51,7 @@ class LineReader:
         extra: dict[str, Any] = {}
         try:
             data = load_object(line, name="the line", example='{"prompt": "..."}')
-            extra = {key: data.pop(key) for key in list(data) if key not in (*_PROMPT_KEYS, *_PARAMETERS)}
+            extra = {key: data.pop(key) for key in list(data) if key not in (*CONTENT_KEYS, *PARAMETERS)}
             _check_extra(extra)
             if data.get("seed") is None:
                 data["seed"] = index if self.defaults.seed is None else self.defaults.seed
@@ -150,7 +148,7 @@ def run_file(
 def _check_extra(extra: Mapping[str, Any]) -> None:
     for key in extra:
         plain = key.lower().replace("-", "_")
-        meant = get_close_matches(plain, (*_PROMPT_KEYS, *_PARAMETERS), n=1, cutoff=_LIKENESS)
+        meant = get_close_matches(plain, (*CONTENT_KEYS, *PARAMETERS), n=1, cutoff=_LIKENESS)
         if meant:
             raise InputError(f"unknown key {key!r}; did you mean {meant[0]}?")
         if key in OBJECT_KEYS:

@@ -18,9 +18,9 @@ from verispec.backends.blas import LibraryRow, rows_beside_others
 from verispec.engine import Engine, Request
 from verispec.errors import InputError, VerispecError
 from verispec.llm import LLM
-from verispec.prompts import Prompt
 from verispec.spec.registry import MODEL_DRAFTER, SKIP_DRAFTER
 from verispec.spec.speculation import OFF, Speculation
+from verispec.text.prompts import Prompt
 from verispec.types import SampleOutput, SamplingParams, SequenceStats
 
 ALONE, WARM, MIDDLE, FIRST, LAST = "alone", "warm cache", "amid a crowd", "first of crowd", "last of crowd"

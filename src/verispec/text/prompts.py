@@ -12,14 +12,15 @@ from dataclasses import dataclass, fields, replace
 from numbers import Integral
 from typing import Any
 
+from verispec.arguments import kind_of
 from verispec.errors import InputError
 from verispec.strict_json import numbered
 from verispec.types import SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Params = SamplingParams | Mapping[str, Any]
-_CONTENT_KEYS = ("prompt", "token_ids", "messages")
-_PARAMETERS = {f.name for f in fields(SamplingParams)}
+CONTENT_KEYS = ("prompt", "token_ids", "messages")
+PARAMETERS = tuple(f.name for f in fields(SamplingParams))
 _KINDS = "text, token ids or a dict such as {'prompt': '...'}"
 
 
@@ -40,7 +41,9 @@ def pair(prompts: Any, params: Any) -> list[PromptSpec]:
     elif isinstance(params, Sequence) and not isinstance(params, str | bytes):
         each = [checked_params(p) for p in params]
     else:
-        raise InputError(f"params must be SamplingParams, a dict of its fields or a list of these, not {_kind(params)}")
+        raise InputError(
+            f"params must be SamplingParams, a dict of its fields or a list of these, not {kind_of(params)}"
+        )
     if len(each) != len(listed):
         raise InputError(f"{len(listed)} prompts but {len(each)} sets of sampling parameters")
     if len(listed) == 1:
@@ -55,7 +58,7 @@ def spec(prompt: Any, params: Any = None, *, name: str = "prompt") -> PromptSpec
         return PromptSpec(_text(prompt, name), checked)
     if isinstance(prompt, Mapping):
         return _from_mapping(prompt, checked, name)
-    return PromptSpec(_token_ids(prompt, name, f"{name} must be {_KINDS}"), checked)
+    return PromptSpec(_token_ids(prompt, name, _KINDS), checked)
 
 
 def checked_params(params: Any) -> SamplingParams:
@@ -65,7 +68,7 @@ def checked_params(params: Any) -> SamplingParams:
     if isinstance(params, Mapping):
         return SamplingParams.from_mapping(params)
     if not isinstance(params, SamplingParams):
-        raise InputError(f"params must be SamplingParams or a dict of its fields, not {_kind(params)}")
+        raise InputError(f"params must be SamplingParams or a dict of its fields, not {kind_of(params)}")
     return params
 
 
@@ -74,31 +77,30 @@ def _listed(prompts: Any) -> list[Any]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if isinstance(prompts, bytes | bytearray | memoryview | AbstractSet) or not isinstance(prompts, Iterable):
-        raise InputError(f"prompts must be {_KINDS}, or a list of these, not {_kind(prompts)}")
+        raise InputError(f"prompts must be {_KINDS}, or a list of these, not {kind_of(prompts)}")
     listed = list(prompts)
     return [listed] if listed and all(isinstance(p, Integral) for p in listed) else listed
 
 
 def _from_mapping(prompt: Mapping[str, Any], params: SamplingParams, name: str) -> PromptSpec:
-    given = [key for key in _CONTENT_KEYS if key in prompt]
+    given = [key for key in CONTENT_KEYS if key in prompt]
     if len(given) != 1:
-        raise InputError(f"{name} needs exactly one of {', '.join(_CONTENT_KEYS)}; it has {', '.join(given) or 'none'}")
+        raise InputError(f"{name} needs exactly one of {', '.join(CONTENT_KEYS)}; it has {', '.join(given) or 'none'}")
     options = {key: value for key, value in prompt.items() if key not in given}
-    if unknown := sorted(map(repr, set(options) - _PARAMETERS)):
-        raise InputError(f"{name} has the unknown key {unknown[0]}; known: {', '.join(sorted(_PARAMETERS))}")
+    if unknown := sorted(map(repr, options.keys() - set(PARAMETERS))):
+        raise InputError(f"{name} has the unknown key {unknown[0]}; known: {', '.join(sorted(PARAMETERS))}")
     bias = options.get("logit_bias")
     if isinstance(bias, Mapping) and any(isinstance(key, str) for key in bias):  # as JSON has it
         options["logit_bias"] = numbered(bias, name="logit_bias")
     (key,) = given
-    merged, value = replace(params, **options), prompt[key]
-    if key == "prompt":
-        if not isinstance(value, str):
-            raise InputError(f"{name}['prompt'] must be text, not {_kind(value)}")
-        return PromptSpec(_text(value, name), merged)
+    merged, value, where = replace(params, **options), prompt[key], f"{name}[{key!r}]"
+    if key == "messages":
+        return PromptSpec(None, merged, messages=value)
     if key == "token_ids":
-        what = f"{name}['token_ids'] must be a list of token ids"
-        return PromptSpec(_token_ids(value, f"{name}['token_ids']", what), merged)
-    return PromptSpec(None, merged, messages=value)
+        return PromptSpec(_token_ids(value, where, "a list of token ids"), merged)
+    if not isinstance(value, str):
+        raise InputError(f"{where} must be text, not {kind_of(value)}")
+    return PromptSpec(_text(value, name), merged)
 
 
 def _text(text: str, name: str) -> str:
@@ -109,15 +111,11 @@ def _text(text: str, name: str) -> str:
     return str(text)
 
 
-def _token_ids(value: Any, name: str, what: str) -> list[int]:
+def _token_ids(value: Any, name: str, expected: str) -> list[int]:
     if isinstance(value, bytes | bytearray | memoryview | AbstractSet | str) or not isinstance(value, Iterable):
-        raise InputError(f"{what}, not {_kind(value)}")
+        raise InputError(f"{name} must be {expected}, not {kind_of(value)}")
     ids = list(value)
     for i, token_id in enumerate(ids):
         if type(token_id) is not int and (isinstance(token_id, bool) or not isinstance(token_id, Integral)):
-            raise InputError(f"{name}[{i}] must be a token id, a whole number, not {_kind(token_id)}")
+            raise InputError(f"{name}[{i}] must be a token id, a whole number, not {kind_of(token_id)}")
     return [int(token_id) for token_id in ids]
-
-
-def _kind(value: Any) -> str:
-    return "None" if value is None else type(value).__name__

@@ -12,8 +12,8 @@ import pytest
 from tests.support.tiny_llm import loaded, write_model
 from verispec.errors import InputError
 from verispec.llm import LLM
-from verispec.prompts import PromptSpec, pair, spec
 from verispec.receipt import parse
+from verispec.text.prompts import PromptSpec, pair, spec
 from verispec.types import SamplingParams
 
 SHORT = SamplingParams(max_tokens=2, seed=0)
