@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from verispec import __version__
-from verispec.cli import bench, chat, generate, inspect, models, replay, serve, tune, verify
+from verispec.cli import bench, chat, generate, inspect, keys, models, replay, serve, tune, verify
 from verispec.cli.parser import PROGRAM, Command, argument, nearest
 from verispec.cli.terminal import out, stdin_is_terminal
 from verispec.errors import InputError
@@ -92,6 +92,7 @@ COMMANDS = {
         Command(replay.replay, defaults={"model": None}, without=frozenset(("max_len",))),
         Command(bench.bench, defaults=bench.DEFAULTS, without=bench.WITHOUT),
         Command(models.models),
+        Command(keys.keys),
         Command(completion),
     )
 }

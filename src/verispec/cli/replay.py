@@ -31,6 +31,9 @@ class Replay:
         help="the prompt of a private receipt, or - for stdin: text, which is tried through the chat template and raw, "
         'or JSON: a list of token ids, {"prompt": "..."}, {"messages": [...]}; or JSON lines of these',
     )  # fmt: skip
+    signed_by: str | None = option(
+        None, metavar="FILE", help="a public key; receipts that its owner has not signed are refused"
+    )
     json: bool = option(False, help="print one JSON object per receipt")
 
 
@@ -40,7 +43,8 @@ def replay(what: Replay, loading: options.Loading) -> int:
     Prints "reproduced", or what differs and the first position where: exactly for a token, within a block of 32
     positions for a log-probability. It also tells when the receipt was edited since it was written, which fields cannot
     be true, when the model's file is another one, and when this machine has another numeric profile, where equal tokens
-    are all one can expect. Without --model the receipt says which, if that is a known name.
+    are all one can expect. Without --model the receipt says which, if that is a known name. --signed-by also checks who
+    wrote it, before anything runs.
 
     Exit code 0: reproduced, or on another profile all tokens equal. 1: something differs. 2: bad input.
     """
@@ -48,6 +52,8 @@ def replay(what: Replay, loading: options.Loading) -> int:
     if file == prompt == "-":
         raise InputError("the receipt and --prompt cannot both come from stdin")
     receipts = read_receipts(file)
+    if what.signed_by is not None:
+        _check_signatures(receipts, what.signed_by)
     model = loading.model if loading.model is not None else _known_model(receipts)
     content = None if prompt is None else terminal.read_bytes(prompt, name=f"--prompt {prompt}")
     for name, receipt in receipts:
@@ -72,6 +78,17 @@ def read_receipts(file: str) -> list[tuple[str, Receipt]]:
         return [(name, parse(data, name=name))]
     named = [(f"{name}, line {i}", line) for i, line in enumerate(lines, start=1)]
     return [(each, parse(line, name=each)) for each, line in named]
+
+
+def _check_signatures(receipts: Sequence[tuple[str, Receipt]], key_file: str) -> None:
+    from verispec.receipt.signing import PublicKey
+
+    key = PublicKey.read(key_file)
+    for name, receipt in receipts:
+        try:
+            key.check(receipt)
+        except InputError as error:
+            raise InputError(f"{name}: {error}") from error
 
 
 def _known_model(receipts: Sequence[tuple[str, Receipt]]) -> str:

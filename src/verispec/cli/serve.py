@@ -40,6 +40,9 @@ class Serving:
     cors_origin: tuple[str, ...] = option(
         (), metavar="ORIGIN", help="web pages of this origin may ask; * for all; may be given several times"
     )
+    signing_key: str | None = option(
+        None, metavar="FILE", help="sign receipts with this private key, made by `verispec keys new FILE`"
+    )
     insecure: bool = option(False, help="serve everybody who can reach --host, without a key")
     max_running: int = option(DEFAULTS.max_running, help="samples that run at once")
     max_waiting: int = option(256, help="samples that may wait behind them; more are answered with 429")
@@ -64,6 +67,7 @@ def serve(serving: Serving, loading: options.Loading, drafting: options.Drafting
     --drain seconds, and the exit code is 0. docs/server.md describes all routes.
     """
     try:
+        from verispec.receipt.signing import SigningKey
         from verispec.server import log
         from verispec.server.core import Core
         from verispec.server.run import serve as run
@@ -76,6 +80,7 @@ def serve(serving: Serving, loading: options.Loading, drafting: options.Drafting
             api_keys=(*serving.api_key, *_keys(serving.api_key_file)),
             cors_origins=serving.cors_origin,
             is_insecure=serving.insecure,
+            signing_key=None if serving.signing_key is None else SigningKey.read(serving.signing_key),
             **{
                 name: getattr(serving, name)
                 for name in ("host", "port", "max_running", "max_waiting", "timeout", "drain", "metrics_prefix")

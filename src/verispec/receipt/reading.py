@@ -25,6 +25,7 @@ from verispec.receipt.values import (
     ProfileRecord,
     PromptRecord,
     Receipt,
+    SignatureRecord,
     check_recordable,
     with_floats,
 )
@@ -34,6 +35,8 @@ from verispec.types import MAX_SEED, MAX_STOPS, FinishReason, SamplingParams
 Check = Callable[[str, Any], Any]
 _SHA256_DIGITS = 64
 _PROFILE_DIGITS = 16
+_PUBLIC_KEY_DIGITS = 64
+_SIGNATURE_DIGITS = 128
 _MAX_INT32 = 2**31 - 1
 # Bounds on what a hostile receipt costs to read.
 _MAX_TOKENS = 2**20
@@ -203,4 +206,5 @@ _RECEIPT = _object(
         "output": _OUTPUT,
         "digest": _SHA256,
     },
+    {"signature": _object(SignatureRecord, {"public_key": _hex(_PUBLIC_KEY_DIGITS), "value": _hex(_SIGNATURE_DIGITS)})},
 )

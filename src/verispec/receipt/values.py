@@ -98,8 +98,16 @@ class OutputRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class SignatureRecord:
+    """Who says so, and the proof, in hex. `signing` makes and checks it."""
+
+    public_key: str
+    value: str
+
+
+@dataclass(frozen=True, slots=True)
 class Receipt:
-    """One answer with everything it is a function of."""
+    """One answer with everything it is a function of. `digest` and `signature` are about the rest."""
 
     verispec: str
     model: ModelRecord
@@ -108,6 +116,7 @@ class Receipt:
     parameters: ParametersRecord
     output: OutputRecord
     digest: str
+    signature: SignatureRecord | None = None
 
     @property
     def is_private(self) -> bool:
@@ -188,8 +197,8 @@ def check_recordable(params: SamplingParams) -> None:
 
 
 def content_digest(receipt: Receipt) -> str:
-    """SHA-256 of canonical JSON (sorted keys, no spaces, ASCII) of all but the digest and the prompt's ids."""
-    plain = _plain(receipt.private())
+    """SHA-256 of canonical JSON (sorted keys, no spaces, ASCII) of all but digest, signature and the prompt's ids."""
+    plain = _plain(replace(receipt.private(), signature=None))
     del plain["digest"]
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode("ascii")).hexdigest()
@@ -219,6 +228,8 @@ def _plain(receipt: Receipt) -> dict[str, Any]:
     sampling["logit_bias"] = {str(token_id): bias for token_id, bias in receipt.parameters.sampling.logit_bias}
     if receipt.is_private:
         del plain["prompt"]["token_ids"]
+    if receipt.signature is None:
+        del plain["signature"]
     return plain
 
 

@@ -76,6 +76,7 @@ ROUTES = (
     Route("/detokenize", tokens.detokenize, api.DetokenizeRequest),
     Route("/apply-template", tokens.apply_template, api.TemplateRequest),
     Route("/verispec/receipts/{name}", audits.receipt),
+    Route("/verispec/keys", audits.keys),
     Route("/verispec/replay", audits.replay_receipt, api.ReplayRequest),
     Route("/verispec/check", audits.check, api.ReplayRequest),
     Route("/health", ops.health),

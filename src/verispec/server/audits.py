@@ -1,4 +1,4 @@
-"""/verispec/receipts, /verispec/replay and /verispec/check: whether answers are what they should be.
+"""/verispec/receipts, /verispec/keys, /verispec/replay and /verispec/check: whether answers are what they should be.
 
 They are requests like any other: they wait in the same queue, count against the same limits, and disturb nobody.
 """
@@ -32,6 +32,13 @@ async def receipt(core: Core, received: Received) -> Reply:
     return Reply(found.to_json().encode(), headers={"Content-Disposition": 'attachment; filename="receipt.json"'})
 
 
+async def keys(core: Core, received: Received) -> Reply:
+    """The public keys whose signatures this server's receipts have."""
+    key = core.settings.signing_key
+    found = [] if key is None else [{"algorithm": "Ed25519", "public_key": key.public.hex, "pem": key.public.pem}]
+    return json_reply({"keys": found})
+
+
 async def replay_receipt(core: Core, received: Received) -> Reply:
     """Draw a receipt's answer again and compare every token and log-probability."""
     recorded, prompt_ids = _asked(core, received)
@@ -39,7 +46,7 @@ async def replay_receipt(core: Core, received: Received) -> Reply:
         result = await asyncio.to_thread(replay, core.llm, recorded, prompt_ids, beside=received.tenant)
     core.metrics.replays.inc()
     core.metrics.replay_failures.inc(not result.agrees)
-    return json_reply(as_object(result, recorded))
+    return json_reply({**as_object(result, recorded), "is_signed_here": _is_signed_here(core, recorded)})
 
 
 async def check(core: Core, received: Received) -> Reply:
@@ -54,6 +61,16 @@ async def check(core: Core, received: Received) -> Reply:
     recorded_ids = list(recorded.output.token_ids)
     equal = len({each["digest"] for each in found}) == 1 and output.token_ids == tuple(recorded_ids)
     return json_reply({"equal": equal, "runs": found})
+
+
+def _is_signed_here(core: Core, recorded: Receipt) -> bool:
+    if (key := core.settings.signing_key) is None:
+        return False
+    try:
+        key.public.check(recorded)
+    except InputError:
+        return False
+    return True
 
 
 def _circumstances(core: Core, request: Request) -> list[tuple[str, list[Request]]]:

@@ -179,7 +179,7 @@ class Answer:
             raise ApiError(503, "the server ended the request: it is stopping", code="aborted")
         if self.call.extension.receipt:
             request = self._requests[index // self.call.params.n]
-            self.receipts[index] = self.core.llm.receipt_of(request, output)
+            self.receipts[index] = self.core.receipt(request, output)
             self.core.metrics.receipts.inc()
 
     def extension(self, index: int | None = None) -> dict[str, Any]:
@@ -295,6 +295,11 @@ class Core:
     def open(self, requests: Sequence[Request]) -> Stream:
         """A stream over requests that are nobody's answer."""
         return self._async.open(requests)
+
+    def receipt(self, request: Request, output: SampleOutput) -> Receipt:
+        """The receipt of an answer, signed where there is a key."""
+        found, key = self.llm.receipt_of(request, output), self.settings.signing_key
+        return found if key is None else key.sign(found)
 
     def leave(self, answer: Answer) -> None:
         """An answer has come to its end."""

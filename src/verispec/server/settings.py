@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from verispec.arguments import check_int, check_number
 from verispec.errors import InputError
+from verispec.receipt.signing import SigningKey
 
 MAX_BODY_NBYTES = 8 * 2**20
 MAX_HEADER_NBYTES = 32 * 2**10
@@ -24,7 +25,7 @@ class Settings:
     Without `api_keys` a server answers requests that name a loopback host, and no others unless it `is_insecure`. Every
     key is a tenant: prefix caches and receipts are not shared. `timeout` bounds a whole request, `body_timeout` the
     time its body may take to come, `drain` the time that running requests have when the server is told to stop.
-    `max_pending` bounds the events of a stream that its reader has not taken.
+    `max_pending` bounds the events of a stream that its reader has not taken. Receipts are signed with `signing_key`.
     """
 
     host: str = "127.0.0.1"
@@ -43,6 +44,7 @@ class Settings:
     max_body_nbytes: int = MAX_BODY_NBYTES
     max_receipts: int = 1000
     metrics_prefix: str = "verispec"
+    signing_key: SigningKey | None = None
 
     def __post_init__(self) -> None:
         check_int("port", self.port, 0, 65535)
