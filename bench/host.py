@@ -176,7 +176,7 @@ def publish(cache: RadixPrefixCache, pool: SlotPool, token_ids: list[int]) -> No
     lease = pool.lease()
     pool.extend(lease, len(token_ids))
     slots = pool.commit(lease, range(len(token_ids)))
-    pool.release(cache.publish(token_ids, slots, (len(token_ids),)))
+    cache.let_go(cache.publish(token_ids, slots, (len(token_ids),)).node)
 
 
 def fill(cache: RadixPrefixCache, pool: SlotPool) -> None:
@@ -341,9 +341,9 @@ def prefix_cases(quick: bool) -> Iterable[Case]:
         token_ids = list(range(length))
         publish(cache, pool, token_ids)
 
-        def run(num: int, cache: RadixPrefixCache = cache, pool: SlotPool = pool, ids: list[int] = token_ids) -> None:
+        def run(num: int, cache: RadixPrefixCache = cache, ids: list[int] = token_ids) -> None:
             for _ in range(num):
-                pool.release(cache.match(ids, limit=len(ids)).slots)
+                cache.let_go(cache.match(ids, limit=len(ids)).node)
 
         yield Case("prefix", f"{length:,} tokens matched, held, let go", "us", run)
 

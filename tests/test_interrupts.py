@@ -110,8 +110,7 @@ def leaks(llm: LLM) -> bool:
         time.sleep(0.0002)
     engine = llm.engine
     engine.check()
-    pool = engine._pool
-    assert pool.num_free + pool.num_evictable == pool.num_slots
+    assert engine.num_free_slots == engine._pool.num_slots
     assert not engine.has_work
     assert not any((engine._live, thread._live, thread._waiting, thread._line.locked(), thread._turn.locked()))
     return is_lost

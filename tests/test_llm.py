@@ -21,8 +21,7 @@ def num_free(llm: LLM) -> int:
     while llm.status()[:2] != (0, 0):
         time.sleep(0.001)
     llm.engine.check()
-    pool = llm.engine._pool
-    return pool.num_free + pool.num_evictable
+    return llm.engine.num_free_slots
 
 
 def test_text_and_token_ids_are_the_same_prompt(smollm2: LLM) -> None:

@@ -29,7 +29,7 @@ from verispec.receipt.values import content_digest
 from verispec.spec.drafter import Refusal
 from verispec.spec.recorded import RecordedDrafter
 from verispec.strict_json import MAX_OBJECT_NBYTES
-from verispec.types import Draft, FinishReason, SampleOutput, SamplingParams
+from verispec.types import Draft, FinishReason, SampleOutput, SamplingParams, TokenLogprobs
 
 PROMPT = "the abba and the other: xyz"
 SAMPLED = SamplingParams(max_tokens=90, temperature=1.0, seed=11, ignore_eos=True)
@@ -276,7 +276,7 @@ def nudged(output: SampleOutput, index: int) -> SampleOutput:
     entries = list(output.logprobs)
     value = float(np.nextafter(np.float32(entries[index].logprob), np.float32(0)))
     entries[index] = entries[index]._replace(logprob=value)
-    return replace(output, logprobs=tuple(entries))
+    return replace(output, logprobs=TokenLogprobs.of(entries))
 
 
 SAMPLING_CHANGES: dict[str, Any] = {

@@ -54,8 +54,7 @@ def digests(completions: list[Completion]) -> list[str]:
 def is_idle(llm: LLM) -> bool:
     wait_until(lambda: llm.status()[:2] == (0, 0))
     llm.engine.check()
-    pool = llm.engine._pool
-    return not llm.engine.has_work and pool.num_free + pool.num_evictable == pool.num_slots
+    return not llm.engine.has_work and llm.engine.num_free_slots == llm.engine._pool.num_slots
 
 
 def generate_until_interrupted(llm: LLM) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from verispec.types import (
     SamplingParams,
     SequenceStats,
     TokenLogprob,
+    TokenLogprobs,
 )
 
 
@@ -135,14 +137,24 @@ def test_chains_are_told_from_trees_and_depth_is_the_longest_path(
 
 
 def test_the_digest_is_over_ids_then_logprobs_little_endian() -> None:
-    entries = (TokenLogprob(1, -0.5), TokenLogprob(70000, -1.25))
+    entries = TokenLogprobs((1, 70000), (-0.5, -1.25))
     output = SampleOutput(0, 3, entries, "", FinishReason.LENGTH, 0, SequenceStats())
     expected = hashlib.sha256(struct.pack("<ii", 1, 70000) + struct.pack("<ff", -0.5, -1.25)).hexdigest()
     assert output.digest == expected
-    other = SampleOutput(
-        0, 3, (entries[0], TokenLogprob(70000, -1.25000012)), "", FinishReason.LENGTH, 0, SequenceStats()
-    )
+    other = replace(output, logprobs=replace(entries, values=(-0.5, -1.25000012)))
     assert other.digest != expected
+
+
+def test_entries_kept_as_columns_are_a_sequence() -> None:
+    entries = [TokenLogprob(5, -0.5), TokenLogprob(6, -1.0, ((6, -1.0), (7, -2.0))), TokenLogprob(7, 0.0)]
+    for wanted in (entries, [entry._replace(alternatives=()) for entry in entries]):
+        columns = TokenLogprobs.of(wanted)
+        assert (list(columns), len(columns), columns.token_ids) == (wanted, 3, (5, 6, 7))
+        assert [columns[i] for i in range(-3, 3)] == wanted * 2
+        assert list(columns[1:]) == wanted[1:]
+        assert (columns[:3], hash(columns[:3])) == (columns, hash(columns))
+        assert columns[:2] != columns
+        assert wanted[1] in columns
 
 
 def test_numbers_of_other_libraries_become_pythons_own() -> None:
@@ -159,7 +171,7 @@ def test_numbers_of_other_libraries_become_pythons_own() -> None:
 
 
 def output_of(text: str = "abc", **changes: object) -> SampleOutput:
-    fields = {"sample_index": 0, "prompt_len": 1, "logprobs": (TokenLogprob(1, -0.5),), "text": text}
+    fields = {"sample_index": 0, "prompt_len": 1, "logprobs": TokenLogprobs((1,), (-0.5,)), "text": text}
     return SampleOutput(**{
         **fields, "finish_reason": FinishReason.STOP, "seed": 1, "stats": SequenceStats(arrival_time=1.0), **changes,
     })  # type: ignore[arg-type]  # fmt: skip
@@ -168,7 +180,8 @@ def output_of(text: str = "abc", **changes: object) -> SampleOutput:
 def test_outputs_compare_by_what_they_say_and_print_in_short() -> None:
     same = output_of(seed=2, stats=SequenceStats(arrival_time=9.0))
     assert (output_of(), hash(output_of())) == (same, hash(same))
-    for other in (output_of("abd"), output_of(logprobs=(TokenLogprob(1, -0.6),)), output_of(finish_reason="length")):
+    others = ({"text": "abd"}, {"logprobs": TokenLogprobs((1,), (-0.6,))}, {"finish_reason": "length"})
+    for other in (output_of(**changes) for changes in others):  # type: ignore[arg-type]
         assert other != output_of()
     completion, again = (Completion((1,), (o,), "profile") for o in (output_of(), same))
     assert completion == again

@@ -31,6 +31,7 @@ from verispec.types import (
     SequenceStats,
     TokenEvent,
     TokenLogprob,
+    TokenLogprobs,
 )
 
 Speculative = Mapping[str, Any] | bool | None
@@ -64,7 +65,7 @@ class Completion:
         return self.samples[0].token_ids
 
     @property
-    def logprobs(self) -> tuple[TokenLogprob, ...]:
+    def logprobs(self) -> TokenLogprobs:
         """One entry per generated token."""
         return self.samples[0].logprobs
 

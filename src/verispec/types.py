@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from typing import Any, NamedTuple, Protocol, Self
+from itertools import repeat
+from typing import Any, NamedTuple, Protocol, Self, overload
 
 from verispec.arguments import check_bool, check_int, check_number
 from verispec.errors import InputError
@@ -303,12 +304,51 @@ class NoText(TextSink):
         return ""
 
 
+Alternatives = tuple[tuple[int, float], ...]
+
+
 class TokenLogprob(NamedTuple):
     """The log-probability of one token under the raw logits, with the most likely alternatives if asked for."""
 
     token_id: int
     logprob: float
-    alternatives: tuple[tuple[int, float], ...] = ()
+    alternatives: Alternatives = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs(Sequence[TokenLogprob]):
+    """A sequence of TokenLogprob kept as columns: entries are made when they are looked at. `all_alternatives` has an
+    entry per token, or none at all."""
+
+    token_ids: tuple[int, ...] = ()
+    values: tuple[float, ...] = ()
+    all_alternatives: tuple[Alternatives, ...] = ()
+
+    @classmethod
+    def of(cls, entries: Iterable[TokenLogprob]) -> Self:
+        """The columns of entries."""
+        entries = tuple(entries)
+        alternatives = tuple(e.alternatives for e in entries)
+        columns = tuple(e.token_id for e in entries), tuple(e.logprob for e in entries)
+        return cls(*columns, alternatives if any(alternatives) else ())
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def __iter__(self) -> Iterator[TokenLogprob]:
+        return map(TokenLogprob, self.token_ids, self.values, self.all_alternatives or repeat(()))
+
+    @overload
+    def __getitem__(self, at: int) -> TokenLogprob: ...
+    @overload
+    def __getitem__(self, at: slice) -> Self: ...
+    def __getitem__(self, at: int | slice) -> TokenLogprob | Self:
+        if isinstance(at, slice):
+            return type(self)(self.token_ids[at], self.values[at], self.all_alternatives[at])
+        return TokenLogprob(self.token_ids[at], self.values[at], *self.all_alternatives[at : at + 1 or None])
+
+
+NO_LOGPROBS = TokenLogprobs()
 
 
 @dataclass(slots=True)
@@ -412,7 +452,7 @@ class SampleOutput:
 
     sample_index: int
     prompt_len: int
-    logprobs: tuple[TokenLogprob, ...]
+    logprobs: TokenLogprobs
     text: str
     finish_reason: FinishReason
     seed: int = field(compare=False)
@@ -434,13 +474,13 @@ class SampleOutput:
     @property
     def token_ids(self) -> tuple[int, ...]:
         """The output tokens that were drawn."""
-        return tuple(entry.token_id for entry in self.logprobs)
+        return self.logprobs.token_ids
 
     @property
     def digest(self) -> str:
         """SHA-256 over the output ids as int32-LE, then the log-probabilities as float32-LE."""
         ids = struct.pack(f"<{len(self.logprobs)}i", *self.token_ids)
-        values = struct.pack(f"<{len(self.logprobs)}f", *(entry.logprob for entry in self.logprobs))
+        values = struct.pack(f"<{len(self.logprobs)}f", *self.logprobs.values)
         return hashlib.sha256(ids + values).hexdigest()
 
 
@@ -454,7 +494,7 @@ class TokenEvent(NamedTuple):
 
     request_id: int
     sample_index: int
-    logprobs: tuple[TokenLogprob, ...] = ()
+    logprobs: TokenLogprobs = NO_LOGPROBS
     pieces: tuple[str, ...] = ()
     num_accepted: int = 0
     rejected_ids: tuple[int, ...] = ()
@@ -474,4 +514,4 @@ class TokenEvent(NamedTuple):
     @property
     def token_ids(self) -> tuple[int, ...]:
         """The tokens committed."""
-        return tuple(entry.token_id for entry in self.logprobs)
+        return self.logprobs.token_ids

@@ -27,7 +27,7 @@ from verispec.cli.demonstration import (
 )
 from verispec.errors import InputError, VerispecError
 from verispec.llm import LLM
-from verispec.types import FinishReason, SampleOutput, SamplingParams, SequenceStats, TokenLogprob
+from verispec.types import FinishReason, SampleOutput, SamplingParams, SequenceStats, TokenLogprob, TokenLogprobs
 
 PROMPT = "one two one two one"
 PARAMS = SamplingParams(max_tokens=24, temperature=0.7, seed=4)
@@ -181,7 +181,7 @@ def test_fast_passes_leave_the_deterministic_cases_alone(
 
 
 def output(*entries: tuple[int, float]) -> SampleOutput:
-    logprobs = tuple(TokenLogprob(token_id, value) for token_id, value in entries)
+    logprobs = TokenLogprobs.of(TokenLogprob(token_id, value) for token_id, value in entries)
     return SampleOutput(0, 1, logprobs, "", FinishReason.LENGTH, 0, SequenceStats())
 
 

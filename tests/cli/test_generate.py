@@ -19,7 +19,7 @@ from tests.cli.conftest import COMMAND, Cli
 from verispec.cli.show import GREEN, PLAIN, STRUCK_RED, coloured, figures
 from verispec.cli.terminal import safe
 from verispec.llm import LLM
-from verispec.types import FinishReason, SampleOutput, SamplingParams, SequenceStats, TokenEvent, TokenLogprob
+from verispec.types import FinishReason, SampleOutput, SamplingParams, SequenceStats, TokenEvent, TokenLogprobs
 
 QUESTION = "What is the capital of France?"
 
@@ -86,7 +86,7 @@ def test_what_greedy_decoding_makes_pointless_is_said(cli: Cli) -> None:
 
 def test_figures_tell_prompt_and_generation_speed_apart_in_one_row() -> None:
     def shown(stats: SequenceStats, params: SamplingParams, *, prompt_len: int = 3000, num_new: int = 5) -> str:
-        entries = (TokenLogprob(7, -0.5),) * num_new
+        entries = TokenLogprobs((7,) * num_new, (-0.5,) * num_new)
         output = SampleOutput(0, prompt_len, entries, "", FinishReason.LENGTH, 123456789, stats)
         return figures(output, params, width=80)
 
@@ -226,7 +226,7 @@ def test_options_reach_the_model(bare_cli: Cli, smollm2: LLM, monkeypatch: pytes
 
 def test_drafts_in_colour() -> None:
     event = TokenEvent(
-        0, 0, (TokenLogprob(1, 0.0),) * 3, ("go", "od", " day\x1b[2J"), num_accepted=2, rejected_ids=(7, 8)
+        0, 0, TokenLogprobs((1,) * 3, (0.0,) * 3), ("go", "od", " day\x1b[2J"), num_accepted=2, rejected_ids=(7, 8)
     )
     shown = coloured(event, lambda token_id: {7: "\x1b]0;x\x07", 8: "no\n"}[token_id])
     assert shown == f"{GREEN}good{PLAIN}{STRUCK_RED}\\x1b]0;x\\x07no\\n{PLAIN} day\\x1b[2J"

@@ -165,7 +165,7 @@ class Stream:
 
     def receive(self, event: TokenEvent) -> None:
         assert self.output is None, "an event after the last one"
-        self.logprobs += event.logprobs
+        self.logprobs += tuple(event.logprobs)
         self.text += event.text
         self.output = event.output
 
@@ -283,7 +283,7 @@ class EngineMachine(RuleBasedStateMachine):
         output, params = event.output, stream.request.params
         if output is None:
             return
-        assert (output.logprobs, output.text) == (stream.logprobs, stream.text)
+        assert (tuple(output.logprobs), output.text) == (stream.logprobs, stream.text)
         self.note(output)
         if not params.deterministic:
             return
@@ -336,7 +336,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.one_step()
         assert all(stream.output is not None for samples in self.streams.values() for stream in samples)
         pool = self.engine._pool
-        assert pool.num_free + pool.num_evictable == pool.num_slots, "slots are held after the last request"
+        assert self.engine.num_free_slots == pool.num_slots, "slots are held after the last request"
         self.engine._cache.evict(pool.num_slots)
         assert pool.num_free == pool.num_slots
         assert not self.engine._drafters._drafters["ngram"]._indices

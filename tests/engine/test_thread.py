@@ -108,8 +108,7 @@ def check_idle(thread: EngineThread) -> None:
     wait_until(lambda: thread.status()[:2] == (0, 0))
     engine = thread.idle_engine
     engine.check()
-    pool = engine._pool
-    assert pool.num_free + pool.num_evictable == pool.num_slots
+    assert engine.num_free_slots == engine._pool.num_slots
     assert not engine.has_work
     assert not thread._live
 

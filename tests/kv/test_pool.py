@@ -25,7 +25,7 @@ counts = st.integers(0, NUM_SLOTS // 2)
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Owners hold lists of slots, one reference per entry; the model counts them from scratch after every rule."""
+    """Owners have lists of slots; the model counts them from scratch after every rule."""
 
     num_rules = 0
 
@@ -35,7 +35,6 @@ class PoolMachine(RuleBasedStateMachine):
         self.leases: list[Lease] = []
         self.ended: list[Lease] = []
         self.owned: list[list[int]] = []
-        self.cached: set[int] = set()
         self.rules_here = -1  # the invariants also run once before the first rule
 
     def teardown(self) -> None:
@@ -92,47 +91,16 @@ class PoolMachine(RuleBasedStateMachine):
         self.ended.append(lease)
 
     @precondition(lambda self: self.owned)
-    @rule(pick=picks, count=counts)
-    def share_a_prefix(self, pick: int, count: int) -> None:
-        slots = self.owned[pick % len(self.owned)][:count]
-        self.pool.retain(slots)
-        self.owned.append(slots)
-
-    @precondition(lambda self: self.owned)
     @rule(pick=picks)
     def release(self, pick: int) -> None:
         self.pool.release(self.owned.pop(pick % len(self.owned)))
 
-    @precondition(lambda self: self.owned)
-    @rule(pick=picks)
-    def mark_cached(self, pick: int) -> None:
-        slots = [s for s in self.owned[pick % len(self.owned)] if s not in self.cached]
-        self.pool.mark_cached(slots)
-        self.cached |= set(slots)
-
-    @precondition(lambda self: self.cached)
-    @rule(pick=picks, count=counts)
-    def unmark_cached(self, pick: int, count: int) -> None:
-        first = pick % len(self.cached)
-        slots = sorted(self.cached)[first : first + count]
-        self.pool.unmark_cached(slots)
-        self.cached -= set(slots)
-
-    @precondition(lambda self: self.cached)
-    @rule(pick=picks, count=counts)
-    def hit_the_cache(self, pick: int, count: int) -> None:
-        first = pick % len(self.cached)
-        slots = sorted(self.cached)[first : first + count]
-        self.pool.retain(slots)
-        self.owned.append(slots)
-
     @precondition(lambda self: self.pool.num_free)
-    @rule(pick=picks)
-    def misuse_a_free_slot(self, pick: int) -> None:
+    @rule()
+    def misuse_a_free_slot(self) -> None:
         slot = next(s for s in range(NUM_RESERVED, NUM_SLOTS + NUM_RESERVED) if s not in self.held_before)
-        verbs = (self.pool.release, self.pool.retain, self.pool.mark_cached, self.pool.unmark_cached)
-        with pytest.raises(ValueError):
-            verbs[pick % len(verbs)]([slot])
+        with pytest.raises(ValueError, match=f"slot {slot} is free already"):
+            self.pool.release([*self.held_before, slot])
 
     @precondition(lambda self: self.ended)
     @rule(pick=picks)
@@ -150,15 +118,15 @@ class PoolMachine(RuleBasedStateMachine):
     def books_balance(self) -> None:
         self.rules_here += 1
         self.pool.check()
-        holders = (*(lease.slots for lease in self.leases), *self.owned, self.cached)
-        refs = Counter(s for slots in holders for s in slots)
-        assert [self.pool.refs(s) for s in range(NUM_SLOTS + NUM_RESERVED)] == [
-            refs[s] for s in range(NUM_SLOTS + NUM_RESERVED)
+        holders = (*(lease.slots for lease in self.leases), *self.owned)
+        held = Counter(s for slots in holders for s in slots)
+        assert max(held.values(), default=1) == 1
+        assert [self.pool.owns([s]) for s in range(NUM_SLOTS + NUM_RESERVED)] == [
+            s in held for s in range(NUM_SLOTS + NUM_RESERVED)
         ]
-        assert self.pool.num_free == NUM_SLOTS - len(refs)
-        assert self.pool.num_evictable == sum(1 for s in self.cached if refs[s] == 1)
+        assert self.pool.num_free == NUM_SLOTS - len(held)
         assert self.pool.leases == tuple(self.leases)
-        self.held_before = frozenset(refs)
+        self.held_before = frozenset(held)
 
 
 def test_the_books_balance_after_every_rule() -> None:
@@ -253,67 +221,11 @@ def test_trimming_frees_all_but_the_first_slots(pool: SlotPool, count: int) -> N
     pool.check()
 
 
-def test_sharing_a_free_slot_raises(pool: SlotPool) -> None:
-    slots = owned(pool, 1)
-    pool.release(slots)
-    for share in (pool.retain, pool.mark_cached):
-        with pytest.raises(ValueError, match="is free and cannot be shared"):
-            share(slots)
-    pool.check()
-
-
 @pytest.mark.parametrize("slot", range(NUM_RESERVED))
-def test_a_reserved_slot_cannot_be_shared_or_freed(pool: SlotPool, slot: int) -> None:
-    for verb in (pool.retain, pool.release, pool.mark_cached, pool.unmark_cached):
-        with pytest.raises(ValueError):
-            verb([slot])
+def test_a_reserved_slot_cannot_be_freed(pool: SlotPool, slot: int) -> None:
+    with pytest.raises(ValueError):
+        pool.release([slot])
     pool.check()
-
-
-def test_caching_twice_and_uncaching_what_is_not_cached_raise(pool: SlotPool) -> None:
-    slots = owned(pool, 2)
-    pool.mark_cached(slots[:1])
-    with pytest.raises(ValueError, match="cached already"):
-        pool.mark_cached(slots[:1])
-    with pytest.raises(ValueError, match="not cached"):
-        pool.unmark_cached(slots[1:])
-    pool.check()
-
-
-def test_releasing_the_caches_reference_raises_and_changes_nothing(pool: SlotPool) -> None:
-    slots = owned(pool, 1)
-    pool.mark_cached(slots)
-    pool.release(slots)
-    with pytest.raises(ValueError, match="prefix cache"):
-        pool.release(slots)
-    assert pool.refs(slots[0]) == pool.num_evictable == 1
-    pool.check()
-
-
-def test_a_watched_slot_is_reported_once_when_only_the_cache_holds_it(pool: SlotPool) -> None:
-    slots = owned(pool, 3)
-    pool.mark_cached(slots)
-    pool.retain(slots)
-    pool.watch(slots[0])
-    pool.watch(slots[2])
-    pool.release(slots)
-    assert pool.take_unheld() == []
-    pool.release(slots)
-    assert pool.take_unheld() == [slots[0], slots[2]]
-    assert pool.take_unheld() == []
-    pool.retain(slots)
-    pool.release(slots)
-    assert pool.take_unheld() == [], "it is watched no more"
-    pool.check()
-
-
-def test_only_a_cached_slot_that_others_hold_can_be_watched(pool: SlotPool) -> None:
-    slots = owned(pool, 2)
-    pool.mark_cached(slots[:1])
-    pool.release(slots[:1])
-    for slot in slots:
-        with pytest.raises(ValueError, match="both cached and held"):
-            pool.watch(slot)
 
 
 def test_extend_is_all_or_none(pool: SlotPool) -> None:
@@ -328,8 +240,8 @@ def _free_twice(pool: SlotPool) -> None:
     pool._free.append(pool._free[0])
 
 
-def _give_a_free_slot_references(pool: SlotPool) -> None:
-    pool._refs[pool._free[0]] = 1
+def _own_a_free_slot(pool: SlotPool) -> None:
+    pool._owned.add(pool._free[0])
 
 
 def _lose_a_slot(pool: SlotPool) -> None:
@@ -337,42 +249,31 @@ def _lose_a_slot(pool: SlotPool) -> None:
 
 
 def _free_a_reserved_slot(pool: SlotPool) -> None:
-    pool._refs[0] = 1
+    pool._free.append(0)
 
 
 def _lease_a_slot_twice(pool: SlotPool) -> None:
     pool.leases[0].slots.append(pool.leases[1].slots[0])
 
 
-def _share_a_leased_slot(pool: SlotPool) -> None:
-    pool.retain(pool.leases[0].slots)
-
-
-def _miscount_evictable(pool: SlotPool) -> None:
-    pool._num_cached_only += 1
-
-
-def _watch_what_nobody_holds(pool: SlotPool) -> None:
-    pool._watched.add(NUM_RESERVED)
+def _lease_a_free_slot(pool: SlotPool) -> None:
+    pool.leases[0].slots.append(pool._free[0])
 
 
 @pytest.mark.parametrize(
     ("corrupt", "problem"),
     [
         (_free_twice, "a slot is free twice"),
-        (_give_a_free_slot_references, "a free slot has references"),
-        (_lose_a_slot, "a held slot has none"),
+        (_own_a_free_slot, "a free slot has an owner"),
+        (_lose_a_slot, "a slot is neither free nor owned"),
         (_free_a_reserved_slot, "a reserved slot was handed out"),
         (_lease_a_slot_twice, "a leased slot has two owners"),
-        (_share_a_leased_slot, "a leased slot has two owners"),
-        (_miscount_evictable, "the evictable count is off"),
-        (_watch_what_nobody_holds, "a watched slot is held by the prefix cache alone"),
+        (_lease_a_free_slot, "a leased slot is free"),
     ],
 )
 def test_control_check_sees_each_problem(pool: SlotPool, corrupt: Callable[[SlotPool], None], problem: str) -> None:
     leased(pool, 1)
     leased(pool, 1)
-    pool.mark_cached(owned(pool, 1))
     pool.check()
     corrupt(pool)
     with pytest.raises(AssertionError, match=f"^{problem}$"):

@@ -4,7 +4,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from tests.support.scale import scaled
-from verispec.kv import NUM_RESERVED, TARGET_STORE, NoPrefixCache, RadixPrefixCache, SlotPool
+from verispec.kv import TARGET_STORE, Node, NoPrefixCache, RadixPrefixCache, SlotPool
 
 NUM_SLOTS, NUM_STORES, MAX_LEN = 24, 3, 8
 MIN_RULES = 40_000  # this file's share of the 10^5 rules that the stateful tests of kv/ and engine/ execute
@@ -40,10 +39,12 @@ class Entry:
 
 @dataclass
 class Holder:
-    """A sequence as the pool sees it: tokens, and slots of a prefix of them."""
+    """A sequence: tokens, slots of a prefix of them, and how many of these the cache owns, up to a node."""
 
     token_ids: Prefix
     slots: list[int] = field(default_factory=list)
+    node: Node | None = None
+    num_shared: int = 0
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -60,14 +61,14 @@ class CacheMachine(RuleBasedStateMachine):
         self.rules_here = -1  # the invariants also run once before the first rule
 
     def teardown(self) -> None:
-        for holder in self.holders:
-            self.pool.release(holder.slots)
+        while self.holders:
+            self.release(0)
         assert self.cache.evict(NUM_SLOTS) == len(self.model)
         assert self.pool.num_free == NUM_SLOTS
         CacheMachine.num_rules += self.rules_here
 
     def held(self) -> Counter[int]:
-        return Counter(s for holder in self.holders for s in holder.slots)
+        return Counter(s for holder in self.holders for s in holder.slots[: holder.num_shared])
 
     def cached_part(self, token_ids: Prefix, limit: int) -> list[Entry]:
         found = []
@@ -91,9 +92,7 @@ class CacheMachine(RuleBasedStateMachine):
             next((i for i, entry in enumerate(expected) if store not in entry.stores), len(expected))
             for store in range(NUM_STORES)
         )
-        for entry in expected:
-            entry.last_used = self.clock
-        self.holders.append(Holder(token_ids, hit.slots))
+        self.holders.append(Holder(token_ids, hit.slots, hit.node, len(hit.slots)))
 
     @precondition(lambda self: self.holders)
     @rule(pick=picks, count=lengths)
@@ -117,7 +116,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(pick=picks, count=lengths)
     def publish(self, pick: int, count: int) -> None:
         holder = self.holders[pick % len(self.holders)]
-        target_len = min(count, len(holder.slots))
+        target_len = max(holder.num_shared, min(count, len(holder.slots)))
         drafts = (min(target_len, self.valid_len(holder.slots, s)) for s in range(1, NUM_STORES))
         valid_lens = (target_len, *drafts)
         self.clock += 1
@@ -128,20 +127,25 @@ class CacheMachine(RuleBasedStateMachine):
             entry = self.model.setdefault(holder.token_ids[:end], Entry(slot, stores, self.clock))
             if entry.slot == slot:
                 entry.stores |= stores
-            entry.last_used = self.clock
             own[end - 1] = entry.slot
-        holder.slots = self.cache.publish(holder.token_ids, holder.slots, valid_lens)
+        holder.slots, holder.node = self.cache.publish(holder.token_ids, holder.slots, valid_lens, held=holder.node)
+        holder.num_shared = target_len
         assert holder.slots == own
 
     @precondition(lambda self: self.holders)
     @rule(pick=picks)
     def release(self, pick: int) -> None:
-        self.pool.release(self.holders.pop(pick % len(self.holders)).slots)
+        holder = self.holders.pop(pick % len(self.holders))
+        self.clock += 1
+        for end in range(1, holder.num_shared + 1):
+            self.model[holder.token_ids[:end]].last_used = self.clock
+        self.cache.let_go(holder.node)
+        self.pool.release(holder.slots[holder.num_shared :])
 
     @precondition(lambda self: self.model)
     @rule(count=st.integers(0, NUM_SLOTS))
     def evict(self, count: int) -> None:
-        evictable = self.pool.num_evictable
+        evictable = self.cache.num_evictable
         freed = self.cache.evict(count)
         assert freed == min(count, evictable)
         kept = set(self.cache.slots())
@@ -158,15 +162,15 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def tree_equals_model(self) -> None:
         self.rules_here += 1
-        self.cache.check()
+        self.cache.check(holder.node for holder in self.holders)
         self.pool.check()
         cached, held = Counter(entry.slot for entry in self.model.values()), self.held()
         assert Counter(self.cache.slots()) == cached
         assert all(prefix[:-1] in self.model for prefix in self.model if len(prefix) > 1)
-        refs = cached + held
-        assert all(self.pool.refs(s) == refs[s] for s in range(NUM_SLOTS + NUM_RESERVED))
-        assert self.pool.num_evictable == sum(1 for s in cached if not held[s])
-        assert self.pool.num_free == NUM_SLOTS - len(refs)
+        own = [s for holder in self.holders for s in holder.slots[holder.num_shared :]]
+        assert max(Counter([*cached, *own]).values(), default=1) == 1
+        assert self.cache.num_evictable == sum(1 for s in cached if not held[s])
+        assert self.pool.num_free == NUM_SLOTS - len(cached) - len(own)
 
 
 def test_the_tree_equals_the_model_after_every_rule() -> None:
@@ -192,19 +196,36 @@ def computed(pool: SlotPool, count: int) -> list[int]:
 
 def published(cache: RadixPrefixCache, pool: SlotPool, token_ids: Prefix, draft_len: int = 0) -> list[int]:
     """Publish a text that nobody goes on holding; returns the tree's slots."""
-    held = cache.publish(token_ids, computed(pool, len(token_ids)), (len(token_ids), draft_len))
-    pool.release(held)
-    return held
+    slots, node = cache.publish(token_ids, computed(pool, len(token_ids)), (len(token_ids), draft_len))
+    cache.let_go(node)
+    return slots
+
+
+def used(cache: RadixPrefixCache, token_ids: Prefix) -> list[int]:
+    """Find a text and let go of it; returns the slots."""
+    hit = cache.match(token_ids, limit=len(token_ids))
+    cache.let_go(hit.node)
+    return hit.slots
 
 
 def test_publish_swaps_the_callers_slots_for_the_trees(cache: RadixPrefixCache, pool: SlotPool) -> None:
     tree = published(cache, pool, (1, 2, 3))
     own = computed(pool, 5)
     num_free = pool.num_free
-    held = cache.publish((1, 2, 3, 4, 5), own, (4, 0))
-    assert held == [*tree, own[3], own[4]]
-    assert [pool.refs(s) for s in held] == [2, 2, 2, 2, 1]
+    slots, node = cache.publish((1, 2, 3, 4, 5), own, (4, 0))
+    assert slots == [*tree, own[3], own[4]]
     assert pool.num_free == num_free + 3, "the caller's copy of what the tree had is freed"
+    assert cache.num_evictable == 0
+    cache.check([node])
+
+
+def test_a_second_publication_goes_on_from_what_is_held(cache: RadixPrefixCache, pool: SlotPool) -> None:
+    slots, node = cache.publish((1, 2), computed(pool, 2), (2, 0))
+    other = cache.match((1,), limit=1)  # splits it
+    slots, longer = cache.publish((1, 2, 3), slots + computed(pool, 1), (3, 1), held=node)
+    cache.check([longer, other.node])
+    assert used(cache, (1, 2, 3)) == slots
+    assert cache.match((1, 2, 3), limit=3).valid_lens == (3, 1)
 
 
 def test_match_stops_at_the_limit_inside_a_node(cache: RadixPrefixCache, pool: SlotPool) -> None:
@@ -212,8 +233,8 @@ def test_match_stops_at_the_limit_inside_a_node(cache: RadixPrefixCache, pool: S
     for limit in range(5):
         hit = cache.match((1, 2, 3, 4), limit=limit)
         assert hit.slots == tree[:limit]
-        assert pool.num_evictable == 4 - limit
-        pool.release(hit.slots)
+        assert cache.num_evictable == 4 - limit
+        cache.let_go(hit.node)
 
 
 def test_a_hit_says_how_much_each_store_holds(cache: RadixPrefixCache, pool: SlotPool) -> None:
@@ -228,8 +249,8 @@ def test_the_trees_copy_keeps_its_own_marks(cache: RadixPrefixCache, pool: SlotP
 
 
 def test_only_what_the_target_holds_is_cached(cache: RadixPrefixCache, pool: SlotPool) -> None:
-    cache.publish((1, 2, 3, 4), computed(pool, 4), (2, 4))
-    cache.check()
+    node = cache.publish((1, 2, 3, 4), computed(pool, 4), (2, 4)).node
+    cache.check([node])
     assert cache.match((1, 2, 3, 4), limit=4).valid_lens == (2, 2)
 
 
@@ -237,9 +258,9 @@ def test_eviction_goes_by_last_use_exactly(cache: RadixPrefixCache, pool: SlotPo
     trunk = published(cache, pool, (0, 0))
     left, right = published(cache, pool, (0, 0, 1))[2:], published(cache, pool, (0, 0, 2, 2))[2:]
     other = published(cache, pool, (5, 5, 5))
-    pool.release(cache.match((0, 0, 1), limit=3).slots)
+    used(cache, (0, 0, 1))
     order = []
-    while pool.num_evictable:
+    while cache.num_evictable:
         before = set(cache.slots())
         cache.evict(1)
         order.append(before - set(cache.slots()))
@@ -254,15 +275,15 @@ def test_an_eviction_frees_no_more_than_it_must(cache: RadixPrefixCache, pool: S
     assert set(cache.slots()) == {older[0], *newer}
     assert cache.evict(2) == 2
     assert set(cache.slots()) == set(newer[:2])
-    cache.check()
+    cache.check([])
 
 
 def test_a_node_in_use_is_never_evicted(cache: RadixPrefixCache, pool: SlotPool) -> None:
     tree = published(cache, pool, (1, 2, 3, 4))
-    held = cache.match((1, 2), limit=2).slots
+    hit = cache.match((1, 2), limit=2)
     assert cache.evict(100) == 2
-    assert list(cache.slots()) == held == tree[:2]
-    pool.release(held)
+    assert list(cache.slots()) == hit.slots == tree[:2]
+    cache.let_go(hit.node)
     assert cache.evict(100) == 2
     assert pool.num_free == pool.num_slots
 
@@ -285,66 +306,57 @@ def num_calls(evict: Callable[[], int]) -> int:
 
 @pytest.mark.parametrize("num_held", [0, 50])
 def test_eviction_costs_what_it_frees_however_large_the_tree(num_held: int) -> None:
-    """The same work with 100 and with 3000 nodes, also where the oldest are held: they are passed over once."""
+    """The same work with 100 and with 3000 nodes, also where the oldest are held."""
 
     def cost(num_nodes: int) -> list[int]:
         pool = SlotPool(num_nodes * 3)
         cache = RadixPrefixCache(pool)
         for i in range(num_nodes):
-            held = cache.publish((i % 10, i, i), computed(pool, 3), (3,))
+            node = cache.publish((i % 10, i, i), computed(pool, 3), (3,)).node
             if i >= num_held:
-                pool.release(held)
-        cache.evict(1)  # passes over what is held
+                cache.let_go(node)
         return [num_calls(lambda: cache.evict(1)) for _ in range(20)]
 
     assert cost(3000) == cost(100)
 
 
-def test_what_was_passed_over_while_held_is_evicted_in_its_turn(cache: RadixPrefixCache, pool: SlotPool) -> None:
-    texts = [(i, i) for i in range(6)]
-    held = [cache.publish(text, computed(pool, 2), (2, 0)) for text in texts]
-    for i in (4, 5):
-        pool.release(held[i])
-    assert cache.evict(1) == 1  # passes over 0 to 3
+def test_what_was_held_is_evicted_after_what_was_let_go_of_before(cache: RadixPrefixCache, pool: SlotPool) -> None:
+    found = [cache.publish((i, i), computed(pool, 2), (2, 0)) for i in range(4)]
+    for i in (2, 0, 3, 1):
+        cache.let_go(found[i].node)
+    cache.let_go(cache.match((3,), limit=1).node)  # used again: its first token, not its second
     order = []
-    for released in (2, 0, 1, 3):
-        pool.release(held[released])
-        cache.check()
+    while cache.num_evictable:
         before = set(cache.slots())
         assert cache.evict(1) == 1
-        cache.check()
-        order += [held.index(slots) for slots in held if (before - set(cache.slots())) & set(slots)]
-    assert order == [2, 0, 0, 1], "each time the oldest that nobody holds"
-    pool.release(cache.match((1,), limit=1).slots)  # what is left of 1 becomes the newest
-    assert cache.evict(6) == 6
-    assert set(cache.slots()) == {held[1][0]}
+        (gone,) = before - set(cache.slots())
+        order.append(next(i for i, each in enumerate(found) if gone in each.slots))
+        cache.check([])
+    assert order == [2, 2, 0, 0, 3, 1, 1, 3]
 
 
 def test_a_node_held_again_is_not_evicted(cache: RadixPrefixCache, pool: SlotPool) -> None:
-    held = cache.publish((1, 2), computed(pool, 2), (2, 0))
+    slots, node = cache.publish((1, 2), computed(pool, 2), (2, 0))
     assert cache.evict(1) == 0
-    pool.release(held)
-    assert cache.match((1, 2), limit=2).slots == held
+    cache.let_go(node)
+    hit = cache.match((1, 2), limit=2)
+    assert hit.slots == slots
     assert cache.evict(1) == 0
-    pool.release(held)
-    pool.retain(held)  # behind the cache's back
-    assert cache.evict(1) == 0
-    cache.check()
-    pool.release(held)
+    cache.let_go(hit.node)
     assert cache.evict(9) == 2
 
 
 def test_tenants_share_nothing(cache: RadixPrefixCache, pool: SlotPool) -> None:
     mine, yours = (cache.publish((1, 2, 3), computed(pool, 3), (3, 0), salt=salt) for salt in ("mine", "yours"))
-    assert not set(mine) & set(yours)
-    assert cache.match((1, 2, 3), limit=3) == ([], (0, 0))
+    assert not set(mine.slots) & set(yours.slots)
+    assert cache.match((1, 2, 3), limit=3).slots == []
     hit = cache.match((1, 2, 9), limit=3, salt="yours")
-    assert hit.slots == yours[:2]
-    cache.check()
-    for slots in (mine, yours, hit.slots):
-        pool.release(slots)
+    assert hit.slots == yours.slots[:2]
+    cache.check([mine.node, yours.node, hit.node])
+    for node in (mine.node, yours.node, hit.node):
+        cache.let_go(node)
     assert cache.evict(4) == 4, "one order of eviction for all"
-    assert set(cache.slots()) == set(yours[:2])
+    assert set(cache.slots()) == set(yours.slots[:2])
     assert cache.evict(9) == 2
     assert pool.num_free == pool.num_slots
     assert not cache._roots, "a tenant whose prefixes are gone is forgotten"
@@ -357,29 +369,32 @@ def test_versions_of_the_weights_share_nothing(cache: RadixPrefixCache, pool: Sl
     """What was computed with other weights is never found; it stays until it is evicted, or its weights come back."""
     old = cache.publish((1, 2, 3), computed(pool, 3), (3, 0))
     cache.weights_version = 1
-    assert cache.match((1, 2, 3), limit=3) == ([], (0, 0))
+    assert cache.match((1, 2, 3), limit=3).slots == []
     new = cache.publish((1, 2, 3), computed(pool, 3), (3, 0))
-    assert not set(old) & set(new)
-    cache.check()
+    assert not set(old.slots) & set(new.slots)
+    longer = cache.publish((1, 2, 3, 4), old.slots + computed(pool, 1), (4, 0), held=old.node)
+    assert longer.slots[:3] == old.slots, "a sequence goes on with the weights that it began with"
+    assert used(cache, (1, 2, 3, 4)) == new.slots
+    cache.check([longer.node, new.node])
     cache.weights_version = 0
-    assert cache.match((1, 2, 3), limit=3).slots == old
-    for slots in (old, old, new):
-        pool.release(slots)
-    assert cache.evict(9) == 6
+    assert used(cache, (1, 2, 3, 4)) == longer.slots
+    for node in (longer.node, new.node):
+        cache.let_go(node)
+    assert cache.evict(9) == 7
     assert not cache._roots
 
 
 def test_no_cache_keeps_nothing(pool: SlotPool) -> None:
     cache, slots = NoPrefixCache(num_stores=2), computed(pool, 3)
-    assert cache.publish((1, 2, 3), slots, (3, 0)) == slots
-    assert cache.match((1, 2, 3), limit=3) == ([], (0, 0))
+    assert cache.publish((1, 2, 3), slots, (3, 0)) == (slots, None)
+    assert cache.match((1, 2, 3), limit=3) == ([], (0, 0), None)
     assert cache.evict(3) == 0
     assert list(cache.slots()) == []
-    assert [pool.refs(s) for s in slots] == [1, 1, 1]
+    assert pool.num_free == pool.num_slots - 3
 
 
 def _free_a_slot(cache: RadixPrefixCache, pool: SlotPool) -> None:
-    pool._refs[next(cache.slots())] = 0
+    pool.release([next(cache.slots())])
 
 
 def _cache_a_slot_twice(cache: RadixPrefixCache, pool: SlotPool) -> None:
@@ -387,7 +402,7 @@ def _cache_a_slot_twice(cache: RadixPrefixCache, pool: SlotPool) -> None:
     second.slots[0] = first.slots[0]
 
 
-def root(cache: RadixPrefixCache) -> Any:
+def root(cache: RadixPrefixCache) -> Node:
     (found,) = cache._roots.values()
     return found
 
@@ -400,22 +415,25 @@ def _lose_a_token(cache: RadixPrefixCache, pool: SlotPool) -> None:
     root(cache).children[1].token_ids = [1]
 
 
-def _hold_a_part(cache: RadixPrefixCache, pool: SlotPool) -> None:
-    pool.retain(root(cache).children[1].slots[:1])
+def _forget_a_holder(cache: RadixPrefixCache, pool: SlotPool) -> None:
+    cache.match((1, 2), limit=2)
 
 
-def _use_a_child_alone(cache: RadixPrefixCache, pool: SlotPool) -> None:
-    cache.match((1,), limit=1)
-    (child,) = root(cache).children[1].children.values()
-    child.last_used = cache._clock + 1
+def _evict_the_parent_first(cache: RadixPrefixCache, pool: SlotPool) -> None:
+    used(cache, (1,))
+    cache._unheld.move_to_end(root(cache).children[1], last=False)
 
 
 def _lose_a_place(cache: RadixPrefixCache, pool: SlotPool) -> None:
-    cache._by_use.popitem()
+    cache._unheld.popitem()
 
 
-def _swap_places(cache: RadixPrefixCache, pool: SlotPool) -> None:
-    cache._by_use.move_to_end(root(cache).children[1])
+def _lose_a_node(cache: RadixPrefixCache, pool: SlotPool) -> None:
+    del root(cache).children[1]
+
+
+def _miscount(cache: RadixPrefixCache, pool: SlotPool) -> None:
+    cache.num_evictable += 1
 
 
 def _lose_the_target(cache: RadixPrefixCache, pool: SlotPool) -> None:
@@ -430,10 +448,11 @@ def _lose_the_target(cache: RadixPrefixCache, pool: SlotPool) -> None:
         (_misfile, "wrong token"),
         (_lose_a_token, "malformed"),
         (_lose_the_target, "no valid target"),
-        (_hold_a_part, "a part of a cached node is held"),
-        (_use_a_child_alone, "without its parent"),
-        (_lose_a_place, "twice or not at all"),
-        (_swap_places, "order of eviction is wrong"),
+        (_forget_a_holder, "another number of holders"),
+        (_lose_a_place, "another number of holders"),
+        (_evict_the_parent_first, "after its parent"),
+        (_lose_a_node, "not in the tree"),
+        (_miscount, "evictable count is off"),
     ],
 )
 def test_control_check_sees_each_problem(
@@ -441,7 +460,7 @@ def test_control_check_sees_each_problem(
 ) -> None:
     published(cache, pool, (1, 2))
     published(cache, pool, (3, 4))
-    cache.check()
+    cache.check([])
     corrupt(cache, pool)
     with pytest.raises(AssertionError, match=problem):
-        cache.check()
+        cache.check([])

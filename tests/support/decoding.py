@@ -250,7 +250,7 @@ class Watched:
         assert not self.engine.has_work, f"not finished after {max_steps} steps"
         pool = self.engine._pool
         assert pool.leases == ()
-        assert pool.num_free + pool.num_evictable == pool.num_slots, "slots are held after the last request"
+        assert self.engine.num_free_slots == pool.num_slots, "slots are held after the last request"
         assert self.engine.totals == self.totals, "the totals are not the sums"
         return {i: s[0].output for i, s in self.streams.items() if s[0].output is not None}
 

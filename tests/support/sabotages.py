@@ -20,7 +20,7 @@ from tests.support.faulty_backends import WrappedBackend
 from verispec.backends.cost import CostTable
 from verispec.backends.protocol import DrawWanted, Noise, Pass, PassKind, PassResult, ReadyTicket, Rows, Ticket
 from verispec.engine.policy import Policy, RoundLoad
-from verispec.kv import DUMP_SLOT, Lease, RadixPrefixCache, SlotPool
+from verispec.kv import DUMP_SLOT, Lease, Published, RadixPrefixCache, SlotPool
 from verispec.kv.prefix_cache import PrefixHit
 from verispec.sampling.rows import Sampler
 from verispec.spec.decode import DecodeDrafter
@@ -335,19 +335,19 @@ class PublishesWhatIsNotCanonical(RadixPrefixCache):
     """A position more than it was given, where the caller holds one."""
 
     def publish(
-        self, token_ids: Sequence[int], slots: list[int], valid_lens: tuple[int, ...], **salt: str
-    ) -> list[int]:
+        self, token_ids: Sequence[int], slots: list[int], valid_lens: tuple[int, ...], **rest: Any
+    ) -> Published:
         if len(slots) > len(token_ids) and valid_lens[0] == len(token_ids):
             token_ids, valid_lens = [*token_ids, 0], (valid_lens[0] + 1, *valid_lens[1:])
-        return super().publish(token_ids, slots, valid_lens, **salt)
+        return super().publish(token_ids, slots, valid_lens, **rest)
 
 
 class PublishesWrongSlots(RadixPrefixCache):
     def publish(
-        self, token_ids: Sequence[int], slots: list[int], valid_lens: tuple[int, ...], **salt: str
-    ) -> list[int]:
+        self, token_ids: Sequence[int], slots: list[int], valid_lens: tuple[int, ...], **rest: Any
+    ) -> Published:
         end = valid_lens[0]
-        return super().publish(token_ids, [*slots[:end][::-1], *slots[end:]], valid_lens, **salt)
+        return super().publish(token_ids, [*slots[:end][::-1], *slots[end:]], valid_lens, **rest)
 
 
 class MatchesOtherTokens(RadixPrefixCache):
@@ -360,7 +360,7 @@ class MatchesOtherTokens(RadixPrefixCache):
                 hit = super().match(changed, limit=limit, **salt)
                 if len(hit.slots) == limit:
                     return hit
-                self._pool.release(hit.slots)
+                self.let_go(hit.node)
         return super().match(token_ids, limit=limit, **salt)
 
 

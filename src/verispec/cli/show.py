@@ -7,7 +7,7 @@ from typing import Any
 
 from verispec.cli.terminal import safe
 from verispec.llm import Completion
-from verispec.types import NO_PARENT, DraftTrace, SampleOutput, SamplingParams, TokenEvent, TokenLogprob
+from verispec.types import NO_PARENT, DraftTrace, SampleOutput, SamplingParams, TokenEvent, TokenLogprobs
 
 GREEN, RED, STRUCK_RED, BOLD, PLAIN = "\x1b[32m", "\x1b[31m", "\x1b[9;31m", "\x1b[1m", "\x1b[0m"
 ACCEPTED, REJECTED, BONUS = "accepted", "rejected", "the target's own"
@@ -116,7 +116,7 @@ def _sample_object(sample: SampleOutput, drafter: str, *, stats: bool) -> dict[s
     return result
 
 
-def _alternatives(entries: tuple[TokenLogprob, ...]) -> list[list[list[float]]]:
+def _alternatives(entries: TokenLogprobs) -> list[list[list[float]]]:
     return [[[token_id, value] for token_id, value in entry.alternatives] for entry in entries]
 
 

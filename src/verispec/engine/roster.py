@@ -37,6 +37,11 @@ class Roster:
         """Whether somebody waits, and there is a row for them."""
         return bool(self.waiting and self.free_seq_rows)
 
+    @property
+    def num_available(self) -> int:
+        """Slots that are free, or would be if the prefix cache were emptied."""
+        return self.pool.num_free + self._cache.num_evictable
+
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence behind the others. One that the tokens it was given have ended never runs."""
         if sequence.finish_reason is not None:
@@ -79,12 +84,14 @@ class Roster:
             limit = 0 if sequence.needs_prompt_rows else sequence.committed_len - 1
             hit = self._cache.match(sequence.token_ids, limit=limit, salt=sequence.salt)
             needed = sequence.committed_len - len(hit.slots) + len(self.running)
-            if self.running and needed > self.pool.num_available:
-                self.pool.release(hit.slots)
+            if self.running and needed > self.num_available:
+                self._cache.let_go(hit.node)
                 return
             self.waiting.popleft()
             kv = sequence.kv
-            kv.held, kv.canonical_len, kv.synced_len, kv.store_lens = hit.slots, len(hit.slots), 0, hit.valid_lens
+            kv.held, kv.node, kv.store_lens = hit.slots, hit.node, hit.valid_lens
+            kv.num_shared = kv.canonical_len = len(hit.slots)
+            kv.synced_len = 0
             if not sequence.stats.preemptions:
                 sequence.stats.cached_tokens = len(hit.slots)
             kv.seq_row, kv.lease, sequence.is_running = self.free_seq_rows.pop(), self.pool.lease(), True
@@ -132,7 +139,10 @@ class Roster:
         kv = sequence.kv
         canonical_len = min(kv.canonical_len, sequence.committed_len)
         valid_lens = (canonical_len, *kv.store_lens[1:])
-        held = self._cache.publish(sequence.token_ids[:canonical_len], kv.held, valid_lens, salt=sequence.salt)
+        held, kv.node = self._cache.publish(
+            sequence.token_ids[:canonical_len], kv.held, valid_lens, held=kv.node, salt=sequence.salt
+        )
+        kv.num_shared = canonical_len if kv.node is not None else 0
         if held != kv.held:  # a drafter's store may lack what the cache's slots hold for the target
             same = next(i for i, (a, b) in enumerate(zip(held, kv.held, strict=True)) if a != b)
             kv.store_lens = tuple(min(length, same) for length in kv.store_lens)
@@ -164,10 +174,11 @@ class Roster:
             self.pool.rollback(kv.lease)
             if sequence.finish_reason is not FinishReason.ERROR:
                 self.publish(sequence)
-            self.pool.release(kv.held)
+            self._cache.let_go(kv.node)
+            self.pool.release(kv.held[kv.num_shared :])
             self.free_seq_rows.append(kv.seq_row)
-            kv.held, kv.lease, kv.canonical_len, kv.synced_len, kv.seq_row = [], None, 0, 0, 0
-            kv.store_lens, kv.num_ahead = (), 0
+            kv.held, kv.node, kv.lease, kv.store_lens = [], None, None, ()
+            kv.num_shared = kv.canonical_len = kv.synced_len = kv.seq_row = kv.num_ahead = 0
             kv.draft_epoch += 1
 
 

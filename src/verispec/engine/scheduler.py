@@ -179,7 +179,7 @@ class Scheduler:
             num_waiting=num_resting + len(plain[True]) + len(plain[False]) + len(turns) - len(going) - len(fed),
             context_len=going[0].committed_len if going else fed[0].start,
             room=room,
-            num_free=self._roster.pool.num_available // (len(going) + len(drafted) + num_nodes or 1),
+            num_free=self._roster.num_available // (len(going) + len(drafted) + num_nodes or 1),
             is_streamed=any(s.is_streamed for s in going) or any(t.sequence.is_streamed for t in turns),
             num_nodes=num_nodes,
             draft_seconds=sum({t.choice.drafter: t.choice.draft_seconds for t in drafted}.values()),
@@ -285,7 +285,7 @@ class Scheduler:
         """Give a turn all the rows granted to it, as far as slots are free and not reserved for others' rows."""
         sequence = turn.sequence
         assert isinstance(sequence, Sequence)
-        count = min(granted - 1, self._roster.pool.num_available - num_reserved)
+        count = min(granted - 1, self._roster.num_available - num_reserved)
         if count > 0 and self._roster.take(sequence, 1 + count):
             turn.num_pending += count
             turn.completes = turn.start + turn.num_pending == sequence.committed_len
@@ -313,7 +313,7 @@ class Scheduler:
         assert isinstance(sequence, Sequence)
         assert sequence.kv.lease is not None
         needed = turn.num_pending + choice.num_nodes - len(sequence.kv.lease.slots)
-        if needed > 0 and choice.grows and needed + len(self._roster.running) > self._roster.pool.num_available:
+        if needed > 0 and choice.grows and needed + len(self._roster.running) > self._roster.num_available:
             return False
         return self._roster.take(sequence, turn.num_pending + choice.num_nodes)
 

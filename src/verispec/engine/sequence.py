@@ -9,11 +9,12 @@ import contextlib
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
-from verispec.kv import Lease
+from verispec.kv import Lease, Node
 from verispec.sampling.rows import SampleKey
 from verispec.spec.speculation import OFF, Speculation
 from verispec.types import (
     Accept,
+    Alternatives,
     DraftTrace,
     FinishReason,
     NoText,
@@ -23,9 +24,9 @@ from verispec.types import (
     TextSink,
     TokenEvent,
     TokenLogprob,
+    TokenLogprobs,
 )
 
-Alternatives = tuple[tuple[int, float], ...]
 NO_DRAW = "no token can be drawn: the model's logits are NaN or infinite, or every token is banned"
 
 
@@ -36,14 +37,17 @@ class Slots:
         position   0 ........ canonical ........ computed ............... committed
                    | canonical K/V  | fast K/V    | pending: a row next    |
         slots      [----------------- held ------][-- lease: pending, draft or burst --]
-                   shared with the prefix cache    scratch; `commit` moves its front to `held`, the rest is given back
+                   the first are the prefix cache's  scratch; `commit` moves its front to `held`, the rest is given back
 
+    The prefix cache owns the first `num_shared` slots and holds them for the sequence, up to `node`.
     `synced_len` positions are in the backend's table. `store_lens` says how many committed tokens have K/V in each
     store. `epoch` moves with every commit and release: a turn of another epoch is stale. `draft_epoch` moves when a
     lease was lost that a draft under way may count on. `num_flights` turns are in the air.
     """
 
     held: list[int] = field(default_factory=list)
+    num_shared: int = 0
+    node: Node | None = None
     lease: Lease | None = None
     seq_row: int = 0
     canonical_len: int = 0
@@ -57,7 +61,10 @@ class Slots:
     def check(self) -> None:
         """Raise if the borders are out of order."""
         num_leased = len(self.lease.slots) if self.lease else 0
-        if not 0 <= self.canonical_len <= len(self.held) or self.synced_len > len(self.held) + num_leased:
+        if (
+            not 0 <= self.num_shared <= self.canonical_len <= len(self.held)
+            or self.synced_len > len(self.held) + num_leased
+        ):
             raise AssertionError("a sequence's slots are out of order")
 
 
@@ -202,9 +209,12 @@ class Sequence:
     ) -> None:
         """Commit a block of draws up to the one that ends the sequence, as if one by one. -1 is a draw that failed."""
         is_unseen = not self._makes_text and not alternatives and self.stopping_ids.isdisjoint(token_ids)
-        if is_unseen and token_ids[-1] >= 0 and len(self.token_ids) + len(token_ids) < self.max_len:
-            self.token_ids += token_ids
-            self.logprobs += logprobs
+        room = self.max_len - len(self.token_ids)
+        if is_unseen and token_ids[min(room, len(token_ids)) - 1] >= 0:
+            self.token_ids += token_ids[:room]
+            self.logprobs += logprobs[:room]
+            if room <= len(token_ids):
+                self.finish(FinishReason.LENGTH)
             return
         for i, token_id in enumerate(token_ids):
             if token_id < 0:
@@ -253,7 +263,7 @@ class Sequence:
             output, entries = None, self._entries(start)
         else:
             output = self._sample_output(self.finish_reason)
-            entries = output.logprobs[start:]
+            entries = output.logprobs[start:] if start else output.logprobs
         event = TokenEvent(
             self.request_id,
             self.sample_key.sample_index,
@@ -276,13 +286,11 @@ class Sequence:
         self.text += "".join(pieces)
         return tuple(pieces)
 
-    def _entries(self, start: int) -> tuple[TokenLogprob, ...]:
+    def _entries(self, start: int) -> TokenLogprobs:
         """The tokens drawn, from number `start` on."""
         drawn = self.token_ids[self.prompt_len + len(self.given_ids) + start :]
-        if self.alternatives:
-            found = (self.alternatives.get(i, ()) for i in range(start, len(self.logprobs)))
-            return tuple(map(TokenLogprob, drawn, self.logprobs[start:], found))
-        return tuple(map(TokenLogprob, drawn, self.logprobs[start:]))
+        found = tuple(self.alternatives.get(i, ()) for i in range(start, len(self.logprobs)) if self.alternatives)
+        return TokenLogprobs(tuple(drawn), tuple(self.logprobs[start:]), found)
 
     def _sample_output(self, finish_reason: FinishReason) -> SampleOutput:
         return SampleOutput(

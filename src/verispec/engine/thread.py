@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self, TypeVar
 
 from verispec.engine.engine import Engine, Request
 from verispec.errors import BackendDeadError, InputError, QueueFullError, VerispecError
-from verispec.types import FinishReason, SampleOutput, SequenceStats, TokenEvent, Totals
+from verispec.types import NO_LOGPROBS, FinishReason, SampleOutput, SequenceStats, TokenEvent, Totals
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
@@ -291,7 +291,7 @@ class EngineThread:
         output = partial(
             SampleOutput,
             prompt_len=len(job.request.prompt_ids),
-            logprobs=(),
+            logprobs=NO_LOGPROBS,
             text="",
             finish_reason=reason,
             seed=job.request.params.seed or 0,

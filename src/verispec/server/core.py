@@ -28,7 +28,15 @@ from verispec.server.receipts import ReceiptStore
 from verispec.server.settings import Settings
 from verispec.strict_json import numbered
 from verispec.text.detokenizer import TextStream
-from verispec.types import MAX_SEED_BITS, FinishReason, SampleOutput, SamplingParams, TokenEvent, TokenLogprob
+from verispec.types import (
+    MAX_SEED_BITS,
+    FinishReason,
+    SampleOutput,
+    SamplingParams,
+    TokenEvent,
+    TokenLogprob,
+    TokenLogprobs,
+)
 
 FINGERPRINT_DIGITS = 16
 INLINE_CHARS = 20_000  # longer texts are tokenised on another thread, so that streams go on meanwhile
@@ -58,7 +66,7 @@ class Commit(NamedTuple):
 
     choice: int
     event: TokenEvent
-    logprobs: tuple[TokenLogprob, ...]
+    logprobs: TokenLogprobs
     pieces: tuple[str, ...]
     end: int
 
@@ -70,7 +78,7 @@ class Commit(NamedTuple):
     @property
     def token_ids(self) -> list[int]:
         """The tokens committed."""
-        return [entry.token_id for entry in self.logprobs]
+        return list(self.logprobs.token_ids)
 
 
 @dataclass(slots=True)
