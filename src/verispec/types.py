@@ -382,6 +382,7 @@ class SequenceStats:
     preemptions: int = 0
     cached_tokens: int = 0
     arrival_time: float = 0.0
+    start_time: float | None = None  # when it had its first slots
     first_token_time: float | None = None
     finish_time: float | None = None
     last_token_time: float | None = None

@@ -68,7 +68,7 @@ def test_check_gives_one_digest_whatever_the_circumstances(keyed: Served, chat_l
     found = keyed.post("/verispec/check", {"id": receipt_id}).json()
     assert found["equal"] is True
     names = [run["circumstance"] for run in found["runs"]]
-    assert {"drafter none", "drafter ngram", "in a crowd", "without cached prefix"} <= set(names)
+    assert {"drafter none", "drafter ngram", "in a crowd", "without cached prefix", "K/V lost half-way"} <= set(names)
     receipt["output"]["token_ids"][0] ^= 1  # control
     assert keyed.post("/verispec/check", {"receipt": receipt}).json()["equal"] is False
     assert not keyed.core.num_samples
@@ -83,8 +83,40 @@ def test_what_is_no_receipt_is_refused(keyed: Served, body: dict[str, Any]) -> N
 
 
 def test_requests_that_can_have_no_receipt(keyed: Served) -> None:
-    for extension in ({"receipt": True, "deterministic": False}, {"receipt": True, "committed_ids": [[5]]}):
-        assert keyed.post("/v1/chat/completions", chat_body(verispec=extension)).status_code == 400
+    extension = {"receipt": True, "deterministic": False}
+    assert keyed.post("/v1/chat/completions", chat_body(verispec=extension)).status_code == 400
+
+
+@pytest.mark.parametrize("num_given", [1, 40, 79])
+def test_a_receipt_of_a_continued_answer_tells_what_was_given(keyed: Served, num_given: int) -> None:
+    """Given tokens are marked; the drawn ones, and what they were drawn from, are found again or found changed."""
+    fields: dict[str, Any] = {"max_tokens": 80, "temperature": 1.0, "ignore_eos": True}
+    _, whole = receipt_of(keyed, **fields)
+    ids = whole["output"]["token_ids"]
+    answer = keyed.chat(**fields, verispec={"receipt": True, "committed_ids": [ids[:num_given]]})
+    receipt_id = answer["verispec"]["receipt"]
+    receipt = keyed.client.get(f"/verispec/receipts/{receipt_id}").json()
+    assert receipt["output"]["token_ids"] == ids
+    assert receipt["output"]["num_given"] == num_given
+    assert len(receipt["output"]["logprob_digests"]) == -(-(80 - num_given) // 32)
+    found = keyed.post("/verispec/replay", {"id": receipt_id}).json()
+    assert (found["reproduced"], found["num_equal"]) == (True, 80)
+    assert f"the first {num_given} tokens" in found["notes"][0]
+    assert keyed.post("/verispec/check", {"id": receipt_id}).json()["equal"] is True
+    receipt["output"]["token_ids"][79] ^= 1
+    found = keyed.post("/verispec/replay", {"receipt": receipt}).json()
+    assert (found["reproduced"], found["edited"]) == (False, True)
+    assert found["first_token_difference"]["position"] == len(receipt["prompt"]["token_ids"]) + 79
+
+
+def test_the_library_replays_a_continued_answer(keyed: Served, chat_llm: LLM) -> None:
+    given = [5, 6, 7]
+    answer = keyed.chat(temperature=1.0, ignore_eos=True, verispec={"receipt": True, "committed_ids": [given]})
+    receipt = keyed.client.get(f"/verispec/receipts/{answer['verispec']['receipt']}").json()
+    result = replay(chat_llm, parse(json.dumps(receipt)))
+    assert result.reproduced, result
+    receipt["output"]["num_given"] = 2  # control: the third was given, not drawn
+    assert not replay(chat_llm, parse(json.dumps(receipt))).agrees
 
 
 def test_audits_are_limited(keyed: Served, monkeypatch: pytest.MonkeyPatch) -> None:

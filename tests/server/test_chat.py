@@ -163,6 +163,8 @@ def test_metrics_count_what_was_answered(served: Served) -> None:
     assert value("request_success_total") - before[1] == 1
     assert value("num_requests_running") == 0
     assert value("time_to_first_token_seconds_count") > 0
+    assert value("request_queue_time_seconds_count") == value("request_success_total")
+    assert value("kv_cache_usage_perc") == 0
 
 
 def test_drafts_are_told_of_and_change_nothing(served: Served) -> None:

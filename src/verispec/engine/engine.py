@@ -113,7 +113,7 @@ class Engine:
             shapes, cost, self._drafters, row_budget=row_budget, max_draft=config.max_draft, max_burst=config.max_burst
         )
         max_running = min(config.max_running, row_budget, backend.limits.num_seq_rows)
-        self._roster = Roster(self._pool, self._cache, backend.bind, max_running=max_running)
+        self._roster = Roster(self._pool, self._cache, backend.bind, clock, max_running=max_running)
         self._scheduler = Scheduler(
             self._roster, policy, row_budget=row_budget, has_family=bool(shapes), feeds=config.depth > 1
         )
@@ -152,6 +152,11 @@ class Engine:
     def num_free_slots(self) -> int:
         """Slots that no request holds; the prefix cache may use them until one needs them."""
         return self._roster.num_available
+
+    @property
+    def kv_usage(self) -> float:
+        """The share of the slots that requests hold."""
+        return 1 - self.num_free_slots / self._pool.num_slots
 
     @property
     def predicted_seconds(self) -> float:

@@ -20,9 +20,16 @@ class Roster:
     """The queue, the running sequences and their slots. `bind` tells the backend who has a row of its table."""
 
     def __init__(
-        self, pool: SlotPool, cache: PrefixCache, bind: Callable[[int, Sampler], None], *, max_running: int
+        self,
+        pool: SlotPool,
+        cache: PrefixCache,
+        bind: Callable[[int, Sampler], None],
+        clock: Callable[[], float],
+        *,
+        max_running: int,
     ) -> None:
         self.pool = pool
+        self._clock = clock
         self._cache = cache
         self._bind = bind
         self.free_seq_rows = list(range(max_running, 0, -1))  # row 0 of the table is the padding's
@@ -93,7 +100,7 @@ class Roster:
             kv.num_shared = kv.canonical_len = len(hit.slots)
             kv.synced_len = 0
             if not sequence.stats.preemptions:
-                sequence.stats.cached_tokens = len(hit.slots)
+                sequence.stats.cached_tokens, sequence.stats.start_time = len(hit.slots), self._clock()
             kv.seq_row, kv.lease, sequence.is_running = self.free_seq_rows.pop(), self.pool.lease(), True
             self._bind(kv.seq_row, _sampler(sequence))
             self.running.append(sequence)

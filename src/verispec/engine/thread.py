@@ -73,6 +73,7 @@ class Status(NamedTuple):
     step_seconds: float  # how long the step that runs now has taken; 0 if none does
     last_step_seconds: float
     predicted_seconds: float  # of the newest pass
+    kv_usage: float = 0.0  # the share of the K/V slots that running samples hold
 
 
 @dataclass(slots=True, eq=False)
@@ -166,6 +167,7 @@ class EngineThread:
             step_seconds=0.0 if start is None else time.monotonic() - start,
             last_step_seconds=self._last_step_seconds,
             predicted_seconds=self.engine.predicted_seconds,
+            kv_usage=self.engine.kv_usage,
         )
 
     @property

@@ -194,6 +194,7 @@ _PARAMETERS = _object(
 _OUTPUT = _object(
     OutputRecord,
     {"token_ids": _TOKEN_IDS, "finish_reason": _finish, "logprob_digests": _items(_SHA256, 0, _MAX_TOKENS)},
+    {"num_given": _integer(1, _MAX_TOKENS)},
 )
 _RECEIPT = _object(
     Receipt,

@@ -22,7 +22,7 @@ from verispec.receipt.values import BLOCK_LEN, FieldDifference, ProfileRecord, R
 from verispec.sampling.weights import SAMPLING
 from verispec.spec.recorded import RecordedDrafter
 from verispec.text.detokenizer import TextStream
-from verispec.types import FinishReason, TokenLogprob
+from verispec.types import FinishReason, SampleOutput, TokenLogprob
 
 if TYPE_CHECKING:
     from verispec.llm import LLM
@@ -178,6 +178,10 @@ def _notes(llm: LLM, receipt: Receipt) -> tuple[str, ...]:
     if receipt.parameters.max_len > llm.longest:
         recorded = receipt.parameters.max_len
         notes.append(f"recorded with a max_len of {recorded}; this engine serves {llm.longest}, enough for this answer")
+    if receipt.output.num_given:
+        notes.append(
+            f"the first {receipt.output.num_given} tokens of the answer came with the request, and were not drawn"
+        )
     return tuple(notes)
 
 
@@ -207,21 +211,22 @@ def _profile_differences(recorded: ProfileRecord, found: ProfileRecord) -> tuple
 
 
 def _compared(result: ReplayResult, found: _Found, receipt: Receipt, prompt_ids: tuple[int, ...]) -> ReplayResult:
-    recorded = receipt.output
-    token, num_equal = None, len(recorded.token_ids)
-    index = _first_difference(recorded.token_ids, found.entries, ended=found.finish is not None)
+    recorded, num_given = receipt.output, receipt.output.num_given
+    drawn_ids, first = recorded.drawn_ids, len(prompt_ids) + num_given
+    token, num_equal = None, len(drawn_ids)
+    index = _first_difference(drawn_ids, found.entries, ended=found.finish is not None)
     if index is not None:
         ids = [entry.token_id for entry in found.entries]
-        token = TokenDifference(len(prompt_ids) + index, *(_at(tokens, index) for tokens in (recorded.token_ids, ids)))
+        token = TokenDifference(first + index, *(_at(tokens, index) for tokens in (drawn_ids, ids)))
         num_equal = index
     block = _first_differing_block(recorded.logprob_digests, found.entries[:num_equal], whole=token is None)
-    start = len(prompt_ids) + (block or 0) * BLOCK_LEN
+    start = first + (block or 0) * BLOCK_LEN
     return replace(
         result,
         found_finish=found.finish,
         token=token,
-        logprobs=None if block is None else Positions(start, min(start + BLOCK_LEN, len(prompt_ids) + num_equal)),
-        num_equal=num_equal,
+        logprobs=None if block is None else Positions(start, min(start + BLOCK_LEN, first + num_equal)),
+        num_equal=num_given + num_equal,
         num_passes=found.num_passes,
         error=found.error,
     )
@@ -237,8 +242,8 @@ class _Found(NamedTuple):
 
 
 def _rerun(llm: LLM, receipt: Receipt, prompt_ids: tuple[int, ...]) -> _Found:
-    recorded = receipt.output.token_ids
-    drafter = RecordedDrafter(prompt_ids + recorded)
+    recorded = receipt.output.drawn_ids
+    drafter = RecordedDrafter(prompt_ids + receipt.output.token_ids)
     max_len = min(receipt.parameters.max_len, llm.longest)
     limit = _limit(receipt, prompt_ids)
     entries: list[TokenLogprob] = []
@@ -252,10 +257,7 @@ def _rerun(llm: LLM, receipt: Receipt, prompt_ids: tuple[int, ...]) -> _Found:
             for event in engine.step():
                 entries += event.logprobs
                 if (output := event.output) is not None:
-                    # The room here may end an answer that would have gone on.
-                    cut_off = output.finish_reason is FinishReason.LENGTH and len(prompt_ids) + len(entries) < limit
-                    finish = None if cut_off else output.finish_reason
-                    return _Found(entries, finish, output.stats.passes, output.error)
+                    return _found(output, entries, limit=limit)
             if _first_difference(recorded, entries, ended=False) is not None:
                 break
     return _Found(entries, None, num_steps, None)
@@ -268,12 +270,17 @@ def _drawn_again(llm: LLM, receipt: Receipt, prompt_ids: tuple[int, ...], *, sal
         for event in events:
             entries += event.logprobs
             if (output := event.output) is not None:
-                is_cut = output.finish_reason is FinishReason.LENGTH
-                is_cut = is_cut and len(prompt_ids) + len(entries) < _limit(receipt, prompt_ids)
-                return _Found(entries, None if is_cut else output.finish_reason, output.stats.passes, output.error)
-            if _first_difference(receipt.output.token_ids, entries, ended=False) is not None:
+                return _found(output, entries, limit=_limit(receipt, prompt_ids))
+            if _first_difference(receipt.output.drawn_ids, entries, ended=False) is not None:
                 break
     return _Found(entries, None, 0, None)
+
+
+def _found(output: SampleOutput, entries: list[TokenLogprob], *, limit: int) -> _Found:
+    """An answer that has ended. The room here may have ended one that would have gone on."""
+    total_len = output.prompt_len + len(output.given_ids) + len(entries)
+    is_cut_off = output.finish_reason is FinishReason.LENGTH and total_len < limit
+    return _Found(entries, None if is_cut_off else output.finish_reason, output.stats.passes, output.error)
 
 
 def drawn_request(llm: LLM, receipt: Receipt, prompt_ids: tuple[int, ...], *, salt: str) -> Request:
@@ -312,6 +319,7 @@ def _request(llm: LLM, receipt: Receipt, prompt_ids: tuple[int, ...]) -> Request
         eos_ids=llm.tokenizer.eos_ids,
         text=lambda: TextStream(llm.tokenizer, params.stop),
         first_sample=receipt.parameters.sample_index,
+        committed_ids=[given_ids] if (given_ids := receipt.output.given_ids) else (),
     )
 
 

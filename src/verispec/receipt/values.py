@@ -90,11 +90,22 @@ class ParametersRecord:
 
 @dataclass(frozen=True, slots=True)
 class OutputRecord:
-    """The answer, and a digest of the log-probabilities of each BLOCK_LEN tokens."""
+    """The answer, and a digest of the log-probabilities of each BLOCK_LEN tokens that were drawn. The first `num_given`
+    tokens came with the request.
+    """
 
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     logprob_digests: tuple[str, ...]
+    num_given: int = 0
+
+    @property
+    def given_ids(self) -> tuple[int, ...]:
+        return self.token_ids[: self.num_given]
+
+    @property
+    def drawn_ids(self) -> tuple[int, ...]:
+        return self.token_ids[self.num_given :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +156,7 @@ class Receipt:
             found.append(FieldDifference("profile.hash", self.profile.hash, profile.hash))
         if self.parameters.sample_index >= (n := self.parameters.sampling.n):
             found.append(FieldDifference("parameters.sample_index", str(self.parameters.sample_index), f"below {n=}"))
-        num_digests, num_blocks = len(self.output.logprob_digests), -(-len(self.output.token_ids) // BLOCK_LEN)
+        num_digests, num_blocks = len(self.output.logprob_digests), -(-len(self.output.drawn_ids) // BLOCK_LEN)
         if num_digests != num_blocks:
             found.append(FieldDifference("output.logprob_digests", f"{num_digests} digests", f"{num_blocks}"))
         return tuple(found)
@@ -182,7 +193,12 @@ def make_receipt(
             max_len=max_len,
             eos_ids=in_order(eos_ids),
         ),
-        output=OutputRecord(output.token_ids, output.finish_reason, logprob_digests(output.logprobs)),
+        output=OutputRecord(
+            output.given_ids + output.token_ids,
+            output.finish_reason,
+            logprob_digests(output.logprobs),
+            len(output.given_ids),
+        ),
         digest="",
     )
     return replace(receipt, digest=content_digest(receipt))
@@ -230,6 +246,8 @@ def _plain(receipt: Receipt) -> dict[str, Any]:
         del plain["prompt"]["token_ids"]
     if receipt.signature is None:
         del plain["signature"]
+    if not receipt.output.num_given:
+        del plain["output"]["num_given"]
     return plain
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 from dataclasses import replace
-from typing import Any
 
 from verispec.engine import Request
 from verispec.errors import InputError
@@ -20,7 +20,7 @@ from verispec.server.core import Core
 from verispec.server.errors import ApiError
 from verispec.server.http import Received, Reply, json_reply
 from verispec.spec.speculation import OFF, Speculation
-from verispec.types import SampleOutput
+from verispec.types import SampleOutput, TokenLogprobs
 
 CROWD = 6  # requests of others beside the one that is checked
 _MAX_AUDITS = 4  # that run at one time; each waits for its answers on a thread
@@ -53,14 +53,15 @@ async def check(core: Core, received: Received) -> Reply:
     """Draw a receipt's answer under other circumstances: the digests must all be the same."""
     recorded, prompt_ids = _asked(core, received)
     request = drawn_request(core.llm, recorded, known_prompt(recorded, prompt_ids), salt=received.tenant)
-    found: list[dict[str, Any]] = []
+    found: dict[str, SampleOutput] = {}
     with core.audit(CROWD + 1, max_audits=_MAX_AUDITS):
         for name, batch in _circumstances(core, request):
-            output = await _answered(core, batch)
-            found.append({"circumstance": name, "digest": output.digest, "num_tokens": len(output.logprobs)})
-    recorded_ids = list(recorded.output.token_ids)
-    equal = len({each["digest"] for each in found}) == 1 and output.token_ids == tuple(recorded_ids)
-    return json_reply({"equal": equal, "runs": found})
+            found[name] = await _answered(core, batch)
+        found["K/V lost half-way"] = await _interrupted(core, request, len(recorded.output.drawn_ids) // 2)
+    runs = [{"circumstance": n, "digest": o.digest, "num_tokens": len(o.logprobs)} for n, o in found.items()]
+    told = {(output.digest, output.token_ids) for output in found.values()}
+    equal = len(told) == 1 and told.pop()[1] == recorded.output.drawn_ids
+    return json_reply({"equal": equal, "runs": runs})
 
 
 def _is_signed_here(core: Core, recorded: Receipt) -> bool:
@@ -86,8 +87,24 @@ def _circumstances(core: Core, request: Request) -> list[tuple[str, list[Request
     alone = replace(request, speculation=Speculation(OFF))
     drafters = [name for name in core.llm.drafter_names if name != OFF]
     drafted = [(f"drafter {name}", [replace(request, speculation=Speculation(name))]) for name in drafters]
-    cold = replace(alone, salt=f"{request.salt} cold")
+    cold = replace(alone, salt=_fresh_salt())
     return [("drafter none", [alone]), ("without cached prefix", [cold]), *drafted, ("in a crowd", [request, *others])]
+
+
+def _fresh_salt() -> str:
+    """A prefix cache that nobody has used before."""
+    return secrets.token_hex(16)
+
+
+async def _interrupted(core: Core, request: Request, num_tokens: int) -> SampleOutput:
+    """Only the tokens outlive the first half, as with preemption or a restart: the other half computes K/V anew."""
+    given_ids = request.committed_ids[0] if request.committed_ids else ()
+    limit = max(1, len(given_ids) + num_tokens)
+    params = replace(request.params, max_tokens=limit, min_tokens=min(limit, request.params.min_tokens))
+    first = await _answered(core, [replace(request, params=params, salt=_fresh_salt())])
+    committed_ids = [[*given_ids, *first.token_ids]]
+    rest = await _answered(core, [replace(request, committed_ids=committed_ids, salt=_fresh_salt())])
+    return replace(rest, logprobs=TokenLogprobs.of([*first.logprobs, *rest.logprobs]))
 
 
 async def _answered(core: Core, batch: list[Request]) -> SampleOutput:

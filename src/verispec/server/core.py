@@ -138,10 +138,16 @@ class Answer:
         finally:
             self.close()
 
-    async def finish(self) -> None:
-        """Wait for the end."""
-        async for _ in self.commits():
-            pass
+    async def whole(self, written: Callable[[], Any]) -> Any:
+        """`written()` at the end. Where it ends otherwise, the error holds what is written of it by then."""
+        try:
+            async for _ in self.commits():
+                pass
+        except ApiError as error:
+            if self.num_generated:
+                error.partial = written()
+            raise
+        return written()
 
     def close(self) -> None:
         """Abort what has not ended."""
@@ -229,6 +235,8 @@ class Answer:
         stats, num_tokens = choice.output.stats, len(choice.entries)
         first, last = stats.first_token_time, stats.last_token_time
         found: dict[str, Any] = {}
+        if stats.start_time is not None:
+            found["queue_time_ms"] = _rounded(1000 * (stats.start_time - stats.arrival_time))
         if first is not None and last is not None:
             seconds = last - first
             found["time_to_first_token_ms"] = _rounded(1000 * (first - stats.arrival_time))
@@ -338,8 +346,6 @@ class Core:
         params, asked = call.params, call.extension
         if asked.receipt:
             check_recordable(params)
-            if asked.committed_ids:
-                raise InputError("verispec.receipt cannot be had together with verispec.committed_ids")
         return Request(
             prompt_ids=prompt_ids,
             params=params,

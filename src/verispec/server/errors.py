@@ -46,11 +46,12 @@ class ApiError(Exception):
 
     def body(self, *, anthropic: bool = False) -> dict[str, Any]:
         """As JSON has it, in OpenAI's form or in Anthropic's."""
-        error: dict[str, Any] = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        more = {} if self.partial is None else {"partial": self.partial}
         if anthropic:
             kind = "api_error" if self.status == 500 else self.kind
-            return {"type": "error", "error": {"type": kind, "message": self.message, "param": self.param}}
-        return {"error": error} if self.partial is None else {"error": error, "partial": self.partial}
+            return {"type": "error", "error": {"type": kind, "message": self.message, "param": self.param}, **more}
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return {"error": error, **more}
 
 
 def as_api_error(error: Exception, *, fields: frozenset[str] = frozenset()) -> ApiError:

@@ -41,8 +41,7 @@ async def generate(core: Core, received: Received) -> Reply:
 
     if body.stream:
         return Reply(_frames(answer, written), content_type=EVENTS, on_end=answer.close)
-    await answer.finish()
-    return json_reply(written())
+    return json_reply(await answer.whole(written))
 
 
 async def inference_generate(core: Core, received: Received) -> Reply:
@@ -70,8 +69,7 @@ async def inference_generate(core: Core, received: Received) -> Reply:
 
     if body.stream:
         return Reply(_frames(answer, written), content_type=EVENTS, on_end=answer.close)
-    await answer.finish()
-    return json_reply(written())
+    return json_reply(await answer.whole(written))
 
 
 def _started(

@@ -35,8 +35,7 @@ async def messages(core: Core, received: Received) -> Reply:
     answer = core.start(await chat_call(core, chat, received))
     if body.stream:
         return Reply(_frames(answer, model), content_type=EVENTS, on_end=answer.close)
-    await answer.finish()
-    return json_reply(_message(answer, model, new_id("msg_")))
+    return json_reply(await answer.whole(lambda: _message(answer, model, new_id("msg_"))))
 
 
 async def count_tokens(core: Core, received: Received) -> Reply:
@@ -110,12 +109,13 @@ def _messages(role: str, content: Any, where: str) -> list[Message]:
 def _message(answer: Answer, model: str, message_id: str) -> dict[str, Any]:
     choice = answer.choices[0]
     reason, stop = _stop(answer)
+    has_begun = choice.entries or choice.output is not None
     return {
         "id": message_id,
         "type": "message",
         "role": "assistant",
         "model": model,
-        "content": [{"type": "text", "text": choice.text, "citations": None}] if choice.output is not None else [],
+        "content": [{"type": "text", "text": choice.text, "citations": None}] if has_begun else [],
         "stop_reason": reason,
         "stop_sequence": stop,
         "usage": _usage(answer),

@@ -31,6 +31,7 @@ class Metrics:
         self._generated = counter("generation_tokens", "Tokens generated.")
         self._prompt = counter("prompt_tokens", "Prompt tokens of requests that ended.")
         self._ended = counter("request_success", "Samples that ended, by reason.", "finished_reason")
+        self._queue = histogram("request_queue_time_seconds", "From arrival to the first K/V slots.")
         self._first = histogram("time_to_first_token_seconds", "From arrival to the first token.")
         self._gap = histogram("inter_token_latency_seconds", "From one commit to the next, per token.")
         self._whole = histogram("e2e_request_latency_seconds", "From arrival to the end.")
@@ -66,6 +67,8 @@ class Metrics:
         self._prompt.inc(output.prompt_len)
         self._queries.inc(output.prompt_len)
         self._hits.inc(stats.cached_tokens)
+        if stats.start_time is not None:
+            self._queue.observe(stats.start_time - stats.arrival_time)
         if stats.time_to_first_token is not None:
             self._first.observe(stats.time_to_first_token)
         if stats.finish_time is not None:
@@ -91,6 +94,10 @@ class _EngineLoad:
         gauges = {
             "num_requests_running": ("Samples that hold K/V.", status.num_running),
             "num_requests_waiting": ("Samples in the queue.", status.num_waiting),
+            "kv_cache_usage_perc": (
+                "The share of the K/V slots that running samples hold, 1 for all.",
+                status.kv_usage,
+            ),
         }
         for name, (text, value) in gauges.items():
             yield GaugeMetricFamily(f"{prefix}:{name}", text, value=value)

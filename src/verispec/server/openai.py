@@ -91,13 +91,7 @@ async def reply(answer: Answer, body: Sampling, shape: Shape, model: str) -> Rep
     if body.stream:
         frames = _frames(answer, shape, head, body.stream_options or StreamOptions())
         return Reply(frames, content_type=EVENTS, on_end=answer.close)
-    try:
-        await answer.finish()
-    except ApiError as error:
-        if answer.num_generated:
-            error.partial = _whole(answer, shape, head)
-        raise
-    return json_reply(_whole(answer, shape, head))
+    return json_reply(await answer.whole(lambda: _whole(answer, shape, head)))
 
 
 def _whole(answer: Answer, shape: Shape, head: Mapping[str, Any]) -> dict[str, Any]:

@@ -32,8 +32,7 @@ async def responses(core: Core, received: Received) -> Reply:
     writer = _Writer(answer, body, model, skipped)
     if body.stream:
         return Reply(writer.frames(), content_type=EVENTS, on_end=answer.close)
-    await answer.finish()
-    return json_reply(writer.response(writer.status))
+    return json_reply(await answer.whole(lambda: writer.response(writer.status)))
 
 
 def _as_chat(body: ResponsesRequest) -> tuple[ChatRequest, list[str]]:
@@ -118,12 +117,12 @@ class _Writer:
     @property
     def status(self) -> str:
         output = self._answer.choices[0].output
-        return "incomplete" if output is not None and output.finish_reason is FinishReason.LENGTH else "completed"
+        return "incomplete" if output is None or output.finish_reason is FinishReason.LENGTH else "completed"
 
     def response(self, status: str, error: ApiError | None = None) -> dict[str, Any]:
         """The whole object, in any state."""
         answer, body = self._answer, self._body
-        has_ended = answer.choices[0].output is not None
+        has_begun = answer.choices[0].output is not None or bool(answer.choices[0].entries)
         usage = answer.usage()
         own = answer.extension(0)
         if self._skipped:
@@ -139,7 +138,7 @@ class _Writer:
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata if isinstance(body.metadata, dict) else {},
             "model": self._model,
-            "output": [self._item(status)] if has_ended else [],
+            "output": [self._item(status)] if has_begun else [],
             "parallel_tool_calls": True,
             "previous_response_id": None,
             "store": False,
@@ -156,7 +155,7 @@ class _Writer:
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": usage["total_tokens"],
             }
-            if has_ended
+            if has_begun
             else None,
             "verispec": {**own, "system_fingerprint": answer.core.fingerprint},
         }
