@@ -27,8 +27,7 @@ from verispec.backends.cuda.device import Gpu
 from verispec.backends.select import engine_defaults
 from verispec.engine import Engine, Request
 from verispec.llm import LLM
-from verispec.model import LayerSpec, Rope
-from verispec.model.architecture import Architecture, expected_tensors
+from verispec.model.architecture import Architecture, LayerSpec, Rope, expected_tensors
 from verispec.model.hub import cache_dir
 from verispec.spec.none import NoDrafter
 from verispec.spec.speculation import Speculation

@@ -18,7 +18,8 @@ from tests.support.passes import Tape
 from tests.support.tiny_models import TinyConfig, hf_name, permute_rows, write_gguf, write_safetensors
 from verispec.backends.numpy_backend import LoadedModel, NumpyBackend
 from verispec.backends.options import NumpyOptions
-from verispec.model import Architecture, FrequencyFactors, Llama3Scaling, expected_tensors, open_checkpoint
+from verispec.model import open_checkpoint
+from verispec.model.architecture import Architecture, FrequencyFactors, Llama3Scaling, expected_tensors
 
 # Two float32 implementations that add in different orders. transformers itself is up to 2.7e-5 away from its own
 # float64 run on these models (each golden says how far), and we were up to 3.6e-5 away from transformers; the rest is

@@ -16,9 +16,9 @@ from tests.support.tiny_models import TinyConfig
 from verispec.backends.native_backend import NativeBackend
 from verispec.backends.native_model import StoredModel
 from verispec.backends.options import NativeOptions
-from verispec.model import expected_tensors
+from verispec.model.architecture import expected_tensors
 from verispec.model.blocks import FORMATS, StoredTensor
-from verispec.model.mapped_file import MappedFile
+from verispec.model.model_files import MappedFile
 
 CONFIG = TinyConfig(num_layers=10, hidden_size=1024, num_heads=16, num_kv_heads=16, head_dim=64, mlp_size=3072,
                     vocab_size=4096, tied_head=True)  # fmt: skip

@@ -19,7 +19,8 @@ from verispec.backends.audit import audit
 from verispec.backends.numpy_backend import LoadedModel, NumpyBackend
 from verispec.backends.options import NumpyOptions
 from verispec.engine import Engine, Request
-from verispec.model import Architecture, Llama3Scaling, inverse_frequencies, open_checkpoint
+from verispec.model import open_checkpoint
+from verispec.model.architecture import Architecture, Llama3Scaling, inverse_frequencies
 from verispec.sampling import draw, noise
 from verispec.sampling.rows import SampleKey
 from verispec.spec.registry import DRAFTERS, make_drafters

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.support.tiny_models import TinyConfig, make_tensors
 from verispec.errors import InputError
-from verispec.model import (
+from verispec.model.architecture import (
     Architecture,
     FrequencyFactors,
     LayerSpec,

@@ -20,16 +20,10 @@ from tests.support.tiny_models import (
     write_gguf,
 )
 from verispec.errors import InputError, ModelFileError, UnsupportedModelError
-from verispec.model import (
-    FolderTokenizerSource,
-    FrequencyFactors,
-    GGUFFile,
-    GGUFTokenizerSource,
-    LinearScaling,
-    Llama3Scaling,
-    expected_tensors,
-    open_checkpoint,
-)
+from verispec.model import open_checkpoint
+from verispec.model.architecture import FrequencyFactors, LinearScaling, Llama3Scaling, expected_tensors
+from verispec.model.checkpoint import FolderTokenizerSource, GGUFTokenizerSource
+from verispec.model.gguf_file import open_gguf
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 LLAMA3 = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context_len=64)
@@ -66,11 +60,11 @@ def test_q_and_k_are_permuted_in_llama_files_and_only_there(tmp_path: Path) -> N
         config = TinyConfig(family=family)
         path = tmp_path / f"{family}.gguf"
         tensors = write_gguf(path, config)
-        with GGUFFile.open(path) as file:
+        with open_gguf(path) as file:
             for part in ("q", "k"):
-                stored = file.dequantised(gguf_name(f"layers.0.{part}"))
+                stored = file.read(gguf_name(f"layers.0.{part}"))
                 assert np.array_equal(stored, tensors[f"layers.0.{part}"]) != is_permuted
-            np.testing.assert_array_equal(file.dequantised(gguf_name("layers.0.v")), tensors["layers.0.v"])
+            np.testing.assert_array_equal(file.read(gguf_name("layers.0.v")), tensors["layers.0.v"])
 
 
 @pytest.mark.parametrize("transformers", [4, 5])

@@ -24,8 +24,9 @@ from tests.support.tiny_models import (
     write_gguf,
 )
 from verispec.errors import ModelFileError, UnsupportedModelError
-from verispec.model import GGUFFile
 from verispec.model.blocks import FORMATS
+from verispec.model.gguf_file import open_gguf
+from verispec.model.model_files import ModelFiles
 
 SMALL = TinyConfig(num_layers=1, hidden_size=32, num_heads=2, num_kv_heads=1, mlp_size=32, vocab_size=8)
 U32, F32, BOOL, STRING, ARRAY, U64 = 4, 6, 7, 8, 9, 10
@@ -67,11 +68,11 @@ def file_of(
 
 
 @pytest.fixture
-def open_bytes(tmp_path: Path) -> Callable[[bytes], GGUFFile]:
-    def write_and_open(data: bytes) -> GGUFFile:
+def open_bytes(tmp_path: Path) -> Callable[[bytes], ModelFiles]:
+    def write_and_open(data: bytes) -> ModelFiles:
         path = tmp_path / "model.gguf"
         path.write_bytes(data)
-        return GGUFFile.open(path)
+        return open_gguf(path)
 
     return write_and_open
 
@@ -87,7 +88,7 @@ def small_file(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 def header_nbytes(data: bytes, tmp_path: Path) -> int:
     path = tmp_path / "whole.gguf"
     path.write_bytes(data)
-    return min(info.offset for info in GGUFFile.open(path).tensors.values())
+    return min(info.offset for info in open_gguf(path).tensors.values())
 
 
 @pytest.mark.parametrize("type_name", GGUF_TYPES)
@@ -97,17 +98,17 @@ def test_every_type_round_trips_bit_for_bit(type_name: str, tmp_path: Path) -> N
     tensors = make_tensors(config)
     write_gguf(path, config, tensors, type_name=type_name)
     reference = {t.name: t for t in gguf.GGUFReader(path).tensors}
-    with GGUFFile.open(path) as file:
+    with open_gguf(path) as file:
         assert set(file.tensors) == set(reference) == {gguf_name(name) for name in tensors}
         for name, info in file.tensors.items():
             stored = reference[name]
             assert info.type_name == stored.tensor_type.name
             assert (info.offset, info.nbytes) == (stored.data_offset, stored.n_bytes)
             assert list(info.shape) == stored.shape.tolist()[::-1]
-            assert file.raw(name).tobytes() == stored.data.tobytes()
-            values = file.dequantised(name)
+            assert file.stored(name).data.tobytes() == stored.data.tobytes()
+            values = file.read(name)
             assert (values.dtype, values.shape, values.flags.c_contiguous) == (np.float32, info.shape, True)
-            assert values.tobytes() == dequantise(file.raw(name), info.type_name).tobytes()
+            assert values.tobytes() == dequantise(file.stored(name).data, info.type_name).tobytes()
 
 
 @pytest.mark.parametrize("type_name", [name for name in GGUF_TYPES if name not in K_QUANTS])
@@ -116,7 +117,7 @@ def test_quantised_values_are_near_the_original(type_name: str, tmp_path: Path) 
     tensors = make_tensors(TinyConfig())
     write_gguf(path, TinyConfig(), tensors, type_name=type_name)
     original = tensors["layers.1.down"]
-    found = GGUFFile.open(path).dequantised(gguf_name("layers.1.down"))
+    found = open_gguf(path).read(gguf_name("layers.1.down"))
     assert np.abs(found - original).max() < 0.1 * np.abs(original).max()
 
 
@@ -138,7 +139,7 @@ def test_own_decoders_equal_gguf_on_any_bits(seed: int, type_name: str) -> None:
     np.testing.assert_array_equal(ours, reference)
 
 
-def test_metadata_values_of_every_kind(open_bytes: Callable[[bytes], GGUFFile]) -> None:
+def test_metadata_values_of_every_kind(open_bytes: Callable[[bytes], ModelFiles]) -> None:
     scalars = [("<B", 0, 200), ("<b", 1, -3), ("<H", 2, 60000), ("<h", 3, -9), ("<I", U32, 2**32 - 1), ("<i", 5, -7)]
     scalars += [("<f", F32, 0.5), ("<Q", U64, 2**64 - 1), ("<q", 11, -(2**63)), ("<d", 12, 0.1)]
     pairs = [pair(f"k{type_id}", type_id, struct.pack(code, value)) for code, type_id, value in scalars]
@@ -157,24 +158,24 @@ def test_metadata_values_of_every_kind(open_bytes: Callable[[bytes], GGUFFile]) 
     assert len(metadata["none"]) == 0
 
 
-def test_version_2_reads_like_version_3(open_bytes: Callable[[bytes], GGUFFile]) -> None:
+def test_version_2_reads_like_version_3(open_bytes: Callable[[bytes], ModelFiles]) -> None:
     assert open_bytes(file_of(tensors=[tensor("t")], version=2)).tensors["t"].shape == (8,)
 
 
 def test_values_outlive_close(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     write_gguf(path, SMALL)
-    file = GGUFFile.open(path)
-    values = file.dequantised("token_embd.weight")
+    file = open_gguf(path)
+    values = file.read("token_embd.weight")
     before = values.copy()
     file.close()
     np.testing.assert_array_equal(values, before)
     assert not values.flags.writeable
     with pytest.raises(ModelFileError, match="closed"):
-        file.raw("token_embd.weight")
+        file.stored("token_embd.weight")
 
 
-def test_large_token_lists_are_read_quickly(open_bytes: Callable[[bytes], GGUFFile]) -> None:
+def test_large_token_lists_are_read_quickly(open_bytes: Callable[[bytes], ModelFiles]) -> None:
     words = b"".join(text(f"Ġtoken{i}") for i in range(49152))
     data = file_of([pair("tokens", ARRAY, array(STRING, 49152, words))])
     start = time.process_time()
@@ -226,14 +227,14 @@ NESTED_TOO_DEEP = array(ARRAY, 1) * 5 + array(U32, 0)
     ],
 )
 def test_malformed_files_are_refused_with_the_reason(
-    data: bytes, named: str, open_bytes: Callable[[bytes], GGUFFile]
+    data: bytes, named: str, open_bytes: Callable[[bytes], ModelFiles]
 ) -> None:
     with pytest.raises(ModelFileError, match=named):
         open_bytes(data)
 
 
 def test_the_malformed_files_differ_from_good_ones_only_in_their_fault(
-    open_bytes: Callable[[bytes], GGUFFile],
+    open_bytes: Callable[[bytes], ModelFiles],
 ) -> None:
     open_bytes(file_of())
     open_bytes(file_of([pair("k", ARRAY, array(ARRAY, 1) * 3 + array(U32, 0))]))
@@ -245,14 +246,14 @@ def test_the_malformed_files_differ_from_good_ones_only_in_their_fault(
 
 
 @pytest.mark.parametrize(("type_id", "found"), [(10, "Q2_K"), (16, "IQ2_XXS"), (999, "unknown type 999")])
-def test_unsupported_types_are_named(type_id: int, found: str, open_bytes: Callable[[bytes], GGUFFile]) -> None:
+def test_unsupported_types_are_named(type_id: int, found: str, open_bytes: Callable[[bytes], ModelFiles]) -> None:
     with pytest.raises(UnsupportedModelError, match=f"stored as {found}; supported: F32, F16, BF16, Q8_0"):
         open_bytes(file_of(tensors=[tensor("t", (256,), type_id=type_id)]))
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(texts=st.lists(st.text(st.characters(codec="utf-8") | st.just("\0"))))
-def test_lists_of_strings_come_back_one_by_one(texts: list[str], open_bytes: Callable[[bytes], GGUFFile]) -> None:
+def test_lists_of_strings_come_back_one_by_one(texts: list[str], open_bytes: Callable[[bytes], ModelFiles]) -> None:
     payload = array(STRING, len(texts), b"".join(map(text, texts)))
     with open_bytes(file_of([pair("k", ARRAY, payload), pair("end", BOOL, b"\1")])) as file:
         assert (file.metadata["k"], file.metadata["end"]) == (texts, True)
@@ -261,12 +262,12 @@ def test_lists_of_strings_come_back_one_by_one(texts: list[str], open_bytes: Cal
 def test_unreadable_paths_are_model_file_errors(tmp_path: Path) -> None:
     for path in (tmp_path / "absent.gguf", tmp_path):
         with pytest.raises(ModelFileError, match=str(path)):
-            GGUFFile.open(path)
+            open_gguf(path)
 
 
-def test_unknown_tensor_name_is_a_typed_error(small_file: bytes, open_bytes: Callable[[bytes], GGUFFile]) -> None:
+def test_unknown_tensor_name_is_a_typed_error(small_file: bytes, open_bytes: Callable[[bytes], ModelFiles]) -> None:
     with pytest.raises(ModelFileError, match="no tensor 'nope'"):
-        open_bytes(small_file).raw("nope")
+        open_bytes(small_file).stored("nope")
 
 
 def test_truncation_anywhere_is_refused(small_file: bytes, tmp_path: Path) -> None:
@@ -276,9 +277,9 @@ def test_truncation_anywhere_is_refused(small_file: bytes, tmp_path: Path) -> No
     for size in [*range(table_end), *later]:
         path.write_bytes(small_file[:size])
         with pytest.raises(ModelFileError):
-            GGUFFile.open(path)
+            open_gguf(path)
     path.write_bytes(small_file)
-    assert GGUFFile.open(path).tensors
+    assert open_gguf(path).tensors
 
 
 def peak_nbytes(action: Callable[[], object]) -> int:
@@ -316,12 +317,12 @@ def test_flipped_header_bytes_parse_or_fail_cleanly_in_bounded_memory(
 
     def open_and_read() -> None:
         try:
-            file = GGUFFile.open(path)
+            file = open_gguf(path)
         except ModelFileError:
             return
-        for info in file.tensors.values():
+        for name, info in file.tensors.items():
             assert 0 < info.offset <= info.offset + info.nbytes <= len(damaged)
-            file.raw(info.name)
+            file.stored(name)
 
     assert peak_nbytes(open_and_read) < memory_bound(len(damaged))
 
@@ -332,7 +333,7 @@ def test_random_headers_parse_or_fail_cleanly(tail: bytes, num_tensors: int, num
     path = tmp_path / "random.gguf"
     path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, num_tensors, num_pairs) + tail)
     try:
-        GGUFFile.open(path)
+        open_gguf(path)
     except ModelFileError as error:
         assert str(path) in str(error)  # noqa: PT017
 
@@ -343,7 +344,7 @@ def test_hostile_arrays_stay_within_the_memory_bound(tmp_path: Path) -> None:
     empty_arrays = array(U32, 0) * 20000
     for payload in (array(STRING, 20000, words), array(ARRAY, 20000, empty_arrays)):
         path.write_bytes(file_of([pair("k", ARRAY, payload)]))
-        assert peak_nbytes(lambda: GGUFFile.open(path)) < memory_bound(path.stat().st_size)
+        assert peak_nbytes(lambda: open_gguf(path)) < memory_bound(path.stat().st_size)
 
 
 def test_quantise_helper_makes_finite_k_quants() -> None:

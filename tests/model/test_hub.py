@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from verispec.errors import FetchError, InputError
-from verispec.model import DEFAULT_MODEL, REGISTRY, RegistryModel, cache_dir, hub, resolve
+from verispec.model import DEFAULT_MODEL, cache_dir, hub, resolve
+from verispec.model.hub import REGISTRY, RegistryModel
 
 CONTENT = b"GGUF" + bytes(range(256)) * 16384
 MODEL = RegistryModel(

@@ -19,7 +19,7 @@ from tests.support.tiny_models import (
     write_safetensors_parts,
 )
 from verispec.errors import ModelFileError, UnsupportedModelError
-from verispec.model import SafetensorsFolder
+from verispec.model.safetensors_folder import open_folder
 
 SMALL = TinyConfig(num_layers=1, hidden_size=32, num_heads=2, num_kv_heads=1, mlp_size=32, vocab_size=8)
 GOOD_ENTRY = {"dtype": "F32", "shape": [2, 4], "data_offsets": [0, 32]}
@@ -36,7 +36,7 @@ def folder_with_header(tmp_path: Path, header: Any, body: bytes = bytes(64)) -> 
 @pytest.mark.parametrize("type_name", FOLDER_TYPES)
 def test_every_type_round_trips_single_and_sharded(type_name: str, num_shards: int, tmp_path: Path) -> None:
     expected = write_folder(tmp_path, TinyConfig(), type_name=type_name, num_shards=num_shards)
-    with SafetensorsFolder.open(tmp_path) as folder:
+    with open_folder(tmp_path) as folder:
         assert set(folder.tensors) == {hf_name(name) for name in expected}
         for name, values in expected.items():
             found = folder.read(hf_name(name))
@@ -49,7 +49,7 @@ def test_files_of_the_reference_library_are_read_alike(tmp_path: Path) -> None:
     tensors = {"a": rng.random((3, 5), dtype=np.float32), "b": rng.random(7).astype(np.float16)}
     (tmp_path / "config.json").write_text("{}")
     safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
-    folder = SafetensorsFolder.open(tmp_path)
+    folder = open_folder(tmp_path)
     for name, values in tensors.items():
         np.testing.assert_array_equal(folder.read(name), values.astype(np.float32))
 
@@ -63,14 +63,14 @@ def test_our_writer_is_read_by_the_reference_library(tmp_path: Path) -> None:
 
 def test_a_single_file_may_be_named(tmp_path: Path) -> None:
     expected = write_folder(tmp_path, SMALL)
-    folder = SafetensorsFolder.open(tmp_path / "model.safetensors")
+    folder = open_folder(tmp_path / "model.safetensors")
     np.testing.assert_array_equal(folder.read(hf_name("embed")), expected["embed"])
-    assert folder.config["hidden_size"] == 32
+    assert folder.metadata["hidden_size"] == 32
 
 
 def test_values_outlive_close_and_are_read_only(tmp_path: Path) -> None:
     expected = write_folder(tmp_path, SMALL)
-    folder = SafetensorsFolder.open(tmp_path)
+    folder = open_folder(tmp_path)
     values = folder.read(hf_name("embed"))
     folder.close()
     np.testing.assert_array_equal(values, expected["embed"])
@@ -106,18 +106,18 @@ def test_values_outlive_close_and_are_read_only(tmp_path: Path) -> None:
 )
 def test_malformed_headers_are_refused_with_the_reason(header: Any, named: str, tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match=named):
-        SafetensorsFolder.open(folder_with_header(tmp_path, header))
+        open_folder(folder_with_header(tmp_path, header))
 
 
 def test_the_good_entry_of_those_headers_is_accepted(tmp_path: Path) -> None:
     header = {"a": GOOD_ENTRY, "b": {**GOOD_ENTRY, "data_offsets": [32, 64]}}
-    assert SafetensorsFolder.open(folder_with_header(tmp_path, header)).read("b").shape == (2, 4)
+    assert open_folder(folder_with_header(tmp_path, header)).read("b").shape == (2, 4)
 
 
 @pytest.mark.parametrize("dtype", ["F64", "I64", "F8_E4M3", "BOOL"])
 def test_other_types_are_named(dtype: str, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=f"stored as {dtype}; supported: F32, F16, BF16"):
-        SafetensorsFolder.open(folder_with_header(tmp_path, {"a": {**GOOD_ENTRY, "dtype": dtype}}))
+        open_folder(folder_with_header(tmp_path, {"a": {**GOOD_ENTRY, "dtype": dtype}}))
 
 
 @pytest.mark.parametrize("length", [65, 1 << 20, 1 << 40, (1 << 64) - 1])
@@ -125,7 +125,7 @@ def test_header_length_beyond_the_file_is_refused(length: int, tmp_path: Path) -
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(length.to_bytes(8, "little") + b"{}" + bytes(62))
     with pytest.raises(ModelFileError, match="claims"):
-        SafetensorsFolder.open(tmp_path)
+        open_folder(tmp_path)
 
 
 @pytest.mark.parametrize("escape", ["../x.safetensors", "sub/x.safetensors", "..\\x.safetensors", "/x.safetensors"])
@@ -138,12 +138,12 @@ def test_the_index_cannot_leave_its_folder(escape: str, tmp_path: Path) -> None:
         outside.parent.mkdir(exist_ok=True)
         os.link(folder / "model-00001-of-00002.safetensors", outside)
     index = json.loads((folder / INDEX).read_text())
-    SafetensorsFolder.open(folder)
+    open_folder(folder)
     first = next(iter(index["weight_map"]))
     index["weight_map"][first] = escape
     (folder / INDEX).write_text(json.dumps(index))
     with pytest.raises(ModelFileError, match="files of this folder"):
-        SafetensorsFolder.open(folder)
+        open_folder(folder)
 
 
 @pytest.mark.parametrize("bad", [5, None, "x.bin", "C:x.safetensors", ".safetensors", "a\0.safetensors"])
@@ -151,7 +151,7 @@ def test_index_entries_are_plain_file_names(bad: Any, tmp_path: Path) -> None:
     write_folder(tmp_path, SMALL, num_shards=2)
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": bad}}))
     with pytest.raises(ModelFileError, match="files of this folder"):
-        SafetensorsFolder.open(tmp_path)
+        open_folder(tmp_path)
 
 
 def test_index_and_shards_must_agree(tmp_path: Path) -> None:
@@ -164,18 +164,18 @@ def test_index_and_shards_must_agree(tmp_path: Path) -> None:
     for weight_map in (moved, without, {**index["weight_map"], "extra": moved[name]}):
         (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
         with pytest.raises(ModelFileError, match="is listed in"):
-            SafetensorsFolder.open(tmp_path)
+            open_folder(tmp_path)
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match=r"config\.json"):
-        SafetensorsFolder.open(tmp_path)
+        open_folder(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ModelFileError, match=r"neither model\.safetensors nor"):
-        SafetensorsFolder.open(tmp_path)
+        open_folder(tmp_path)
     (tmp_path / INDEX).write_text('{"weight_map": {"a": "gone.safetensors"}}')
     with pytest.raises(ModelFileError, match=r"gone\.safetensors"):
-        SafetensorsFolder.open(tmp_path)
+        open_folder(tmp_path)
 
 
 def test_truncation_anywhere_is_refused(tmp_path: Path) -> None:
@@ -186,9 +186,9 @@ def test_truncation_anywhere_is_refused(tmp_path: Path) -> None:
     for size in [*range(header_end + 1), (header_end + len(whole)) // 2, len(whole) - 1]:
         path.write_bytes(whole[:size])
         with pytest.raises(ModelFileError):
-            SafetensorsFolder.open(tmp_path)
+            open_folder(tmp_path)
     path.write_bytes(whole)
-    SafetensorsFolder.open(tmp_path)
+    open_folder(tmp_path)
 
 
 @settings(max_examples=200, deadline=1000, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -201,7 +201,7 @@ def test_flipped_header_bytes_parse_or_fail_cleanly(changes: dict[int, int], tmp
         damaged[position] = value
     path.write_bytes(damaged)
     try:
-        folder = SafetensorsFolder.open(tmp_path)
+        folder = open_folder(tmp_path)
     except ModelFileError:
         return
     for name in folder.tensors:

@@ -16,7 +16,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tests.support.golden_tokenizers import GOLDENS, KINDS, SMALL, SMALL_KINDS, STRINGS, small_metadata
 from verispec.errors import InputError, ModelFileError, UnsupportedModelError
 from verispec.model.folder_tokenizer import tokenizer_from_folder
-from verispec.model.gguf_file import GGUFFile
+from verispec.model.gguf_file import open_gguf
 from verispec.model.gguf_tokenizer import tokenizer_from_gguf
 from verispec.model.tokenizer import Tokenizer, byte_level_bytes
 
@@ -26,7 +26,7 @@ TEXTS = st.lists(st.one_of(st.text(), st.sampled_from(STRINGS)), max_size=6).map
 
 @pytest.fixture(scope="module")
 def smollm2(smollm2_path: Path) -> Tokenizer:
-    with GGUFFile.open(smollm2_path) as file:
+    with open_gguf(smollm2_path) as file:
         return tokenizer_from_gguf(file.metadata)
 
 
@@ -177,7 +177,7 @@ class TestSmolLM2:
         assert smollm2.token_text(2) == "<|im_end|>"
 
     def test_building_is_quick_and_needs_no_transformers(self, smollm2_path: Path) -> None:
-        with GGUFFile.open(smollm2_path) as file:
+        with open_gguf(smollm2_path) as file:
             start = time.process_time()
             tokenizer_from_gguf(file.metadata)
             assert time.process_time() - start < 0.5

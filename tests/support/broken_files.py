@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from verispec.errors import VerispecError
-from verispec.model import expected_tensors, open_checkpoint
+from verispec.model import open_checkpoint
+from verispec.model.architecture import expected_tensors
 from verispec.model.load import load_tokenizer
 from verispec.text.chat import ChatTemplate
 

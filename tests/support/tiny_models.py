@@ -14,7 +14,7 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
-from verispec.model import (
+from verispec.model.architecture import (
     Architecture,
     FrequencyFactors,
     LayerSpec,

@@ -20,7 +20,7 @@ from verispec.backends.protocol import Backend
 from verispec.config import EngineConfig
 from verispec.engine import Engine, Request
 from verispec.kv import TARGET_STORE
-from verispec.model import expected_tensors
+from verispec.model.architecture import expected_tensors
 from verispec.spec.drafter import Drafter
 from verispec.spec.registry import make_drafters
 from verispec.spec.speculation import Speculation

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verispec.errors import InputError, ModelFileError
-from verispec.model.gguf_file import GGUFFile
+from verispec.model.gguf_file import open_gguf
 from verispec.text import chat
 from verispec.text.chat import ChatTemplate, render_chat
 
@@ -62,7 +62,7 @@ def render(template: str, messages: list[dict[str, Any]] | None = None, **option
 
 class TestRendering:
     def test_smollm2(self, smollm2_path: Path) -> None:
-        with GGUFFile.open(smollm2_path) as file:
+        with open_gguf(smollm2_path) as file:
             template = file.metadata["tokenizer.chat_template"]
         assert isinstance(template, str)
         assert render(template) == (

@@ -17,7 +17,7 @@ from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 from tests.support.golden_tokenizers import KINDS, SMALL, SMALL_KINDS, STRINGS
 from verispec.errors import InputError
 from verispec.model.control_tokens import unused_characters
-from verispec.model.gguf_file import GGUFFile
+from verispec.model.gguf_file import open_gguf
 from verispec.model.gguf_tokenizer import tokenizer_from_gguf
 from verispec.model.tokenizer import Tokenizer
 from verispec.text import chat_prompt
@@ -48,7 +48,7 @@ HARMLESS = ("a", "Hi there", " ", "\n", "user", "é", "12", "<", ">", "|", "<thi
 
 @pytest.fixture(scope="module")
 def smollm2(smollm2_path: Path) -> Tokenizer:
-    with GGUFFile.open(smollm2_path) as file:
+    with open_gguf(smollm2_path) as file:
         return tokenizer_from_gguf(file.metadata)
 
 

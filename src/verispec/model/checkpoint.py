@@ -5,23 +5,27 @@ misshapen or unknown tensor is reported before anything large is read. Knows not
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, TypeAlias
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from verispec.errors import InputError, ModelFileError, UnsupportedModelError
-from verispec.model.architecture import Architecture, expected_tensors, format_shape
+from verispec.model.architecture import expected_tensors, format_shape
 from verispec.model.blocks import StoredTensor
 from verispec.model.fields import quoted
 from verispec.model.file_digest import FileStamp
-from verispec.model.folder_model import FolderWeights
-from verispec.model.gguf_file import MAGIC, GGUFFile
-from verispec.model.gguf_model import GGUFWeights
-from verispec.model.safetensors_folder import SafetensorsFolder
+from verispec.model.folder_model import describe_folder
+from verispec.model.gguf_file import MAGIC, open_gguf
+from verispec.model.gguf_model import describe_gguf
+from verispec.model.model_files import ModelFiles
+from verispec.model.safetensors_folder import open_folder
+from verispec.model.tensor_names import Description
+
+T = TypeVar("T", bound=np.generic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,76 +46,64 @@ class FolderTokenizerSource:
 TokenizerSource: TypeAlias = GGUFTokenizerSource | FolderTokenizerSource
 
 
-class Weights(Protocol):
-    """One file format's side of a checkpoint.
-
-    `shapes` has every tensor in the files by the files' own names; those of them in `ignored` need not be used.
-    """
-
-    location: str
-    architecture: Architecture
-    shapes: dict[str, tuple[int, ...]]
-    ignored: frozenset[str]
-
-    def stored_name(self, name: str) -> str: ...
-
-    def read(self, name: str) -> npt.NDArray[np.float32]:
-        """The values of a tensor, by verispec's name, in verispec's layout."""
-        ...
-
-    def stored(self, name: str) -> StoredTensor:
-        """A matrix as the files have it, its rows in verispec's order."""
-        ...
-
-    def file_of(self, name: str) -> Path: ...
-
-    def stamps(self) -> Sequence[FileStamp]:
-        """What was opened: every file that decides what the model computes."""
-        ...
-
-    def close(self) -> None: ...
-
-
 class Checkpoint:
-    def __init__(self, path: Path, weights: Weights, tokenizer_source: TokenizerSource) -> None:
+    def __init__(self, path: Path, files: ModelFiles, description: Description, source: TokenizerSource) -> None:
         self.path = path
-        self.architecture = weights.architecture
-        self.tokenizer_source = tokenizer_source
-        self._weights = weights
+        self.architecture = description.architecture
+        self.tokenizer_source = source
+        self._files, self._description = files, description
         try:
-            expected = expected_tensors(weights.architecture)
+            expected = expected_tensors(self.architecture)
         except UnsupportedModelError as error:
-            raise UnsupportedModelError(f"{weights.location}: {error}") from error
-        self._shapes = {name: spec.shape for name, spec in expected.items()}
-        _check_tensors(weights, self._shapes)
+            raise UnsupportedModelError(f"{files.path}: {error}") from error
+        _check_tensors(files, description, {name: spec.shape for name, spec in expected.items()})
+        self._names = {name: description.stored_name(name) for name in expected}
 
     def tensor(self, name: str) -> npt.NDArray[np.float32]:
         """The tensor's values, C-contiguous, apart from the file, which may change."""
-        if name not in self._shapes:
+        if name not in self._names:
             raise InputError(f"{name!r} is not a tensor of this model; see expected_tensors")
-        values = self._weights.read(name)
+        values = self._ordered(name, self._files.read(self._names[name]))
+        if name.endswith("norm") and self._description.norm_offset:
+            values = values + np.float32(self._description.norm_offset)
         # NaN and infinity both survive min or max, which need no array of flags beside the weights.
         if not (np.isfinite(values.min()) and np.isfinite(values.max())):
             self._refuse_not_finite(name, values)
         return values if values.flags.writeable else values.copy()
 
     def stored(self, name: str) -> StoredTensor:
-        """A matrix as the files have it: for backends that compute on its own blocks. Nothing is checked for NaN."""
-        return self._weights.stored(name)
+        """A matrix as the files have it, its rows in verispec's order: for backends that compute on its own blocks.
+
+        Nothing is checked for NaN.
+        """
+        stored = self._files.stored(self._names[name])
+        return stored._replace(data=self._ordered(name, stored.data))
+
+    def _ordered(self, name: str, rows: npt.NDArray[T]) -> npt.NDArray[T]:
+        """The rows of q and k in half-split order, as they are of everything else."""
+        num_heads = {"q": self.architecture.num_heads, "k": self.architecture.num_kv_heads}.get(name.split(".")[-1])
+        if num_heads is None or not self._description.has_interleaved_heads:
+            return rows
+        # Within a head the file interleaves the halves: its row 2i is row i, its row 2i + 1 is row i + head_dim / 2.
+        num_rows, width = rows.shape
+        pairs = rows.reshape(num_heads, num_rows // num_heads // 2, 2, width)
+        return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(num_rows, width)
 
     def _refuse_not_finite(self, name: str, values: npt.NDArray[np.float32]) -> NoReturn:
         row = next(i for i in np.ndindex(values.shape[:-1]) if not np.isfinite(values[i]).all())
         column = int(np.isfinite(values[row]).argmin())
+        stored_name = self._names[name]
         raise ModelFileError(
-            f"{self._weights.file_of(name)}: tensor {quoted(self._weights.stored_name(name))} holds "
+            f"{self._files.tensors[stored_name].file.path}: tensor {quoted(stored_name)} holds "
             f"{values[(*row, column)]} at index {format_shape((*row, column))}"
         )
 
     def stamps(self) -> tuple[FileStamp, ...]:
-        return tuple(self._weights.stamps())
+        """What was opened: every file that decides what the model computes."""
+        return self._files.stamps()
 
     def close(self) -> None:
-        self._weights.close()
+        self._files.close()
 
     def __enter__(self) -> "Checkpoint":
         return self
@@ -129,11 +121,11 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         raise ModelFileError(f"{path}: neither a file nor a folder")  # reading a pipe would wait for ever
     try:
         if path.is_dir() or path.suffix == ".safetensors":
-            folder = SafetensorsFolder.open(path)
-            return Checkpoint(path, FolderWeights(folder), FolderTokenizerSource(folder.folder))
+            files = open_folder(path)
+            return Checkpoint(path, files, describe_folder(files), FolderTokenizerSource(files.path))
         if _starts_with_magic(path):
-            file = GGUFFile.open(path)
-            return Checkpoint(path, GGUFWeights(file), GGUFTokenizerSource(path, file.metadata))
+            files = open_gguf(path)
+            return Checkpoint(path, files, describe_gguf(files), GGUFTokenizerSource(path, files.metadata))
     except InputError as error:
         # The sizes a file claims were refused by `Architecture`.
         raise ModelFileError(f"{path}: {error}") from error
@@ -148,19 +140,18 @@ def _starts_with_magic(path: Path) -> bool:
         raise ModelFileError(f"{path}: cannot be read: {error}") from error
 
 
-def _check_tensors(weights: Weights, expected: Mapping[str, tuple[int, ...]]) -> None:
-    stored_names = {weights.stored_name(name): shape for name, shape in expected.items()}
-    for stored_name, shape in stored_names.items():
-        found = weights.shapes.get(stored_name)
+def _check_tensors(files: ModelFiles, description: Description, expected: Mapping[str, tuple[int, ...]]) -> None:
+    stored_names = {description.stored_name(name): shape for name, shape in expected.items()}
+    for name, shape in stored_names.items():
+        found = files.tensors.get(name)
         if found is None:
-            raise ModelFileError(f"{weights.location}: tensor {stored_name!r} {format_shape(shape)} is missing")
-        if found != shape:
+            raise ModelFileError(f"{files.path}: tensor {name!r} {format_shape(shape)} is missing")
+        if found.shape != shape:
             raise ModelFileError(
-                f"{weights.location}: tensor {stored_name!r} has shape {format_shape(found)}, "
-                f"expected {format_shape(shape)}"
+                f"{files.path}: tensor {name!r} has shape {format_shape(found.shape)}, expected {format_shape(shape)}"
             )
-    if unknown := sorted(weights.shapes.keys() - stored_names.keys() - weights.ignored):
+    if unknown := sorted(files.tensors.keys() - stored_names.keys() - description.ignored):
         raise UnsupportedModelError(
-            f"{weights.location}: {len(unknown)} unknown tensors, first {quoted(unknown[0])}; supported: those of "
-            f"{weights.architecture.family} models"
+            f"{files.path}: {len(unknown)} unknown tensors, first {quoted(unknown[0])}; supported: those of "
+            f"{description.architecture.family} models"
         )

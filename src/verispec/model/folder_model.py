@@ -8,11 +8,7 @@ without an error.
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import NoReturn
-
-import numpy as np
-import numpy.typing as npt
 
 from verispec.errors import UnsupportedModelError
 from verispec.model.architecture import (
@@ -25,10 +21,10 @@ from verispec.model.architecture import (
     RopeScaling,
     make_layers,
 )
-from verispec.model.blocks import StoredTensor
 from verispec.model.fields import Fields, quoted
-from verispec.model.file_digest import FileStamp
-from verispec.model.safetensors_folder import CONFIG_NAME, SafetensorsFolder
+from verispec.model.model_files import ModelFiles
+from verispec.model.safetensors_folder import CONFIG_NAME
+from verispec.model.tensor_names import HEAD, Description
 
 _FAMILIES: Mapping[str, Family] = {
     "LlamaForCausalLM": "llama",
@@ -46,75 +42,19 @@ _HEAD_DIMS: Mapping[Family, int] = {"qwen3": 128, "gemma3": 256}
 _QWEN_FULL_LAYERS = 28
 _GEMMA_PATTERN, _GEMMA_QUERY_SCALAR, _GEMMA_THETA, _GEMMA_LOCAL_THETA = 6, 256.0, 1e6, 1e4
 
-_TOP_NAMES = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "head": "lm_head.weight"}
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm.weight",
-    "q": "self_attn.q_proj.weight",
-    "k": "self_attn.k_proj.weight",
-    "v": "self_attn.v_proj.weight",
-    "q_bias": "self_attn.q_proj.bias",
-    "k_bias": "self_attn.k_proj.bias",
-    "v_bias": "self_attn.v_proj.bias",
-    "q_norm": "self_attn.q_norm.weight",
-    "k_norm": "self_attn.k_norm.weight",
-    "o": "self_attn.o_proj.weight",
-    "mlp_norm": "post_attention_layernorm.weight",
-    "gate": "mlp.gate_proj.weight",
-    "up": "mlp.up_proj.weight",
-    "down": "mlp.down_proj.weight",
-}
-_GEMMA_LAYER_NAMES = _LAYER_NAMES | {
-    "attn_post_norm": "post_attention_layernorm.weight",
-    "mlp_norm": "pre_feedforward_layernorm.weight",
-    "mlp_post_norm": "post_feedforward_layernorm.weight",
-}
 
-
-class FolderWeights:
-    """A model folder's tensors under verispec's names."""
-
-    def __init__(self, folder: SafetensorsFolder) -> None:
-        self._folder = folder
-        self.location = str(folder.folder)
-        self.architecture = _architecture(folder)
-        self._is_gemma = self.architecture.family == "gemma3"
-        self.shapes = {name: stored.shape for name, stored in folder.tensors.items()}
-        # A tied model's file may repeat the embedding as head; conversions of Llama 1 stored the frequencies.
-        self.ignored = frozenset(
-            name for name in self.shapes if name == _TOP_NAMES["head"] or name.endswith(".rotary_emb.inv_freq")
-        )
-
-    def stored_name(self, name: str) -> str:
-        if name in _TOP_NAMES:
-            return _TOP_NAMES[name]
-        _, layer, part = name.split(".")
-        return f"model.layers.{layer}.{(_GEMMA_LAYER_NAMES if self._is_gemma else _LAYER_NAMES)[part]}"
-
-    def read(self, name: str) -> npt.NDArray[np.float32]:
-        """The tensor's values; Gemma's norms are stored without the 1 that is part of each weight."""
-        values = self._folder.read(self.stored_name(name))
-        return values + np.float32(1) if self._is_gemma and name.endswith("norm") else values
-
-    def stored(self, name: str) -> StoredTensor:
-        stored_name = self.stored_name(name)
-        return StoredTensor(self._folder.tensors[stored_name].type_name, self._folder.raw(stored_name))
-
-    def file_of(self, name: str) -> Path:
-        return self._folder.tensors[self.stored_name(name)].file.path
-
-    def stamps(self) -> list[FileStamp]:
-        return self._folder.stamps()
-
-    def close(self) -> None:
-        self._folder.close()
+def describe_folder(files: ModelFiles) -> Description:
+    # A tied model's file may repeat the embedding as head; conversions of Llama 1 stored the frequencies.
+    frequencies = {name for name in files.tensors if name.endswith(".rotary_emb.inv_freq")}
+    return Description(_architecture(files), "folder", ignored=frozenset({HEAD.folder, *frequencies}))
 
 
 def _refuse(config: Fields, found: str, supported: str) -> NoReturn:
     raise UnsupportedModelError(f"{config.where}: {found}; supported: {supported}")
 
 
-def _architecture(folder: SafetensorsFolder) -> Architecture:
-    config = Fields(folder.config, str(folder.folder / CONFIG_NAME))
+def _architecture(files: ModelFiles) -> Architecture:
+    config = Fields(files.metadata, str(files.path / CONFIG_NAME))
     names = config.strings("architectures")
     if len(names) != 1 or names[0] not in _FAMILIES:
         _refuse(config, f"architectures {quoted(names)}", ", ".join(_FAMILIES))
@@ -123,7 +63,6 @@ def _architecture(folder: SafetensorsFolder) -> Architecture:
     hidden_size = config.integer("hidden_size")
     num_heads = config.integer("num_attention_heads")
     head_dim = config.integer("head_dim", _HEAD_DIMS.get(family, hidden_size // max(num_heads, 1)))
-    head_in_files = _TOP_NAMES["head"] in folder.tensors
     return Architecture(
         family=family,
         layers=_layers(config, family, head_dim),
@@ -135,7 +74,7 @@ def _architecture(folder: SafetensorsFolder) -> Architecture:
         vocab_size=config.integer("vocab_size"),
         context_len=config.integer("max_position_embeddings"),
         norm_eps=config.real("rms_norm_eps", 1e-6),
-        tied_head=config.flag("tie_word_embeddings", default=not head_in_files),
+        tied_head=config.flag("tie_word_embeddings", default=HEAD.folder not in files.tensors),
         embed_scale=math.sqrt(max(hidden_size, 1)) if family == "gemma3" else 1.0,
     )
 

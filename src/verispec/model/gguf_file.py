@@ -7,22 +7,18 @@ format only; what the metadata says about a model is `gguf_model`'s business.
 
 import math
 import struct
-from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from verispec.errors import ModelFileError, UnsupportedModelError
-from verispec.model.blocks import FORMATS, to_float32
+from verispec.model.blocks import FORMATS
 from verispec.model.fields import quoted
-from verispec.model.file_digest import FileStamp
-from verispec.model.mapped_file import MappedFile, Span, check_no_overlap
+from verispec.model.model_files import MappedFile, ModelFiles, TensorInfo, check_no_overlap
 
 MAGIC = b"GGUF"
 
@@ -54,25 +50,14 @@ _MIN_TENSOR_NBYTES = 8 + 4 + 4 + 8
 _MIN_NESTED_ARRAY_NBYTES = 4 + 8
 
 
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """Where a tensor lies in the file. `shape` is in numpy's order, outermost dimension first."""
-
-    name: str
-    type_name: str
-    shape: tuple[int, ...]
-    offset: int
-    nbytes: int
-
-
 class _Reader:
     """A cursor over the header that never moves past the end of the file."""
 
     def __init__(self, file: MappedFile) -> None:
-        self.path, self.buffer, self.size, self.pos = file.path, file.buffer, file.size, 0
+        self.file, self.buffer, self.size, self.pos = file, file.buffer, file.size, 0
 
     def fail(self, problem: str) -> NoReturn:
-        raise ModelFileError(f"{self.path}: {problem} (at byte {self.pos} of {self.size})")
+        raise ModelFileError(f"{self.file.path}: {problem} (at byte {self.pos} of {self.size})")
 
     def check_room(self, nbytes: int, what: str) -> None:
         if nbytes > self.size - self.pos:
@@ -163,51 +148,13 @@ def _joined(data: bytes, starts: npt.NDArray[np.int64]) -> str:
     return values[is_text].tobytes().decode()
 
 
-class GGUFFile:
-    """An open GGUF file. Arrays from `raw` and `dequantised` stay valid after `close`."""
-
-    def __init__(self, file: MappedFile, metadata: dict[str, MetadataValue], tensors: dict[str, TensorInfo]) -> None:
-        self._file = file
-        self.path = file.path
-        self.metadata: Mapping[str, MetadataValue] = MappingProxyType(metadata)
-        self.tensors: Mapping[str, TensorInfo] = MappingProxyType(tensors)
-
-    @classmethod
-    def open(cls, path: str | Path) -> "GGUFFile":
-        """Map the file and read its header; tensor bytes are read when asked for."""
-        file = MappedFile(Path(path))
-        reader = _Reader(file)
-        num_tensors, num_pairs = _read_preamble(reader)
-        metadata = _read_metadata(reader, num_pairs)
-        return cls(file, metadata, _read_tensor_table(reader, num_tensors, _alignment(reader, metadata)))
-
-    def raw(self, name: str) -> npt.NDArray[np.uint8]:
-        """The tensor's bytes as stored, [..., bytes of one innermost row]; a read-only view of the file."""
-        info = self._info(name)
-        return self._file.bytes_at(info.offset, info.nbytes).reshape(*info.shape[:-1], -1)
-
-    def dequantised(self, name: str) -> npt.NDArray[np.float32]:
-        """The tensor's values; a read-only view of the file where it holds float32 already."""
-        return to_float32(self.raw(name), self._info(name).type_name)
-
-    def _info(self, name: str) -> TensorInfo:
-        if name not in self.tensors:
-            raise ModelFileError(f"{self.path}: has no tensor {name!r}")
-        return self.tensors[name]
-
-    @property
-    def stamp(self) -> FileStamp:
-        return self._file.stamp
-
-    def close(self) -> None:
-        """Release the file; it is unmapped when the last array from `raw` is gone."""
-        self._file.close()
-
-    def __enter__(self) -> "GGUFFile":
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+def open_gguf(path: Path) -> ModelFiles:
+    """Map the file and read its header; tensor bytes are read when asked for."""
+    reader = _Reader(MappedFile(path))
+    num_tensors, num_pairs = _read_preamble(reader)
+    metadata = _read_metadata(reader, num_pairs)
+    tensors = _read_tensor_table(reader, num_tensors, _alignment(reader, metadata))
+    return ModelFiles(path, [reader.file], metadata, tensors)
 
 
 def _read_preamble(reader: _Reader) -> tuple[int, int]:
@@ -218,7 +165,7 @@ def _read_preamble(reader: _Reader) -> tuple[int, int]:
     if version not in (2, 3):
         byte_order = " (or big-endian)" if version & 0xFFFF == 0 else ""
         raise UnsupportedModelError(
-            f"{reader.path}: GGUF version {version}{byte_order}; supported: versions 2 and 3, little-endian"
+            f"{reader.file.path}: GGUF version {version}{byte_order}; supported: versions 2 and 3, little-endian"
         )
     num_tensors: int = reader.number(_U64, "the tensor count")
     num_pairs: int = reader.number(_U64, "the metadata count")
@@ -250,29 +197,26 @@ def _alignment(reader: _Reader, metadata: dict[str, MetadataValue]) -> int:
 
 
 def _read_tensor_table(reader: _Reader, num_tensors: int, alignment: int) -> dict[str, TensorInfo]:
-    relative: dict[str, TensorInfo] = {}
+    tensors: dict[str, TensorInfo] = {}
     for i in range(num_tensors):
-        info = _read_tensor_info(reader, i)
-        if info.name in relative:
-            reader.fail(f"tensor {quoted(info.name)} appears twice")
-        relative[info.name] = info
+        name = reader.string(f"name of tensor {i}", max_len=_MAX_NAME_LEN)
+        if name in tensors:
+            reader.fail(f"tensor {quoted(name)} appears twice")
+        tensors[name] = _read_tensor_info(reader, name)
     # Offsets count from the first aligned byte after the table, which is known only now.
     base = -(-reader.pos // alignment) * alignment
-    tensors: dict[str, TensorInfo] = {}
-    for name, info in relative.items():
+    for name, info in tensors.items():
+        end = base + info.offset + info.nbytes
         if info.offset % alignment:
             reader.fail(f"tensor {quoted(name)} starts at {info.offset}, which is not a multiple of {alignment}")
-        if base + info.offset + info.nbytes > reader.size:
-            reader.fail(
-                f"tensor {quoted(name)} needs bytes up to {base + info.offset + info.nbytes}; the file is truncated"
-            )
-        tensors[name] = TensorInfo(name, info.type_name, info.shape, base + info.offset, info.nbytes)
-    check_no_overlap([Span(t.offset, t.offset + t.nbytes, t.name) for t in tensors.values()], reader.path)
+        if end > reader.size:
+            reader.fail(f"tensor {quoted(name)} needs bytes up to {end}; the file is truncated")
+        tensors[name] = info._replace(offset=base + info.offset)
+    check_no_overlap(tensors, reader.file.path)
     return tensors
 
 
-def _read_tensor_info(reader: _Reader, index: int) -> TensorInfo:
-    name = reader.string(f"name of tensor {index}", max_len=_MAX_NAME_LEN)
+def _read_tensor_info(reader: _Reader, name: str) -> TensorInfo:
     what = f"tensor {quoted(name)}"
     num_dims: int = reader.number(_U32, what)
     if not 1 <= num_dims <= _MAX_DIMS:
@@ -280,19 +224,17 @@ def _read_tensor_info(reader: _Reader, index: int) -> TensorInfo:
     dims = [reader.number(_U64, what) for _ in range(num_dims)]  # innermost first in the file
     type_id: int = reader.number(_U32, what)
     offset: int = reader.number(_U64, what)
-    type_name = _FORMAT_BY_ID.get(type_id) or _refuse_type(reader.path, name, type_id)
+    if type_id not in _FORMAT_BY_ID:
+        from gguf import GGMLQuantizationType
+
+        known = {int(member): member.name for member in GGMLQuantizationType}
+        found = known.get(type_id, f"unknown type {type_id}")
+        raise UnsupportedModelError(f"{reader.file.path}: {what} is stored as {found}; supported: {', '.join(FORMATS)}")
+    type_name = _FORMAT_BY_ID[type_id]
     fmt = FORMATS[type_name]
     if dims[0] % fmt.block_len:
         reader.fail(f"{what}: rows of {dims[0]} values are not whole {type_name} blocks of {fmt.block_len}")
     nbytes = math.prod(dims) // fmt.block_len * fmt.block_nbytes
     if not 1 <= nbytes <= reader.size:
         reader.fail(f"{what} of dimensions {dims} would take {nbytes} bytes of the file")
-    return TensorInfo(name, type_name, tuple(reversed(dims)), offset, nbytes)
-
-
-def _refuse_type(path: Path, name: str, type_id: int) -> NoReturn:
-    from gguf import GGMLQuantizationType
-
-    names = {int(member): member.name for member in GGMLQuantizationType}
-    found = names.get(type_id, f"unknown type {type_id}")
-    raise UnsupportedModelError(f"{path}: tensor {quoted(name)} is stored as {found}; supported: {', '.join(FORMATS)}")
+    return TensorInfo(reader.file, type_name, tuple(reversed(dims)), offset, nbytes)
