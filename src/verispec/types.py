@@ -315,7 +315,7 @@ class TokenLogprob(NamedTuple):
     alternatives: Alternatives = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # a value; frozen ones are made too slowly for every commit of a stream
 class TokenLogprobs(Sequence[TokenLogprob]):
     """A sequence of TokenLogprob kept as columns: entries are made when they are looked at. `all_alternatives` has an
     entry per token, or none at all."""

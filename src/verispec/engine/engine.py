@@ -233,6 +233,7 @@ class Engine:
     def _abandon(self) -> None:
         while self._flights:
             self._flights.popleft().abandon()
+        self._roster.void()
 
     def _note_host_seconds(self, start: float, step: Step) -> None:
         seconds = self._clock() - start - max((r.seconds for part in step for r in part), default=0.0)

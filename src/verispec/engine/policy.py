@@ -81,7 +81,7 @@ class Policy:
         self._drafters = drafters
         self._row_budget = row_budget
         self._max_draft = max_draft
-        self._max_burst = max_burst
+        self.max_burst = max_burst
         self._num_observed = cost.num_observed
         self._entries: dict[Hashable, _Entry] = {}
         self._canonical_shapes: dict[int, int] = {}
@@ -286,7 +286,7 @@ class Policy:
         Where some sequences need the host after each round they wait at most twice as long for the others, and only
         if that is worth more tokens a second.
         """
-        count = min(self._max_burst, load.room, load.num_free)
+        count = min(self.max_burst, load.room, load.num_free)
         if count <= 1:
             return 1
         together = load.num_going + load.num_waiting

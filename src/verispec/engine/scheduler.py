@@ -47,10 +47,14 @@ class Scheduler:
 
     def plan(self) -> Step:
         """The next step, with slots leased for all of its rows. Nothing is in the air."""
-        self._roster.void()
         self._roster.admit()
         parts = self._part()
         cohorts = [self._cohort(group, is_canonical=kind) for kind, group in parts.plain.items() if group]
+        if not parts.single and not parts.others:
+            count = self._num_rounds(parts.plain, (), 0)
+            for cohort in cohorts:
+                self._lengthen(cohort, count)
+            return Step((), cohorts)
         granted = self._grants(parts)
         turns = [
             self._turn(sequence)
@@ -161,13 +165,15 @@ class Scheduler:
 
         Whoever has a prompt in pieces waits, or a place to be admitted to, or streams and has no token yet.
         """
+        if self._policy.max_burst == 1 or self._roster.may_admit:
+            return 1
         going = [*plain[True], *plain[False]]
         going += [t.sequence for t in turns if self._goes_on(t)]  # type: ignore[misc]
         growing = [t for t in turns if t.choice.grows]
         drafted = [t for t in turns if t.is_resident]
         fed = growing + drafted
         is_awaited = any(not t.completes or t.is_streams_first for t in turns)
-        if is_awaited or self._roster.may_admit or not (going or fed):
+        if is_awaited or not (going or fed):
             return 1
         room = max(
             (*(s.max_len - len(s.token_ids) - s.kv.num_ahead for s in going), *(1 + t.room for t in drafted)),

@@ -288,9 +288,13 @@ class Sequence:
 
     def _entries(self, start: int) -> TokenLogprobs:
         """The tokens drawn, from number `start` on."""
-        drawn = self.token_ids[self.prompt_len + len(self.given_ids) + start :]
-        found = tuple(self.alternatives.get(i, ()) for i in range(start, len(self.logprobs)) if self.alternatives)
-        return TokenLogprobs(tuple(drawn), tuple(self.logprobs[start:]), found)
+        drawn = tuple(self.token_ids[self.prompt_len + len(self.given_ids) + start :])
+        values = tuple(self.logprobs[start:])
+        if not self.alternatives:
+            return TokenLogprobs(drawn, values)
+        return TokenLogprobs(
+            drawn, values, tuple([self.alternatives.get(i, ()) for i in range(start, len(self.logprobs))])
+        )
 
     def _sample_output(self, finish_reason: FinishReason) -> SampleOutput:
         return SampleOutput(
