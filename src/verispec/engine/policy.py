@@ -8,8 +8,10 @@ committed, only when.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 from verispec.backends.cost import CostTable
@@ -98,26 +100,24 @@ class Policy:
             self._entries.clear()
             self._canonical_shapes.clear()
         states = [turn.states or self.states(turn.sequence) for turn in turns]
-        held = [next((s for _, s in found if isinstance(s, Held)), None) for found in states]
-        partial = self._partial(turns, held, other_rows)
-        drafting: dict[str, int] = {}
-        rows, tokens, context = other_rows, other_tokens, 0
-        for turn, window, found in zip(turns, held, states, strict=True):
-            context += turn.start
-            if window is not None:
-                continue
-            rows, tokens = rows + turn.num_pending, tokens + 1
-            for name, state in found:
-                if not isinstance(state, Refusal):
-                    drafting[name] = drafting.get(name, 0) + 1
-        rows += self._replay(turns, states, partial, self._row_budget - rows)
-        beside += sum(t.choice.grows for t in turns)
-        crowd = Crowd(rows, tokens, beside, _bucket(context // len(turns)), is_canonical)
+        counts = Counter(states)  # sequences in the same state draft alike
+        windows = {found: next((s for _, s in found if isinstance(s, Held)), None) for found in counts}
+        free = [(turn, found) for turn, found in zip(turns, states, strict=True) if windows[found] is None]
+        drafting: Counter[str] = Counter()
+        for found, count in counts.items():
+            if windows[found] is None:
+                for name, state in found:
+                    drafting[name] += 0 if isinstance(state, Refusal) else count
+        rows = other_rows + sum([turn.num_pending for turn, _ in free])
+        if len(free) < len(turns):
+            partial = self._partial(turns, [windows[found] for found in states], other_rows)
+            rows += self._replay(turns, states, partial, self._row_budget - rows)
+            beside += sum(t.choice.grows for t in turns)
+        context_len = sum([turn.start for turn in turns]) // len(turns)
+        crowd = Crowd(rows, other_tokens + len(free), beside, _bucket(context_len), is_canonical)
         left = self._row_budget - rows
-        chosen: dict[Hashable, Choice] = {}  # sequences in the same state draft alike
-        for turn, window, found in zip(turns, held, states, strict=True):
-            if window is not None:
-                continue
+        chosen: dict[Hashable, Choice] = {}
+        for turn, found in free:
             if turn.room < 1:
                 turn.choice = NO_ROOM
                 continue
@@ -166,7 +166,7 @@ class Policy:
         count = self._num_partial([length for length, _ in growing], rows, context_len)
         return {t.sequence.sequence_id for _, t in growing[:count]}
 
-    def _choice(self, states: States, drafting: dict[str, int], crowd: Crowd) -> Choice:
+    def _choice(self, states: States, drafting: Mapping[str, int], crowd: Crowd) -> Choice:
         refusal = next((s for _, s in states if isinstance(s, Refusal)), "")
         best = None
         for name, state in states:
@@ -343,7 +343,12 @@ def refusal(states: States) -> Choice | None:
     for _, state in states:
         if not isinstance(state, Refusal):
             return None
-    return Choice(reason=str(states[0][1]))
+    return _refused(str(states[0][1]))
+
+
+@cache
+def _refused(reason: str) -> Choice:
+    return Choice(reason=reason)
 
 
 def _within(choice: Choice, room: int) -> Choice:

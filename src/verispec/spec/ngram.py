@@ -34,7 +34,7 @@ class NgramConfig:
 
 @dataclass(slots=True)
 class _Index:
-    """Where each n-gram of a sequence was last followed by something: n-gram -> position after it.
+    """Where each n-gram of a sequence occurred last: n-gram -> position after it.
 
     `match` is that of the last look-up: its length, the position after it, and the sequence's length then.
     """
@@ -101,15 +101,15 @@ class NgramDrafter:
         end = len(tokens)
         if index.match[2] == end:
             return index.match[:2]
-        for position in range(index.indexed_len, end):
+        found = (0, 0)
+        for position in range(index.indexed_len + 1, end + 1):
+            found = (0, 0)
             for n in self._lengths:
                 if position >= n:
-                    positions[tuple(tokens[position - n : position])] = position
+                    ngram = tuple(tokens[position - n : position])
+                    if not found[0] and ngram in positions:
+                        found = n, positions[ngram]
+                    positions[ngram] = position
         index.indexed_len = end
-        found = (0, 0)
-        for n in self._lengths:
-            if end > n and (position := positions.get(tuple(tokens[end - n :]), 0)):
-                found = n, position
-                break
         index.match = (*found, end)
         return found
