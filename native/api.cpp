@@ -144,8 +144,11 @@ struct Engine {
     return reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(scratch.data()) + 63) / 64 * 64);
   }
 
+  const Arithmetic& arithmetic(int id) const { return id == kHopper ? *table->hopper : *table->cpu; }
+  const Arithmetic& arithmetic(const Model& model) const { return arithmetic(model.arithmetic); }
+
   void* reserve(const Model& model, int num_rows, int max_context) {
-    return reserve(table->scratch_nbytes(model, num_rows, pool.num_threads(), max_context));
+    return reserve(arithmetic(model).scratch_nbytes(model, num_rows, pool.num_threads(), max_context));
   }
 
   float* reserve_rows(int vocab) {
@@ -169,7 +172,7 @@ static const Table* find(const char* name) {
     known.push_back(&table_avx512);
 #endif
 #if defined(VS_HAS_AVX2)
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) known.push_back(&table_avx2);
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) known.push_back(&table_avx2);
 #endif
   known.push_back(&table_portable);
   const std::string_view wanted(name);
@@ -183,7 +186,7 @@ static const Table* find(const char* name) {
 
 using namespace vs;
 
-VS_API int vs_abi() { return 7; }
+VS_API int vs_abi() { return 8; }
 
 // "" is the best instruction set here; null if it is unknown, or unknown to this CPU.
 VS_API Engine* vs_create(const char* isa, int num_threads) {
@@ -206,8 +209,9 @@ VS_API int vs_pack(Engine* engine, const StoredMatrix* matrix, uint8_t* out) {
 VS_API void vs_layers(Engine* engine, const Model* model, const Rows* rows, const Store* store,
                       const uint8_t* skip_attention, const uint8_t* skip_mlp, float* x, int first, int end) {
   void* scratch = engine->reserve(*model, rows->num_rows, longest_context(*rows));
-  engine->pool.run(engine->table->num_phases(*model), [&](Crew crew) {
-    engine->table->forward(crew, *model, *rows, *store, skip_attention, skip_mlp, x, first, end, scratch);
+  const Arithmetic& arithmetic = engine->arithmetic(*model);
+  engine->pool.run(arithmetic.num_phases(*model), [&](Crew crew) {
+    arithmetic.forward(crew, *model, *rows, *store, skip_attention, skip_mlp, x, first, end, scratch);
   });
 }
 
@@ -220,7 +224,7 @@ static void vs_forward(Engine* engine, const Model* model, const Rows* rows, con
 VS_API void vs_logits(Engine* engine, const Model* model, const float* x, int num_rows, float* y, Totals* totals) {
   void* scratch = engine->reserve(*model, num_rows, 1);
   engine->pool.run(3, [&](Crew crew) {
-    engine->table->logits(crew, *model, x, num_rows, y, totals, scratch);
+    engine->arithmetic(*model).logits(crew, *model, x, num_rows, y, totals, scratch);
   });
 }
 
@@ -397,25 +401,29 @@ VS_API void vs_noisy_top_k(Engine* engine, const float* logits, const int32_t* l
 }
 
 // Single kernels, for the audit and for tests.
-VS_API void vs_linear(Engine* engine, const Matrix* m, const float* x, int num_rows, float* y) {
+VS_API void vs_linear(Engine* engine, int arithmetic, const Matrix* m, const float* x, int num_rows, float* y) {
   Model sizes = {};
+  sizes.arithmetic = arithmetic;
   sizes.hidden = m->num_in, sizes.mlp = m->num_in, sizes.num_heads = 1, sizes.num_kv_heads = 1, sizes.head_dim = 1;
   void* scratch = engine->reserve(sizes, num_rows, 1);
-  engine->pool.run(2, [&](Crew crew) { engine->table->linear(crew, *m, x, num_rows, y, scratch); });
+  engine->pool.run(2, [&](Crew crew) { engine->arithmetic(sizes).linear(crew, *m, x, num_rows, y, scratch); });
 }
 
 VS_API void vs_norm(Engine* engine, const float* x, const float* weight, int num_rows, int width, float eps, float* y) {
   engine->pool.run(1, [&](Crew crew) { engine->table->norm(crew, x, weight, num_rows, width, eps, y); });
 }
 
-VS_API void vs_activate(Engine* engine, int activation, const float* gate_up, int num_rows, int mlp, float* y) {
-  engine->pool.run(1, [&](Crew crew) { engine->table->activate(crew, activation, gate_up, num_rows, mlp, y); });
+VS_API void vs_activate(Engine* engine, int arithmetic, int activation, const float* gate_up, int num_rows, int mlp,
+                        float* y) {
+  const Arithmetic& chosen = engine->arithmetic(arithmetic);
+  engine->pool.run(1, [&](Crew crew) { chosen.activate(crew, activation, gate_up, num_rows, mlp, y); });
 }
 
 VS_API void vs_attend(Engine* engine, const Model* model, const Rows* rows, const Store* store, int layer, const float* q,
                       float* out) {
   void* scratch = engine->reserve(*model, rows->num_rows, longest_context(*rows));
-  engine->pool.run(1, [&](Crew crew) { engine->table->attend(crew, *model, *rows, *store, layer, q, out, scratch); });
+  const Arithmetic& arithmetic = engine->arithmetic(*model);
+  engine->pool.run(1, [&](Crew crew) { arithmetic.attend(crew, *model, *rows, *store, layer, q, out, scratch); });
 }
 
 // 0 exp, 1 log, 2 the noise of the 32-bit words, 3 to float16 and back.

@@ -1,7 +1,7 @@
 // The C interface of the kernels. Plain data in, plain data out; Python owns every buffer and checks every bound.
 //
-// One source, kernels.cpp, is compiled once per instruction set; each copy fills one table of functions, and api.cpp
-// picks a table at run time. All copies give the same bits: integer dot products are exact, float sums run in one
+// kernels.cpp and hopper.cpp, an arithmetic each, are compiled once per instruction set; each copy fills one table of
+// functions, and api.cpp picks a table at run time. All copies give the same bits: integer dot products are exact, float sums run in one
 // order that the source spells out, every float operation is one IEEE operation (no contraction into fma), and exp, log,
 // sin and cos are our own.
 #pragma once
@@ -37,6 +37,9 @@ struct Matrix {
   const void* data;
 };
 
+// What defines every bit of a pass: the CPU's own, or that of a Hopper GPU, which takes kBF16 matrices and bf16 K/V.
+enum ArithmeticId : int32_t { kCpu = 0, kHopper = 1 };
+
 enum Activation : int32_t { kSilu = 0, kGeluTanh = 1 };
 
 struct Layer {
@@ -52,7 +55,7 @@ struct Layer {
 };
 
 struct Model {
-  int32_t num_layers, hidden, num_heads, num_kv_heads, head_dim, mlp, vocab, kv_is_half;
+  int32_t arithmetic, num_layers, hidden, num_heads, num_kv_heads, head_dim, mlp, vocab, kv_is_half;
   float norm_eps, embed_scale;
   const Layer* layers;
   const float* final_norm;
@@ -66,7 +69,7 @@ struct Rows {
   const int32_t *token_ids, *positions, *slots, *seq_rows, *prefix_lens, *tails, *tail_lens, *table;
 };
 
-// K and V of all layers, [layers][slots][kv_heads][head_dim padded to 16], float or float16 bits.
+// K and V of all layers, [layers][slots][kv_heads][head_dim padded to 16], float, or float16 or bf16 bits.
 struct Store {
   void *k, *v;
   int64_t slots_per_layer;
@@ -128,17 +131,21 @@ struct Crew {
   Phase* phase;  // the next one; every thread walks through all of them
 };
 
-struct Table {
-  const char* name;
+struct Arithmetic {
   int (*num_phases)(const Model&);
   size_t (*scratch_nbytes)(const Model&, int num_rows, int num_threads, int max_context);
   void (*forward)(Crew, const Model&, const Rows&, const Store&, const uint8_t* skip_attention, const uint8_t* skip_mlp,
                   float* x, int first, int end, void* scratch);
   void (*logits)(Crew, const Model&, const float* x, int num_rows, float* y, Totals* totals, void* scratch);
   void (*linear)(Crew, const Matrix&, const float* x, int num_rows, float* y, void* scratch);
-  void (*norm)(Crew, const float* x, const float* weight, int num_rows, int width, float eps, float* y);
   void (*activate)(Crew, int activation, const float* gate_up, int num_rows, int mlp, float* y);
   void (*attend)(Crew, const Model&, const Rows&, const Store&, int layer, const float* q, float* out, void* scratch);
+};
+
+struct Table {
+  const char* name;
+  const Arithmetic *cpu, *hopper;
+  void (*norm)(Crew, const float* x, const float* weight, int num_rows, int width, float eps, float* y);
   void (*totals)(Crew, const float* logits, int num_rows, int vocab, Totals* out);
   void (*draw)(Crew, const float* logits, const int32_t* logit_rows, const Totals* totals, int vocab, const Sampling&,
                int64_t* token_ids, float* logprobs, float* scratch);

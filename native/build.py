@@ -23,10 +23,11 @@ FLAGS = [
     "-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden",
     "-pthread", "-Wall", "-Wextra", "-Wconversion", "-Wshadow",
 ]  # fmt: skip
+PER_SET = ("kernels", "hopper")  # compiled once per instruction set
 SANITIZE = ["-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer"]
 # GCC 12 warns of its own header for AVX-512, where a register is left as it is on purpose.
 X86_SETS = {
-    "avx2": ["-mavx2", "-mf16c"],
+    "avx2": ["-mavx2", "-mfma", "-mf16c"],
     "avx512": [
         "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mf16c",
         "-Wno-uninitialized", "-Wno-maybe-uninitialized",
@@ -63,12 +64,15 @@ def build(
     is_x86 = platform.machine().lower() in ("x86_64", "amd64")
     sets = {"portable": [], **(X86_SETS if is_x86 and not portable else {})}
     with tempfile.TemporaryDirectory() as folder:
-        units = {name: Path(folder) / f"{name}.o" for name in sets}
+
+        def unit(source: str, name: str) -> str:
+            return str(Path(folder) / f"{source}-{name}.o")
 
         def compiles(name: str) -> bool:
-            source, target = str(HERE / "kernels.cpp"), str(units[name])
             try:
-                _run([*command, *flags, *sets[name], f"-DVS_ISA={name}", "-c", source, "-o", target])
+                for source in PER_SET:
+                    target = ["-c", str(HERE / f"{source}.cpp"), "-o", unit(source, name)]
+                    _run([*command, *flags, *sets[name], f"-DVS_ISA={name}", *target])
             except BuildError:
                 if name == "portable":
                     raise
@@ -77,7 +81,7 @@ def build(
 
         with ThreadPoolExecutor() as pool:  # the compiler is a process of its own
             built = [name for name, done in zip(sets, pool.map(compiles, sets), strict=True) if done]
-        objects = [str(units[name]) for name in built]
+        objects = [unit(source, name) for name in built for source in PER_SET]
         known = [f"-DVS_HAS_{name.upper()}" for name in built if name != "portable"]
         for name in ("api", "pack"):  # for every CPU alike
             objects.append(str(Path(folder) / f"{name}.o"))

@@ -1,4 +1,4 @@
-// The kernels: a pass over rows from the embedding to the logits. Compiled once per instruction set (VS_ISA).
+// The kernels of the CPU's own arithmetic: a pass over rows from the embedding to the logits. Compiled once per instruction set (VS_ISA).
 //
 // Order of every float sum, the same everywhere: a product of a quantised matrix adds its blocks in ascending order, each
 // as acc + float(integer dot) * (d * a), then acc + m * (a * sum); a float matrix adds k = 0, 1, 2, ...; norms and softmax
@@ -707,10 +707,13 @@ static void elementary(Crew crew, int which, const float* x, int64_t count, floa
 #define VS_TEXT(x) VS_TEXT2(x)
 #define VS_TABLE2(isa) table_##isa
 #define VS_TABLE(isa) VS_TABLE2(isa)
+#define VS_HOPPER2(isa) hopper_##isa
+#define VS_HOPPER(isa) VS_HOPPER2(isa)
+extern const Arithmetic VS_HOPPER(VS_ISA);
+static const Arithmetic own = {num_phases, scratch_nbytes, forward, logits, linear, activate_rows, attend_rows};
 extern const Table VS_TABLE(VS_ISA);
 const Table VS_TABLE(VS_ISA) = {
-    VS_TEXT(VS_ISA), num_phases,  scratch_nbytes, forward, logits, linear,      norm,
-    activate_rows,   attend_rows, totals,         draw,    top_k,  noisy_top_k, elementary,
+    VS_TEXT(VS_ISA), &own, &VS_HOPPER(VS_ISA), norm, totals, draw, top_k, noisy_top_k, elementary,
 };
 
 }  // namespace vs

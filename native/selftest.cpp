@@ -13,9 +13,9 @@ struct Engine;
 extern "C" {
 Engine* vs_create(const char* isa, int num_threads);
 const char* vs_isa(const Engine*);
-void vs_linear(Engine*, const Matrix*, const float*, int, float*);
+void vs_linear(Engine*, int, const Matrix*, const float*, int, float*);
 void vs_norm(Engine*, const float*, const float*, int, int, float, float*);
-void vs_activate(Engine*, int, const float*, int, int, float*);
+void vs_activate(Engine*, int, int, const float*, int, int, float*);
 void vs_attend(Engine*, const Model*, const Rows*, const Store*, int, const float*, float*);
 void vs_totals(Engine*, const float*, int, int, Totals*);
 void vs_draw(Engine*, const float*, const int32_t*, const Totals*, int, const Sampling*, int64_t*, float*);
@@ -72,7 +72,7 @@ static void check_linear(Engine* engine, int format, const char* name, size_t bl
   const Matrix matrix = {format, num_out, num_in, data.data()};
   const std::vector<float> x = floats(size_t(num_rows) * num_in);
   std::vector<float> y(size_t(num_rows) * num_out);
-  vs_linear(engine, &matrix, x.data(), num_rows, y.data());
+  vs_linear(engine, kCpu, &matrix, x.data(), num_rows, y.data());
   print(name, y.data(), y.size() * 4);
 }
 
@@ -143,7 +143,7 @@ int main(int argc, char** argv) {
   vs_norm(engine, x.data(), weight.data(), 5, 100, 1e-5f, y.data());
   print("norm", y.data(), y.size() * 4);
   for (int activation : {kSilu, kGeluTanh}) {
-    vs_activate(engine, activation, x.data(), 5, 50, y.data());
+    vs_activate(engine, kCpu, activation, x.data(), 5, 50, y.data());
     print(activation == kSilu ? "silu" : "gelu tanh", y.data(), 5 * 50 * 4);
   }
   const char* labels[] = {"exp", "log", "noise", "float16"};

@@ -58,16 +58,16 @@ class Runtime:
     """A loaded model.
 
     `model` is a known name, a GGUF file or a folder with safetensors. `drafter` is the default of every request; no
-    drafter changes the output. `draft_len` is the most tokens of one draft (default: the drafter's own); `force` drafts
-    even where that is predicted not to pay. `draft_model` is a smaller model with the same vocabulary, for drafter
-    `model`; `tree` is the shape of drafts (`chain:N`, `branch:3,2,1`, `beam:3,4`), `accept` the rule that judges them.
-    `kv_slots` is the K/V capacity in tokens, `max_len` the most a request may hold, prompt included. `backend` is
-    cuda, native or numpy (default: the first that can serve here); cuda runs on GPU number `device` and takes the share
-    `gpu_memory` of its memory, unless `kv_slots` says how much K/V to have. `threads` is how many compute (default: all
-    cores); it changes no bit. `weights="q8"` makes the native backend quantise float weights at load, `kv_dtype` is its
-    float16 or float32; both are part of the profile. `family` names canonical shapes other than the audit's choice;
-    `full_audit` audits kernels that loading checks by known answers only, `fresh_audit` measures again.
-    `progress(stage, share)` reports loading.
+    drafter changes the output. `draft_len` is the most tokens of one draft (default: the drafter's own); `force`
+    drafts even where that is predicted not to pay. `draft_model` is a smaller model with the same vocabulary, for
+    drafter `model`; `tree` is the shape of drafts (`chain:N`, `branch:3,2,1`, `beam:3,4`), `accept` the rule that
+    judges them. `kv_slots` is the K/V capacity in tokens, `max_len` the most a request may hold, prompt included.
+    `backend` is cuda, native, numpy (default: the first that can serve here) or hopper, which gives cuda's bits on a
+    CPU; cuda runs on GPU number `device` and takes the share `gpu_memory` of its memory, unless `kv_slots` says how
+    much K/V to have. `threads` is how many compute (default: all cores); it changes no bit. `weights="q8"` makes the
+    native backend quantise float weights at load, `kv_dtype` is its float16 or float32; both are part of the profile.
+    `family` names canonical shapes other than the audit's choice; `full_audit` audits kernels that loading checks by
+    known answers only, `fresh_audit` measures again. `progress(stage, share)` reports loading.
     """
 
     def __init__(
@@ -335,7 +335,7 @@ def _checked_family(family: object) -> list[int]:
 
 def _check_memory(options: BackendOptions, checkpoints: Sequence[Checkpoint]) -> None:
     """Refuse more K/V than the machine has memory, before the system ends the process for it."""
-    kv_slots, width = options.num_slots, 2 if options.kv_dtype == "float16" else 4
+    kv_slots, width = options.num_slots, 4 if options.kv_dtype == "float32" else 2
     needed = 0
     for arch in (c.architecture for c in checkpoints):
         needed += kv_slots * arch.num_layers * arch.num_kv_heads * arch.head_dim * 2 * width

@@ -115,7 +115,7 @@ def a_pass(rows: Rows, wanted: Wanted, update: TableUpdate, **more: object) -> P
     return Pass(PassKind.CANONICAL, rows, wanted, update, 16 if wanted.draw else 0, **more)  # type: ignore[arg-type]
 
 
-@pytest.fixture(params=["fake", "numpy-llama", "native-llama"])
+@pytest.fixture(params=["fake", "numpy-llama", "native-llama", "hopper-qwen3"])
 def make(request: pytest.FixtureRequest) -> Callable[[], Backend]:
     return BACKENDS[request.param]
 

@@ -18,7 +18,7 @@ from verispec.backends.audit import audit
 from verispec.backends.native_backend import NativeBackend
 from verispec.backends.native_model import StoredModel
 from verispec.backends.numpy_backend import LoadedModel, NumpyBackend
-from verispec.backends.options import NativeOptions, NumpyOptions
+from verispec.backends.options import HopperOptions, NativeOptions, NumpyOptions
 from verispec.backends.protocol import (
     Backend,
     DistributionWanted,
@@ -59,6 +59,12 @@ def native_backend(family: str, *, isa: str = "", kv_dtype: str = "float16", **c
     )
 
 
+def hopper_backend(family: str) -> NativeBackend:
+    configs = [TinyConfig(family=family, seed=seed, context_len=256) for seed in (1, 2)]
+    models = [StoredModel(c.architecture, make_tensors(c).__getitem__) for c in configs]
+    return NativeBackend(models, HopperOptions(num_slots=NUM_SLOTS, num_seq_rows=8, max_tail=32))
+
+
 BACKENDS: dict[str, Callable[[], Backend]] = {
     "fake": lambda: FakeBackend(num_slots=NUM_SLOTS, context_len=256, num_seq_rows=8, max_tail=32, num_stores=2),
     "numpy-llama": lambda: numpy_backend("llama"),
@@ -73,6 +79,7 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
     "native-qwen3": lambda: native_backend("qwen3"),
     "native-gemma3": lambda: native_backend("gemma3", num_layers=3, window=21, tied_head=True),
     "native-gemma3-wide": lambda: native_backend("gemma3", window=140, kv_dtype="float32"),
+    "hopper-qwen3": lambda: hopper_backend("qwen3"),
 }
 
 

@@ -23,6 +23,7 @@ from verispec.backends.audit import audit
 from verispec.backends.native_backend import _sampling
 from verispec.backends.native_model import StoredModel
 from verispec.backends.native_pack import pack
+from verispec.backends.options import NativeOptions
 from verispec.errors import InputError, ModelFileError, UnsupportedModelError
 from verispec.model.blocks import FORMATS, StoredTensor, to_float32
 from verispec.model.elementary import power, sin_cos
@@ -72,7 +73,7 @@ class Product:
 
     def __call__(self, x: np.ndarray) -> np.ndarray:
         y = np.full((len(x), self.packed.num_out), np.nan, np.float32)
-        self.kernels.call("vs_linear", ctypes.byref(self.matrix), np.ascontiguousarray(x, np.float32), len(x), y)
+        self.kernels.call("vs_linear", 0, ctypes.byref(self.matrix), np.ascontiguousarray(x, np.float32), len(x), y)
         return y
 
 
@@ -360,7 +361,7 @@ def test_scales_that_are_not_finite_are_refused(smollm2_path: Path) -> None:
 
         model = StoredModel(checkpoint.architecture, checkpoint.tensor, spoilt)
         with pytest.raises((InputError, ModelFileError), match="not finite"):
-            model.matrix("layers.0.q", native.Kernels(1), quantises=False)
+            model.matrix("layers.0.q", native.Kernels(1), NativeOptions(num_slots=1, num_seq_rows=1))
 
 
 @pytest.mark.parametrize("type_name", EXACT_TYPES)

@@ -184,6 +184,19 @@ def test_a_receipt_is_reproduced(bare_cli: Cli, tiny: str, receipt: Path) -> Non
     assert bare_cli("replay", str(pretty), "-m", tiny).code == 0
 
 
+@pytest.mark.usefixtures("native_kernels")
+def test_a_gpus_receipt_is_reproduced_where_there_is_none(bare_cli: Cli, tiny: str, tmp_path: Path) -> None:
+    path = tmp_path / "gpu.json"
+    made = ("generate", "-q", "-m", tiny, "the abba", *SAMPLED, "--receipt", str(path))
+    assert bare_cli(*made, "--backend", "hopper").code == 0
+    assert json.loads(path.read_text())["profile"]["fingerprint"]["arithmetic"] == "hopper-1"
+    assert bare_cli("replay", str(path), "-m", tiny).out.startswith("reproduced: 40 tokens with log-probabilities, in ")
+    # The control: another backend has other bits, and says so.
+    done = bare_cli("replay", str(path), "-m", tiny, "--backend", "native")
+    assert "arithmetic is cpu-1 here, hopper-1 there" in done.out
+    assert "log-probabilities differ" in done.out or "position" in done.out
+
+
 def test_a_flipped_token_is_named_with_its_position(bare_cli: Cli, tiny: str, receipt: Path) -> None:
     data = json.loads(receipt.read_text())
     old = data["output"]["token_ids"][17]

@@ -48,15 +48,19 @@ def on(isa: str, threads: int) -> native_answers.MakeBackend:
 
 
 def build_sabotaged(path: Path) -> Path:
-    """A library from changed sources: the order of blocks depends on how many rows are computed together."""
+    """A library from changed sources: the order of blocks depends on how many rows are computed together, and the
+    tensor core's sums keep one bit less.
+    """
     sources = path.with_suffix(".sources")
     shutil.copytree(ROOT / "native", sources)
-    kernels, loop = sources / "kernels.cpp", "for (int b = 0; b < num_blocks; ++b) {\n    const uint8_t* w = weights"
-    text = kernels.read_text(encoding="utf-8")
-    assert text.count(loop) == 1
+    loop = "for (int b = 0; b < num_blocks; ++b) {\n    const uint8_t* w = weights"
     changed = loop.replace("b = 0; b < num_blocks; ++b", "i = 0; i < num_blocks; ++i")
     changed = changed.replace("{\n", "{\n    const int b = R > 1 ? num_blocks - 1 - i : i;\n")
-    kernels.write_text(text.replace(loop, changed), encoding="utf-8")
+    for name, old, new in (("kernels", loop, changed), ("hopper", "kFractionBits = 25", "kFractionBits = 24")):
+        source = sources / f"{name}.cpp"
+        text = source.read_text(encoding="utf-8")
+        assert text.count(old) == 1
+        source.write_text(text.replace(old, new), encoding="utf-8")
     spec = importlib.util.spec_from_file_location("native_build", sources / "build.py")
     assert spec is not None
     assert spec.loader is not None

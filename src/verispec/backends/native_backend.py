@@ -11,22 +11,24 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from verispec.backends import native_answers
+from verispec.backends import hopper_answers, native_answers
 from verispec.backends import native_library as native
 from verispec.backends.audit import KernelProbe, Progress, no_progress
 from verispec.backends.blas import cpu_name, num_cores
 from verispec.backends.checks import check_pass
+from verispec.backends.cuda.arrange import ROW_SIZES
+from verispec.backends.cuda.bits import bf16_bits
 from verispec.backends.native_model import NativeModel, StoredModel
 from verispec.backends.native_pack import LANES
-from verispec.backends.options import QUANTISED, BackendOptions, NativeOptions
+from verispec.backends.options import HOPPER, QUANTISED, BackendOptions, NativeOptions
 from verispec.backends.outputs import Handle
 from verispec.backends.probe_rows import probe_rows
 from verispec.backends.protocol import (
-    Backend,
     Burst,
     BurstResult,
     DrawResult,
@@ -34,6 +36,7 @@ from verispec.backends.protocol import (
     Pass,
     PassResult,
     ReadyTicket,
+    Rows,
     TopKResult,
     View,
     Wanted,
@@ -48,9 +51,10 @@ from verispec.sampling.weights import SAMPLING, Totals
 from verispec.sampling.weights import logprobs as logprobs_from
 from verispec.types import SamplingParams
 
-# Every shape up to 64, then steps: rows are pure at all of them, and the audit shows it.
-SHAPES = (*range(1, 65), *range(80, 129, 16), *range(160, 257, 32))
+# By arithmetic: every shape up to 64, then steps; or those of a GPU. Rows are pure at all, and the audit shows it.
+SHAPES = {"cpu-1": (*range(1, 65), *range(80, 129, 16), *range(160, 257, 32)), HOPPER: ROW_SIZES}
 _PROBED_LENGTHS = (1, 15, 17, 200)
+_ROW_ARRAYS = ("token_ids", "positions", "slots", "seq_rows", "prefix_lens", "tails", "tail_lens")
 EMBEDDING = -1  # as the first layer of a part of a pass: what comes before layer 0
 
 Float32 = NDArray[np.float32]
@@ -59,8 +63,6 @@ Float32 = NDArray[np.float32]
 class NativeBackend:
     """One slot table, and per model the packed weights and a K/V store under the same slot ids."""
 
-    shapes = SHAPES
-    arithmetics = NativeOptions.SERVES["arithmetic"]
     weights_version = 0
 
     def __init__(
@@ -68,16 +70,17 @@ class NativeBackend:
     ) -> None:
         self.limits = options.limits([m.architecture for m in models])
         self._options = options
+        self.arithmetics, self.shapes = options.SERVES["arithmetic"], SHAPES[options.arithmetic]
         self._num_threads = num_cores() if options.threads is None else options.threads
         self._kernels = native.Kernels(self._num_threads, options.isa)
         self._models = [
             NativeModel(
-                model, self._kernels, context_len=self.limits.context_len, quantises=options.weights == QUANTISED,
-                kv_is_half=options.kv_dtype == "float16", progress=partial(_report, progress, i, len(models)),
+                model, self._kernels, options, context_len=self.limits.context_len,
+                progress=partial(_report, progress, i, len(models)),
             )
             for i, model in enumerate(models)
         ]  # fmt: skip
-        self._stores = [_KVStore(m.architecture, options.num_slots, options.kv_dtype) for m in models]
+        self.stores = [_KVStore(m.architecture, options.num_slots, options.kv_dtype) for m in models]
         self.resident = Resident(self.limits)
 
     @property
@@ -89,6 +92,10 @@ class NativeBackend:
     def weights_nbytes(self) -> int:
         """Memory of all packed weights."""
         return sum(model.nbytes for model in self._models)
+
+    @property
+    def _arithmetic(self) -> int:
+        return native.ARITHMETICS.index(self._options.arithmetic)
 
     def bind(self, seq_row: int, sampler: Sampler) -> None:
         """A sequence takes this row of the table."""
@@ -110,11 +117,11 @@ class NativeBackend:
 
     def run(self, pass_: Pass) -> PassResult:
         """One round of a pass that was checked."""
-        x, hidden = self._forward(pass_)
+        x, hidden = self.forward(pass_)
         head_rows = pass_.wanted.head_rows()
         if not len(head_rows):
             return PassResult(hidden=hidden)
-        logits, totals = self._logits(pass_.store, x[head_rows])
+        logits, totals = self.logits(pass_.store, x[head_rows])
         result = self._outputs(pass_, head_rows, logits, totals)
         return result if hidden is None else replace(result, hidden=hidden)
 
@@ -172,11 +179,11 @@ class NativeBackend:
             part = burst.drafts[0]
             skipped = self._skipped(part.store, part.view)
             drafting = ctypes.byref(native.Drafting(
-                ctypes.pointer(self._models[part.store].struct), ctypes.pointer(self._stores[part.store].struct),
+                ctypes.pointer(self._models[part.store].struct), ctypes.pointer(self.stores[part.store].struct),
                 *map(native.address, skipped), part.first_rows, part.least_logprob,
             ))  # fmt: skip
         self._kernels.call(
-            "vs_burst", ctypes.byref(model.struct), ctypes.byref(rows), ctypes.byref(self._stores[pass_.store].struct),
+            "vs_burst", ctypes.byref(model.struct), ctypes.byref(rows), ctypes.byref(self.stores[pass_.store].struct),
             *self._skipped(pass_.store, pass_.view), ctypes.byref(sampling), ctypes.byref(struct), drafting,
         )  # fmt: skip
         del alive, also_alive, skipped
@@ -189,13 +196,18 @@ class NativeBackend:
         layers = range(self._models[store].architecture.num_layers)
         return [np.array([(i, is_mlp) in view.skipped for i in layers], np.uint8) for is_mlp in (False, True)]
 
-    def _forward(self, pass_: Pass) -> tuple[Float32, Float32 | None]:
+    def forward(self, pass_: Pass) -> tuple[Float32, Float32 | None]:
         """The residual stream behind the last layer, and what is wanted of it before: layers up to there, and so on."""
         model, wanted, start = self._models[pass_.store], pass_.wanted.hidden, pass_.start
-        arch = model.architecture
-        x = np.empty((len(pass_.rows), arch.hidden_size), np.float32)
+        arch, x = model.architecture, np.zeros((len(pass_.rows), model.architecture.hidden_size), np.float32)
+        live = np.flatnonzero(pass_.rows.slots != DUMP_SLOT)
+        if len(live) < len(x) and wanted is None and start is None:  # nobody asks for what padding gives
+            if len(live):
+                columns = (getattr(pass_.rows, name)[live] for name in _ROW_ARRAYS)
+                x[live], _ = self.forward(replace(pass_, rows=Rows(*columns)))
+            return x, None
         rows, alive = self._rows(pass_)
-        structs = [ctypes.byref(part) for part in (model.struct, rows, self._stores[pass_.store].struct)]
+        structs = [ctypes.byref(part) for part in (model.struct, rows, self.stores[pass_.store].struct)]
         skipped = self._skipped(pass_.store, pass_.view)
         layers = () if wanted is None else wanted.layers
         found: dict[int, Float32] = {}
@@ -213,9 +225,8 @@ class NativeBackend:
     def _rows(self, pass_: Pass) -> tuple[native.RowArrays, list[NDArray[np.generic]]]:
         """The structure, and the arrays it points to."""
         rows = pass_.rows
-        names = ("token_ids", "positions", "slots", "seq_rows", "prefix_lens", "tails", "tail_lens")
-        arrays = [np.ascontiguousarray(getattr(rows, name), np.int32) for name in names]
-        addresses = dict(zip(names, map(native.address, arrays), strict=True))
+        arrays = [np.ascontiguousarray(getattr(rows, name), np.int32) for name in _ROW_ARRAYS]
+        addresses = dict(zip(_ROW_ARRAYS, map(native.address, arrays), strict=True))
         struct = native.RowArrays(
             num_rows=len(rows),
             tail_width=rows.tails.shape[1],
@@ -225,7 +236,7 @@ class NativeBackend:
         )
         return struct, [*arrays]
 
-    def _logits(self, store: int, hidden: Float32) -> tuple[Float32, Float32]:
+    def logits(self, store: int, hidden: Float32) -> tuple[Float32, Float32]:
         """[R, V], and the totals of each row, [R, 2]."""
         logits = np.empty((len(hidden), self.limits.vocab_size), np.float32)
         totals = np.empty((len(hidden), 2), np.float32)
@@ -294,7 +305,7 @@ class NativeBackend:
 
     def kv(self, store: int, slots: NDArray[np.int64]) -> tuple[NDArray[np.generic], NDArray[np.generic]]:
         """Copies of K and V at these slots, [layers, slots, kv_heads, head_dim]; for tests and debugging."""
-        return self._stores[store].k[:, slots], self._stores[store].v[:, slots]
+        return self.stores[store].k[:, slots], self.stores[store].v[:, slots]
 
     def fingerprint(self, store: int = TARGET_STORE) -> dict[str, str]:
         """Kernels, dtypes and model shapes: no CPU, no library, because bits depend on none."""
@@ -312,9 +323,11 @@ class NativeBackend:
     def wrong_answers(self) -> tuple[str, ...]:
         """The known-answer tests of these models' kernels that fail on this library, instruction set and threads."""
 
-        def like_this(model: StoredModel, options: NativeOptions) -> Backend:
+        def like_this(model: StoredModel, options: NativeOptions) -> NativeBackend:
             return NativeBackend([model], replace(options, threads=self._num_threads, isa=self.isa))
 
+        if self._options.arithmetic == HOPPER:
+            return hopper_answers.wrong_answers(like_this)
         types = frozenset[str]().union(*(model.type_names for model in self._models))
         is_gemma = any(model.architecture.family == "gemma3" for model in self._models)
         quantises, cases = self._options.weights == QUANTISED, native_answers.cases(self._options.kv_dtype)
@@ -330,6 +343,7 @@ class NativeBackend:
         probes = [KernelProbe(name, m.num_in, partial(self._linear, m)) for name, m in matrices.items()]
         probes += [
             KernelProbe("norm", arch.hidden_size, partial(self._probe_norm, layer, arch)),
+            KernelProbe("logits", arch.hidden_size, lambda x: self.logits(TARGET_STORE, np.ascontiguousarray(x))[0]),
             KernelProbe("activation", 2 * arch.mlp_size, partial(self._probe_activation, layer, arch)),
             KernelProbe("attention", arch.num_heads * arch.head_dim, partial(self._probe_attention, model)),
         ]
@@ -340,7 +354,7 @@ class NativeBackend:
 
     def _linear(self, matrix: native.Matrix, x: Float32) -> Float32:
         y = np.empty((len(x), matrix.num_out), np.float32)
-        self._kernels.call("vs_linear", ctypes.byref(matrix), np.ascontiguousarray(x), len(x), y)
+        self._kernels.call("vs_linear", self._arithmetic, ctypes.byref(matrix), np.ascontiguousarray(x), len(x), y)
         return y
 
     def _probe_norm(self, layer: native.Layer, arch: Architecture, x: Float32) -> Float32:
@@ -352,7 +366,8 @@ class NativeBackend:
 
     def _probe_activation(self, layer: native.Layer, arch: Architecture, x: Float32) -> Float32:
         y = np.empty((len(x), arch.mlp_size), np.float32)
-        self._kernels.call("vs_activate", layer.activation, np.ascontiguousarray(x), len(x), arch.mlp_size, y)
+        x = np.ascontiguousarray(x)
+        self._kernels.call("vs_activate", self._arithmetic, layer.activation, x, len(x), arch.mlp_size, y)
         return y
 
     def _probe_totals(self, x: Float32) -> Float32:
@@ -378,11 +393,10 @@ class NativeBackend:
         store = _KVStore(arch, num_slots, self._options.kv_dtype, num_layers=kinds[-1] + 1)
         for part in (store.k, store.v):
             real = part[:, NUM_RESERVED:, :, : arch.head_dim]
-            real[:] = rng.standard_normal(real.shape).astype(part.dtype)
+            real[:] = store.kept(rng.standard_normal(real.shape).astype(np.float32))
         table = rng.integers(NUM_RESERVED, num_slots + NUM_RESERVED, (3, num_slots)).astype(np.int32)
         rows = probe_rows(x, table, lengths)
-        names = ("token_ids", "positions", "slots", "seq_rows", "prefix_lens", "tails", "tail_lens")
-        arrays = {name: np.ascontiguousarray(getattr(rows, name), np.int32) for name in names}
+        arrays = {name: np.ascontiguousarray(getattr(rows, name), np.int32) for name in _ROW_ARRAYS}
         struct = native.RowArrays(
             num_rows=len(x), tail_width=rows.tails.shape[1], table_width=num_slots, table=native.address(table),
             **{name: native.address(array) for name, array in arrays.items()},
@@ -398,7 +412,7 @@ class NativeBackend:
     def close(self) -> None:
         """End the threads; drop weights and stores."""
         self._kernels.close()
-        self._models, self._stores = [], []
+        self._models, self.stores = [], []
 
 
 def _has_nothing_else(pass_: Pass, burst: Burst) -> bool:
@@ -424,9 +438,14 @@ class _KVStore:
     def __init__(self, arch: Architecture, num_slots: int, dtype: str, num_layers: int | None = None) -> None:
         num_layers = arch.num_layers if num_layers is None else num_layers
         shape = (num_layers, num_slots + NUM_RESERVED, arch.num_kv_heads, -(-arch.head_dim // LANES) * LANES)
-        self.k = np.zeros(shape, dtype)
-        self.v = np.zeros(shape, dtype)
+        self._dtype = dtype
+        self.k = np.zeros(shape, self.kept(np.zeros(0, np.float32)).dtype)
+        self.v = np.zeros_like(self.k)
         self.struct = native.Store(native.address(self.k), native.address(self.v), num_slots + NUM_RESERVED)
+
+    def kept(self, values: Float32) -> NDArray[Any]:
+        """As they are stored."""
+        return bf16_bits(values) if self._dtype == "bfloat16" else values.astype(self._dtype)
 
 
 def fingerprint(architectures: Sequence[Architecture], options: BackendOptions) -> dict[str, str]:

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from verispec.errors import InputError
 
 PATH = Path(__file__).with_name("_native.so")
-ABI = 7
-ACTIVATIONS = ("silu", "gelu_tanh")  # by the kernels' number
+ABI = 8
+ARITHMETICS = ("cpu-1", "hopper-1")  # by the kernels' number
+ACTIVATIONS = ("silu", "gelu_tanh")  # likewise
 
 
 class Matrix(Structure):
@@ -60,7 +61,8 @@ class Model(Structure):
         *(
             (name, c_int32)
             for name in (
-                "num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "mlp", "vocab", "kv_is_half"
+                "arithmetic", "num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "mlp", "vocab",
+                "kv_is_half",
             )
         ),
         ("norm_eps", c_float),
@@ -163,9 +165,9 @@ _SIGNATURES = {
     ),
     "vs_top_k": (None, [c_void_p, c_void_p, c_void_p, c_int, c_int, c_int, c_void_p, c_void_p]),
     "vs_noisy_top_k": (None, [c_void_p, c_void_p, c_void_p, c_int, POINTER(Sampling), c_int, *[c_void_p] * 3]),
-    "vs_linear": (None, [c_void_p, POINTER(Matrix), c_void_p, c_int, c_void_p]),
+    "vs_linear": (None, [c_void_p, c_int, POINTER(Matrix), c_void_p, c_int, c_void_p]),
     "vs_norm": (None, [c_void_p, c_void_p, c_void_p, c_int, c_int, c_float, c_void_p]),
-    "vs_activate": (None, [c_void_p, c_int, c_void_p, c_int, c_int, c_void_p]),
+    "vs_activate": (None, [c_void_p, c_int, c_int, c_void_p, c_int, c_int, c_void_p]),
     "vs_attend": (None, [c_void_p, POINTER(Model), POINTER(RowArrays), POINTER(Store), c_int, c_void_p, c_void_p]),
     "vs_elementary": (None, [c_void_p, c_int, c_void_p, c_int64, c_void_p]),
 }

@@ -13,8 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verispec.backends import native_library as native
+from verispec.backends.cuda.bits import bf16_bits
+from verispec.backends.cuda.shapes import Shapes
 from verispec.backends.native_pack import PackedMatrix, pack
 from verispec.backends.numpy_model import Reader
+from verispec.backends.options import HOPPER, QUANTISED, NativeOptions
 from verispec.errors import InputError
 from verispec.model.architecture import Architecture, Rope, inverse_frequencies
 from verispec.model.blocks import StoredTensor
@@ -37,9 +40,13 @@ class StoredModel:
     read: Reader
     stored: Callable[[str], StoredTensor] | None = None
 
-    def matrix(self, name: str, kernels: native.Kernels, *, quantises: bool) -> PackedMatrix:
+    def matrix(self, name: str, kernels: native.Kernels, options: NativeOptions) -> PackedMatrix:
         """A matrix in the layout of the kernels; the error for one that is not finite names the value."""
-        packed = pack(self._stored(name), kernels, quantises=quantises)
+        if options.arithmetic == HOPPER:
+            stored = StoredTensor("BF16", bf16_bits(self.read(name)).view(np.uint8))
+        else:
+            stored = self._stored(name)
+        packed = pack(stored, kernels, quantises=options.weights == QUANTISED)
         if not packed.is_finite:
             self.read(name)
             raise InputError(f"tensor {name} holds values that are not finite")
@@ -52,24 +59,24 @@ class StoredModel:
 
 
 class NativeModel:
-    """Weights, and `struct`, the kernels' view of them. With `quantises` float matrices become Q8_0."""
+    """Weights, and `struct`, the kernels' view of them."""
 
     def __init__(
         self,
         model: StoredModel,
         kernels: native.Kernels,
+        options: NativeOptions,
         *,
         context_len: int,
-        quantises: bool,
-        kv_is_half: bool,
         progress: Callable[[float], None],
     ) -> None:
         arch = model.architecture
         if arch.head_dim > _MAX_HEAD_DIM:
             raise InputError(f"the native backend takes heads of at most {_MAX_HEAD_DIM} values, not {arch.head_dim}")
+        if options.arithmetic == HOPPER:
+            Shapes.of(arch)  # raises for what it is not defined for
         self.architecture = arch
-        self._kernels = kernels
-        self._quantises = quantises
+        self._kernels, self._options = kernels, options
         self._arrays: list[NDArray[np.generic]] = []  # what the structures point to
         self.type_names: set[str] = set()  # of its matrices, as they were stored
         self._layers = (native.Layer * arch.num_layers)()
@@ -81,6 +88,7 @@ class NativeModel:
             self._fill_layer(self._layers[i], model, i)
             self._layers[i].cos_sin = tables[spec.rope]
         self.struct = native.Model(
+            arithmetic=native.ARITHMETICS.index(options.arithmetic),
             num_layers=arch.num_layers,
             hidden=arch.hidden_size,
             num_heads=arch.num_heads,
@@ -88,7 +96,7 @@ class NativeModel:
             head_dim=arch.head_dim,
             mlp=arch.mlp_size,
             vocab=arch.vocab_size,
-            kv_is_half=kv_is_half,
+            kv_is_half=options.kv_dtype == "float16",
             norm_eps=arch.norm_eps,
             embed_scale=arch.embed_scale,
             layers=ctypes.cast(self._layers, ctypes.POINTER(native.Layer)),
@@ -120,7 +128,7 @@ class NativeModel:
         layer.activation = native.ACTIVATIONS.index(spec.activation)
 
     def _matrix(self, model: StoredModel, name: str) -> native.Matrix:
-        packed = model.matrix(name, self._kernels, quantises=self._quantises)
+        packed = model.matrix(name, self._kernels, self._options)
         self._arrays.append(packed.data)
         self.type_names.add(packed.type_name)
         return native.Matrix(packed.format, packed.num_out, packed.num_in, native.address(packed.data))

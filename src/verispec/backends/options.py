@@ -13,6 +13,7 @@ from verispec.model.architecture import Architecture, check_dense
 
 NUM_MASKS = 1024  # what is never written takes no memory
 AS_STORED, QUANTISED = "as-stored", "q8"
+HOPPER = "hopper-1"  # docs/cuda-arithmetic.md
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,11 +88,19 @@ class NativeOptions(BackendOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class HopperOptions(NativeOptions):
+    """The native backend with the arithmetic of the CUDA backend: a GPU's bits on a CPU, slowly."""
+
+    NAME = "hopper"
+    SERVES: ClassVar = {"arithmetic": (HOPPER,), "weights": (AS_STORED,), "kv_dtype": ("bfloat16",)}
+
+
+@dataclass(frozen=True, kw_only=True)
 class CudaOptions(BackendOptions):
     """The CUDA backend, on GPU number `device`; `cache_folder` is where it keeps compiled kernels."""
 
     NAME = "cuda"
-    SERVES: ClassVar = {"arithmetic": ("hopper-1",), "weights": (AS_STORED,), "kv_dtype": ("bfloat16",)}
+    SERVES: ClassVar = HopperOptions.SERVES
 
     device: int = 0
     cache_folder: Path | None = None

@@ -7,9 +7,10 @@ Imports a backend only when it is asked for.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from verispec.backends.audit import Progress, no_progress
-from verispec.backends.options import BackendOptions, CudaOptions, NativeOptions, NumpyOptions
+from verispec.backends.options import BackendOptions, CudaOptions, HopperOptions, NativeOptions, NumpyOptions
 from verispec.backends.protocol import Backend
 from verispec.config import MAX_SIZE, EngineConfig
 from verispec.errors import InputError
@@ -17,7 +18,7 @@ from verispec.model.architecture import Architecture
 from verispec.model.checkpoint import Checkpoint
 
 OPTIONS: Mapping[str, type[BackendOptions]] = {
-    options.NAME: options for options in (NativeOptions, NumpyOptions, CudaOptions)
+    options.NAME: options for options in (NativeOptions, NumpyOptions, CudaOptions, HopperOptions)
 }
 
 
@@ -29,6 +30,16 @@ def default_backend() -> str:
     if why_not() is None:
         return "cuda"
     return "numpy" if why_missing() else "native"
+
+
+def serving(arithmetic: str) -> str | None:
+    """The fastest backend here that gives the bits of this arithmetic; None if there is none."""
+    for name in ("cuda", "native", "numpy", "hopper"):
+        if arithmetic in OPTIONS[name].SERVES["arithmetic"]:
+            with suppress(InputError):
+                check_name(name)
+                return name
+    return None
 
 
 def what_is_lost() -> str | None:
@@ -57,8 +68,8 @@ def check_name(name: str, device: int = 0) -> None:
     """Raise InputError for a backend that does not exist, or not here."""
     if name not in OPTIONS:
         raise InputError(f"unknown backend {name!r}; known: {', '.join(OPTIONS)}")
-    if name == "native" and (lost := what_is_lost()):
-        raise InputError(f"backend native: {lost}")
+    if issubclass(OPTIONS[name], NativeOptions) and (lost := what_is_lost()):
+        raise InputError(f"backend {name}: {lost}")
     if name == "cuda":
         from verispec.backends.cuda.available import why_not
 
@@ -87,11 +98,6 @@ def make_backend(
 
 def describe(name: str, architectures: Sequence[Architecture]) -> tuple[Mapping[str, str], tuple[int, ...]]:
     """Fingerprint and candidate shapes of a backend with default options, whose models need not be loaded for it."""
-    if name == "cuda":
-        from verispec.backends.cuda import backend
-        from verispec.backends.cuda.device import Gpu
-
-        return backend.fingerprint(architectures, Gpu().describe()["gpu"]), backend.CudaBackend.shapes
     options = OPTIONS[name](num_slots=1, num_seq_rows=1)
     if name == "numpy":
         from verispec.backends import numpy_backend
@@ -99,4 +105,4 @@ def describe(name: str, architectures: Sequence[Architecture]) -> tuple[Mapping[
         return numpy_backend.fingerprint(architectures, options), numpy_backend.NumpyBackend.shapes
     from verispec.backends import native_backend
 
-    return native_backend.fingerprint(architectures, options), native_backend.NativeBackend.shapes
+    return native_backend.fingerprint(architectures, options), native_backend.SHAPES[options.arithmetic]

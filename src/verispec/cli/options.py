@@ -54,9 +54,9 @@ class Loading:
         "(org/name)",
     )  # fmt: skip
     backend: str | None = option(
-        None, metavar="NAME", values=lambda: ("cuda", "native", "numpy"),
-        help="cuda: an NVIDIA GPU. native: C++ kernels, the same bits on every CPU. numpy: float32. Default: the first "
-        "that can serve here",
+        None, metavar="NAME", values=lambda: ("cuda", "native", "numpy", "hopper"),
+        help="cuda: an NVIDIA GPU. native: C++ kernels, the same bits on every CPU. numpy: float32. hopper: the bits "
+        "of cuda on a CPU, slowly. Default: the first that can serve here",
     )  # fmt: skip
     weights: str = option(
         "as-stored", metavar="KIND", values=lambda: ("as-stored", "q8"),

@@ -43,8 +43,8 @@ def replay(what: Replay, loading: options.Loading) -> int:
     Prints "reproduced", or what differs and the first position where: exactly for a token, within a block of 32
     positions for a log-probability. It also tells when the receipt was edited since it was written, which fields cannot
     be true, when the model's file is another one, and when this machine has another numeric profile, where equal tokens
-    are all one can expect. Without --model the receipt says which, if that is a known name. --signed-by also checks who
-    wrote it, before anything runs.
+    are all one can expect. Without --model the receipt says which, if that is a known name; without --backend one that
+    gives the receipt's bits runs it, if there is one here. --signed-by also checks who wrote it, before anything runs.
 
     Exit code 0: reproduced, or on another profile all tokens equal. 1: something differs. 2: bad input.
     """
@@ -59,7 +59,8 @@ def replay(what: Replay, loading: options.Loading) -> int:
     for name, receipt in receipts:
         if receipt.is_private and content is None:
             raise InputError(f"{name} is private: it holds only a hash of its prompt; --prompt FILE gives the prompt")
-    llm = options.load_llm(replace(loading, model=model), drafter="none")
+    backend = loading.backend or _serving(receipts)
+    llm = options.load_llm(replace(loading, model=model, backend=backend), drafter="none")
     candidates = None if content is None else prompt_candidates(llm, content, name=f"--prompt {prompt}")
     results = [result for _, result in _replay_all(llm, receipts, candidates, as_json=what.json)]
     if len(results) > 1:
@@ -89,6 +90,14 @@ def _check_signatures(receipts: Sequence[tuple[str, Receipt]], key_file: str) ->
             key.check(receipt)
         except InputError as error:
             raise InputError(f"{name}: {error}") from error
+
+
+def _serving(receipts: Sequence[tuple[str, Receipt]]) -> str | None:
+    """The backend for the arithmetic of all receipts; None, the usual one, if they differ or nothing here serves it."""
+    from verispec.backends.select import serving
+
+    recorded = {dict(receipt.profile.fingerprint).get("arithmetic", "") for _, receipt in receipts}
+    return serving(recorded.pop()) if len(recorded) == 1 else None
 
 
 def _known_model(receipts: Sequence[tuple[str, Receipt]]) -> str:

@@ -2,7 +2,6 @@
 
 import json
 from fractions import Fraction
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from verispec.backends.cuda import bits, tiny
 from verispec.backends.cuda.shapes import num_parts
 
-GOLDENS = json.loads(Path(tiny.__file__).with_name("goldens.json").read_text())
+GOLDENS = json.loads(tiny.GOLDENS.read_text())
 
 
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -14,13 +13,11 @@ from verispec.backends.cuda.device import Device
 from verispec.backends.cuda.forward import DeviceModel, Plan
 from verispec.backends.cuda.kernels import ALL_FEW, ALL_MANY, RowInputs
 
-_GOLDENS = Path(__file__).with_name("goldens.json")
-
 
 def wrong_answers(device: Device, family: str) -> tuple[str, ...]:
     """The cases that fail here, of the tiny model that is most like this family's."""
     name = family if family in tiny.ARCHITECTURES else "llama"
-    goldens, source = json.loads(_GOLDENS.read_text())[name], tiny.tiny_model(name)
+    goldens, source = json.loads(tiny.GOLDENS.read_text())[name], tiny.tiny_model(name)
     wrong = []
     with device.current():
         model = DeviceModel(

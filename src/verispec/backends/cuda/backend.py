@@ -8,7 +8,6 @@ Every row has the bits of `docs/cuda-arithmetic.md`, whatever else is in its pas
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -50,6 +49,7 @@ from verispec.backends.cuda.steps import (
     StepState,
     record_of,
 )
+from verispec.backends.native_backend import fingerprint
 from verispec.backends.options import CudaOptions
 from verispec.backends.protocol import (
     FROM_STATE,
@@ -69,7 +69,6 @@ from verispec.kv import DUMP_SLOT, NUM_RESERVED, TARGET_STORE
 from verispec.model.architecture import Architecture, inverse_frequencies
 from verispec.sampling.draw import NO_TOKEN
 from verispec.sampling.rows import Sampler
-from verispec.sampling.weights import SAMPLING
 
 _MAX_ROW_SPANS = 32768  # rows times spans of one pass: 2048 rows with contexts of 4096
 Int32 = NDArray[np.int32]
@@ -329,8 +328,8 @@ class CudaBackend:
         return model.k[:, at].float().cpu().numpy(), model.v[:, at].float().cpu().numpy()
 
     def fingerprint(self, store: int = TARGET_STORE) -> dict[str, str]:
-        """The arithmetic, the kind of device it was proven on, dtypes and model shapes."""
-        return fingerprint([self._architectures[store]], self._device.describe()["gpu"])
+        """The arithmetic, dtypes and model shapes: no device, because bits depend on none."""
+        return fingerprint([self._architectures[store]], CudaOptions(num_slots=1, num_seq_rows=1))
 
     def device(self) -> dict[str, str]:
         """What the speed depends on."""
@@ -394,16 +393,3 @@ def _loaded(model: CudaModel, device: Device, limits: BackendLimits, loaded: Cal
 
 def _report(progress: Progress, index: int, num_models: int, share: float) -> None:
     progress("loading", (index + share) / num_models)
-
-
-def fingerprint(architectures: Sequence[Architecture], gpu: str) -> dict[str, str]:
-    """The fingerprint of a backend with these models, which need not be loaded for it."""
-    shapes = "\n".join(map(str, architectures))
-    return {
-        "arithmetic": CudaOptions.SERVES["arithmetic"][0],
-        "gpu": gpu,
-        "sampling": SAMPLING,
-        "weights": "bfloat16",
-        "kv_dtype": "bfloat16",
-        "shapes": hashlib.sha256(shapes.encode()).hexdigest()[:16],
-    }

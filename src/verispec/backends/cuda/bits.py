@@ -2,7 +2,8 @@
 
 bf16 values are kept in float32 arrays. One tensor-core step adds 16 exact products and the accumulator as one sum: all
 terms are aligned to the largest exponent, cut off 25 bits below it, added exactly, and cut to float32, always towards
-zero. Everything else is one IEEE float32 operation at a time. Finite inputs only: NaN and Inf are not modelled.
+zero. A sum with terms that are not finite is NaN, or that infinity. Everything else is one IEEE float32 operation at a
+time.
 """
 
 from __future__ import annotations
@@ -23,10 +24,15 @@ _SHIFTER = np.float32(12582912.0)  # 1.5 * 2^23
 
 
 def bf16(x: Float32) -> Float32:
-    """Rounded to the nearest bf16, ties to even."""
+    """Rounded to the nearest bf16, ties to even; every NaN is one NaN."""
+    return (bf16_bits(x).astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def bf16_bits(x: Float32) -> NDArray[np.uint16]:
+    """The bits of the nearest bf16."""
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) & np.uint32(0xFFFF0000)
-    return rounded.view(np.float32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    return np.where(np.isnan(x), np.uint32(0x7FC0), rounded).astype(np.uint16)
 
 
 def _powers(x: Float64) -> Float64:
@@ -56,12 +62,14 @@ def chain(a: Float32, b: Float32, start: Float32 | None = None) -> Float32:
         for k in step:
             np.maximum(largest, left_powers[k][..., :, None] * right_powers[k][..., None, :], out=largest)
         scale = np.divide(2.0**_FRACTION_BITS, largest, out=np.zeros_like(largest), where=largest > 0)
-        whole = np.trunc(wide * scale)
+        whole, plain = np.trunc(wide * scale), wide
         for k in step:
             term = left[k][..., :, None] * right[k][..., None, :]
+            plain = plain + term
             term *= scale
             whole += np.trunc(term, out=term)
         total = _towards_zero(np.divide(whole, scale, out=np.zeros_like(whole), where=scale > 0))
+        total = np.where(np.isfinite(plain), total, plain.astype(np.float32))
     return total
 
 

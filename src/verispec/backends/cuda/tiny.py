@@ -2,6 +2,7 @@
 
 import hashlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +13,7 @@ from verispec.backends.cuda.bits import bf16
 from verispec.backends.cuda.shapes import Shapes, rope_tables
 from verispec.model.architecture import Architecture, Family, LayerSpec, Rope, expected_tensors, inverse_frequencies
 
+GOLDENS = Path(__file__).with_name("goldens.json")  # made on an H200 by `device_check`
 CONTEXT_LEN = 512
 NUM_SLOTS = 700
 TABLE_ROWS = 3
