@@ -29,7 +29,7 @@ from verispec.spec.drafter import DrafterSet
 from verispec.spec.ngram import NgramConfig, NgramDrafter
 from verispec.spec.none import NoDrafter
 from verispec.spec.speculation import Speculation
-from verispec.types import FinishReason, SamplingParams
+from verispec.types import FinishReason, SampleOutput, SamplingParams
 
 ROUNDS = (1, 2, 3, 5, 16)
 # Passes are so cheap that a stream may wait for any burst.
@@ -236,6 +236,28 @@ def test_who_needs_the_host_has_single_rounds(needs: str) -> None:
         bursts.watched.step()
     assert set(bursts.late.rounds) == {1}
     bursts.watched.finish()
+
+
+def test_who_finds_nothing_to_draft_looks_less_and_less_often() -> None:
+    """In a text of many tokens nothing repeats itself. Where something does, drafts come in every step again."""
+
+    def rounds(drafter: str, vocab_size: int) -> tuple[list[int], SampleOutput]:
+        backend = LateBackend(FakeBackend(vocab_size=vocab_size, num_slots=300))
+        drafters = {"none": NoDrafter(), "ngram": NgramDrafter()}
+        config = EngineConfig(num_slots=300, max_burst=8)
+        engine = Engine(backend, family=(1, 16), drafters=drafters, config=config, cost=CHEAP, clock=lambda: 0.0)
+        engine.add(Request((1, 2, 3), replace(PLAIN, max_tokens=100), Speculation(drafter)))
+        (output,) = collect(engine).values()
+        return backend.rounds, output
+
+    found, output = rounds("ngram", 1000)
+    assert output.stats.drafted == 0
+    assert facts(output) == facts(rounds("none", 1000)[1])
+    rested = np.cumsum([0, *found[1:]])
+    assert found[:-1] == [1, *(min(8, 1 + int(n) // 4) for n in rested[: len(found) - 2])]
+    found, output = rounds("ngram", 4)
+    assert output.stats.drafted > 50
+    assert max(found) <= 2
 
 
 # One that needs the host among many that do not.

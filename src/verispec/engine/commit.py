@@ -80,6 +80,7 @@ class Committer:
                 stats.fast_passes += num_drawn
             stats.chosen["plain"] += 1
             if cohort.choices:
+                sequence.num_rested += num_drawn  # type: ignore[attr-defined]
                 _note_choice(sequence, cohort.choices[i])  # type: ignore[arg-type]
             kv.num_flights -= 1
             if cohort.feeds:
@@ -133,6 +134,7 @@ class Committer:
     def _commit_pending(self, turn: Turn, sequence: Sequence) -> None:
         """Fast rounds have drawn further tokens of a draft; nothing is committed."""
         num_drawn = sum(token_id >= 0 for token_id in turn.score.draws)
+        sequence.num_rested = 0
         sequence.stats.fast_passes += max(1, num_drawn)
         sequence.stats.drafted += num_drawn
         sequence.stats.chosen[turn.choice.drafter] += 1
@@ -203,6 +205,7 @@ class Committer:
             stats.exit_threshold, stats.exit_rate = turn.exit_state
         if not len(draft):
             return
+        sequence.num_rested = 0
         num_accepted, outbox = len(verdict.path), sequence.outbox
         outbox.num_accepted = num_accepted
         outbox.rejected_ids = tuple(t for node, t in enumerate(draft.token_ids) if node not in verdict.path)

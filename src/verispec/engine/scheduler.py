@@ -20,6 +20,9 @@ _Plain = Mapping[bool, SequenceOf[Sequence]]  # by whether their passes are cano
 _Resting = dict[bool, list[tuple[Sequence, Choice]]]  # the same, with what kept them from drafting
 
 
+_LOOK_AGAIN = 4  # rounds: who has drafted nothing for n of them looks for a draft again after 1 + n / 4 more
+
+
 class _Parts(NamedTuple):
     """The running sequences: those that only decode, those that decode and may draft, and those that do neither."""
 
@@ -51,7 +54,7 @@ class Scheduler:
         parts = self._part()
         cohorts = [self._cohort(group, is_canonical=kind) for kind, group in parts.plain.items() if group]
         if not parts.single and not parts.others:
-            count = self._num_rounds(parts.plain, (), 0)
+            count = self._num_rounds(parts.plain)
             for cohort in cohorts:
                 self._lengthen(cohort, count)
             return Step((), cohorts)
@@ -70,8 +73,9 @@ class Scheduler:
         for turn in turns:
             if turn.choice.num_nodes and not self._has_slots(turn):
                 turn.choice = PLAIN._replace(reason="no slots are free for a draft")
-        num_resting = len(resting[True]) + len(resting[False])
-        count = 1 if 0 in granted.values() else self._num_rounds(parts.plain, turns, num_resting)
+        rested = [sequence for group in resting.values() for sequence, _ in group]
+        patience = min((1 + s.num_rested // _LOOK_AGAIN for s in rested), default=1)
+        count = 1 if 0 in granted.values() else self._num_rounds(parts.plain, turns, rested, patience)
         for turn in turns:
             if turn.choice.grows:
                 turn.num_rounds = min(count, turn.choice.num_nodes - turn.choice.num_drawn)
@@ -81,7 +85,7 @@ class Scheduler:
                 self._ride(turn, count)
             self._freeze(turn)
         for cohort in cohorts:
-            self._lengthen(cohort, 1 if cohort.choices else count)
+            self._lengthen(cohort, min(count, patience) if cohort.choices else count)
         return Step(turns, cohorts)
 
     def plan_ahead(self) -> Step:
@@ -95,7 +99,7 @@ class Scheduler:
             return Step()
         going = [s for s in self._roster.running if s.committed_len + s.kv.num_ahead < s.max_len]
         groups = {kind: [s for s in going if self._is_canonical(s) is kind] for kind in (True, False)}
-        count = self._num_rounds(groups, (), 0)
+        count = self._num_rounds(groups)
         if not going or not self._roster.make_room(len(going) * count):
             return Step()
         cohorts = [self._cohort(group, is_canonical=kind) for kind, group in groups.items() if group]
@@ -160,15 +164,19 @@ class Scheduler:
         cohort.choices, cohort.feeds = [choice for _, choice in resting], False
         return cohort
 
-    def _num_rounds(self, plain: _Plain, turns: SequenceOf[Turn], num_resting: int) -> int:
+    def _num_rounds(
+        self, plain: _Plain, turns: SequenceOf[Turn] = (), resting: SequenceOf[Sequence] = (), patience: int = 1
+    ) -> int:
         """How many rounds the backend runs by itself; one while somebody waits for the step to end.
 
-        Whoever has a prompt in pieces waits, or a place to be admitted to, or streams and has no token yet.
+        Whoever has a prompt in pieces waits, or a place to be admitted to, or streams and has no token yet. Sequences
+        that rest go on for as many rounds as they have `patience`.
         """
         if self._policy.max_burst == 1 or self._roster.may_admit:
             return 1
         going = [*plain[True], *plain[False]]
         going += [t.sequence for t in turns if self._goes_on(t)]  # type: ignore[misc]
+        going += resting if patience > 1 else ()
         growing = [t for t in turns if t.choice.grows]
         drafted = [t for t in turns if t.is_resident]
         fed = growing + drafted
@@ -182,7 +190,7 @@ class Scheduler:
         num_nodes = sum(t.choice.num_nodes for t in drafted)
         load = RoundLoad(
             num_going=len(going) + len(fed),
-            num_waiting=num_resting + len(plain[True]) + len(plain[False]) + len(turns) - len(going) - len(fed),
+            num_waiting=len(resting) + len(plain[True]) + len(plain[False]) + len(turns) - len(going) - len(fed),
             context_len=going[0].committed_len if going else fed[0].start,
             room=room,
             num_free=self._roster.num_available // (len(going) + len(drafted) + num_nodes or 1),
@@ -190,7 +198,8 @@ class Scheduler:
             num_nodes=num_nodes,
             draft_seconds=sum({t.choice.drafter: t.choice.draft_seconds for t in drafted}.values()),
         )
-        return self._policy.num_rounds(load, self.host_seconds)
+        count = self._policy.num_rounds(load, self.host_seconds)
+        return min(count, patience) if patience > 1 else count
 
     def _cohort(self, sequences: SequenceOf[Sequence], *, is_canonical: bool) -> Cohort:
         """One round of plain decoding, with a slot leased for each sequence."""

@@ -110,6 +110,7 @@ class Sequence:
     kv: Slots = field(default_factory=Slots)
     outbox: Outbox = field(default_factory=Outbox)
     is_running: bool = False
+    num_rested: int = 0  # rounds since the last draft
 
     prompt_len: int = field(init=False)
     uses_probabilities: bool = field(init=False)  # at temperature 0 every rule is `match`
