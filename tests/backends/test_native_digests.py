@@ -28,7 +28,7 @@ from verispec.types import SampleOutput, SamplingParams
 
 GOLDEN = Path(__file__).parents[1] / "goldens" / "native_digests.json"
 NUM_TOKENS = 16
-VERSIONS = {"arithmetic": NativeBackend.arithmetics[0], "sampling": SAMPLING}
+VERSIONS = {"arithmetic": NativeOptions.SERVES["arithmetic"][0], "sampling": SAMPLING}
 PROMPTS = (
     "The capital of France is",
     "def fibonacci(n):",
@@ -51,7 +51,7 @@ def digests(path: Path, *, isa: str, threads: int, kv_dtype: str) -> dict[str, s
         backend = NativeBackend(
             [model], NativeOptions(num_slots=1024, num_seq_rows=32, isa=isa, threads=threads, kv_dtype=kv_dtype)
         )
-    engine = Engine(backend, family=NativeBackend.shapes, drafters=make_drafters(), config=EngineConfig(num_slots=1024))
+    engine = Engine(backend, family=backend.shapes, drafters=make_drafters(), config=EngineConfig(num_slots=1024))
     names: dict[int, str] = {}
     for (i, prompt), (j, options) in itertools.product(enumerate(PROMPTS), enumerate(PARAMETERS)):
         params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, **options)
