@@ -19,10 +19,10 @@ serve: setup model ## Serve the default model on http://127.0.0.1:8000 (MODEL=..
 	$(BIN)/verispec serve --model "$(MODEL)"
 
 check: setup lint ## Lint, types, and every test that needs neither the model nor a compiler, with fewer generated cases
-	$(BIN)/pytest -n auto --dist loadfile --durations 5 -m "not hf and not cuda and not long" --bare --times 0.2
+	$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder --durations 5 -m "not hf and not cuda and not long and not slow" --bare --times 0.2
 
 test: setup model lint ## The whole test suite
-	$(BIN)/pytest -n auto --dist loadfile --durations 15 -m "not hf and not cuda and not long"
+	$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder --durations 15 -m "not hf and not cuda and not long"
 
 test-page: setup ## The server's page in a real browser; needs Chromium (pictures with SHOTS=FOLDER)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,judges]'

@@ -15,6 +15,7 @@ from tests.support.adversaries import keep_apart
 from tests.support.drafters import Eager
 from tests.support.faulty_backends import AtRate, Bf16FastPasses, FaultyFastPasses
 from tests.support.sabotage import sabotage
+from tests.support.scale import thinned
 from tests.support.world import VOCAB, World, bits, make_requests, numpy_world, run
 from verispec.backends.cost import FLAT_COST, CostTable
 from verispec.backends.protocol import DrawResult, Pass, PassKind
@@ -29,7 +30,7 @@ from verispec.types import NO_PARENT, Draft, FinishReason, SamplingParams
 STEEP_COST = CostTable((1, 64), (1.0, 64.0), (0.0, 0.0))  # a pass costs its rows
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma3"])
+@pytest.fixture(scope="module", params=thinned(["llama", "gemma3"]))
 def world(request: pytest.FixtureRequest) -> World:
     return numpy_world(request.param)
 

@@ -8,6 +8,6 @@ from tests.support.native import build_sabotaged
 
 
 @pytest.fixture(scope="session")
-def sabotaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sabotaged(native_kernels: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Native kernels whose rows are not pure."""
     return build_sabotaged(tmp_path_factory.mktemp("native") / "sabotaged.so")

@@ -43,8 +43,8 @@ PARAMETERS: tuple[dict[str, Any], ...] = (
 )
 
 
-def digests(path: Path, *, isa: str, threads: int, kv_dtype: str) -> dict[str, str]:
-    """The digest of every prompt with every set of parameters, all as one batch."""
+def digests(path: Path, *, isa: str, threads: int, kv_dtype: str, is_quick: bool = False) -> dict[str, str]:
+    """The digest of every prompt with every set of parameters, all as one batch; each of them once, if quick."""
     with open_checkpoint(path) as checkpoint:
         tokenizer = load_tokenizer(checkpoint.tokenizer_source)
         model = StoredModel(checkpoint.architecture, checkpoint.tensor, checkpoint.stored)
@@ -54,6 +54,8 @@ def digests(path: Path, *, isa: str, threads: int, kv_dtype: str) -> dict[str, s
     engine = Engine(backend, family=backend.shapes, drafters=make_drafters(), config=EngineConfig(num_slots=1024))
     names: dict[int, str] = {}
     for (i, prompt), (j, options) in itertools.product(enumerate(PROMPTS), enumerate(PARAMETERS)):
+        if is_quick and i != j:
+            continue
         params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, **options)
         names[engine.add(Request(tokenizer.encode(prompt), params))] = f"prompt {i}, parameters {j}, K/V {kv_dtype}"
     outputs: dict[str, SampleOutput] = {}
@@ -70,7 +72,10 @@ def test_the_committed_digests_come_out(smollm2_path: Path, isa: str, threads: i
     assert {name: golden[name] for name in VERSIONS} == VERSIONS, "a version was raised: make the digests again"
     expected = {name: digest for name, digest in golden["digests"].items() if name.endswith(kv_dtype)}
     assert len(expected) == len(PROMPTS) * len(PARAMETERS)
-    assert digests(smollm2_path, isa=isa, threads=threads, kv_dtype=kv_dtype) == expected
+    is_quick = isa == "portable"  # it is eight times as slow as the others
+    found = digests(smollm2_path, isa=isa, threads=threads, kv_dtype=kv_dtype, is_quick=is_quick)
+    assert len(found) == (len(PROMPTS) if is_quick else len(expected))
+    assert found == {name: expected[name] for name in found}
 
 
 def test_the_digests_tell_requests_apart() -> None:

@@ -33,6 +33,8 @@ from verispec.sampling.noise import gumbel_f32
 from verispec.sampling.rows import SampleKey, SamplingRows
 from verispec.types import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("native_kernels")
+
 EXACT_TYPES = ("F32", "F16", "BF16")
 TYPES = (*EXACT_TYPES, "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 SHAPES = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 31, 64)

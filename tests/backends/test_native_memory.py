@@ -20,6 +20,8 @@ from verispec.model.architecture import expected_tensors
 from verispec.model.blocks import FORMATS, StoredTensor
 from verispec.model.model_files import MappedFile
 
+pytestmark = pytest.mark.usefixtures("native_kernels")
+
 CONFIG = TinyConfig(num_layers=10, hidden_size=1024, num_heads=16, num_kv_heads=16, head_dim=64, mlp_size=3072,
                     vocab_size=4096, tied_head=True)  # fmt: skip
 MOST = 1.3  # peak over what stays

@@ -13,6 +13,8 @@ import pytest
 
 from tests.support.tiny_llm import CONFIG, write_model
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parents[2] / "bench/table.py"
 PERPLEXITY = 'echo "Final estimate: PPL = 15.8210 +/- 0.5"'
 BENCH = """case "$*" in *--version*) echo "version: 1 (abc)";; *Q8_0*) r=50;; *) r=200;; esac

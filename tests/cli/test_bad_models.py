@@ -13,6 +13,8 @@ from tests.support import broken_folders, broken_gguf, broken_templates
 from tests.support.broken_files import Case
 from tests.support.broken_gguf import BYTE_LEVEL, FILE
 
+pytestmark = pytest.mark.slow
+
 
 def gguf(data: bytes) -> dict[str, bytes]:
     return {FILE: data}

@@ -14,6 +14,8 @@ from tests.cli.conftest import Cli
 from tests.support.tiny_llm import write_model
 from verispec.types import SampleOutput
 
+pytestmark = pytest.mark.slow
+
 QUICK = ["--sequences", "1,3", "--repeats", "1", "--max-tokens", "24"]
 
 

@@ -17,6 +17,8 @@ from verispec.cli.options import Drafting
 from verispec.cli.serve import _as_configured
 from verispec.errors import InputError
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:

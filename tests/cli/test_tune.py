@@ -16,6 +16,8 @@ from verispec.model import cache_dir
 from verispec.spec.skip_menu import read_menu
 from verispec.tuning import Search, TuneOptions, quick_menu, tune, tuner
 
+pytestmark = pytest.mark.slow
+
 NUM_LAYERS = 5
 CONFIG = replace(tiny_llm.CONFIG, num_layers=NUM_LAYERS)
 

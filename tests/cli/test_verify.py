@@ -21,6 +21,8 @@ from verispec.llm import LLM
 from verispec.spec.passes import Flight, Passes
 from verispec.spec.turn import Step
 
+pytestmark = pytest.mark.slow
+
 ASK = ["verify", "one two one two one", "--max-tokens", "12", "--crowd", "4"]
 
 

@@ -20,6 +20,7 @@ from tests.support.chi_square import chi_square_p
 from tests.support.fake_backend import FakeBackend
 from tests.support.faulty_backends import AgreeingFastPasses
 from tests.support.sampling_rows import History, SamplingRowsBuilder
+from tests.support.scale import scaled
 from tests.support.skipping import fake_setup
 from tests.support.toy_backend import ToyBackend
 from tests.support.toy_trees import NUM_TOKENS, START, Markov, cells, make_markov, output_probabilities, softmax
@@ -128,7 +129,7 @@ def check_distribution(case: Case, num: int, *, first_seed: int = 0) -> None:
 # The distribution
 
 
-NUM_DRAWS = 20_000
+NUM_DRAWS = min(10_000, scaled(10_000))  # the controls need half as many, and test-long makes six times as many
 CASES = (
     Case("chain:3", "skip", 1.0),
     Case("branch:2,2", "model", 2.0),

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.support.scale import scaled
 from tests.support.tiny_models import (
     GGUF_TYPES,
     K_QUANTS,
@@ -129,7 +130,7 @@ def test_block_table_agrees_with_the_gguf_package() -> None:
 
 
 @given(seed=st.integers(0, 2**32 - 1), type_name=st.sampled_from(["Q8_0", "Q4_0", "Q4_1", "BF16"]))
-@settings(max_examples=30)
+@settings(max_examples=scaled(30))
 def test_own_decoders_equal_gguf_on_any_bits(seed: int, type_name: str) -> None:
     from verispec.model.blocks import to_float32
 
@@ -300,7 +301,7 @@ def test_the_memory_bound_can_be_broken() -> None:
     assert peak_nbytes(lambda: np.empty(1 << 22, dtype=np.uint8)) > memory_bound(1 << 13)
 
 
-@settings(max_examples=400, deadline=1000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=scaled(400), deadline=1000, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_flipped_header_bytes_parse_or_fail_cleanly_in_bounded_memory(
     data: st.DataObject, small_file: bytes, tmp_path: Path
@@ -327,7 +328,7 @@ def test_flipped_header_bytes_parse_or_fail_cleanly_in_bounded_memory(
     assert peak_nbytes(open_and_read) < memory_bound(len(damaged))
 
 
-@settings(max_examples=200, deadline=1000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=scaled(200), deadline=1000, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(tail=st.binary(max_size=200), num_tensors=st.integers(0, 3), num_pairs=st.integers(0, 3))
 def test_random_headers_parse_or_fail_cleanly(tail: bytes, num_tensors: int, num_pairs: int, tmp_path: Path) -> None:
     path = tmp_path / "random.gguf"

@@ -11,6 +11,7 @@ import safetensors.numpy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.support.scale import scaled
 from tests.support.tiny_models import (
     FOLDER_TYPES,
     TinyConfig,
@@ -191,7 +192,7 @@ def test_truncation_anywhere_is_refused(tmp_path: Path) -> None:
     open_folder(tmp_path)
 
 
-@settings(max_examples=200, deadline=1000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=scaled(200), deadline=1000, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(changes=st.dictionaries(st.integers(0, 600), st.integers(0, 255), max_size=8))
 def test_flipped_header_bytes_parse_or_fail_cleanly(changes: dict[int, int], tmp_path: Path) -> None:
     write_folder(tmp_path, SMALL)

@@ -69,12 +69,19 @@ class TestGoldens:
         assert same == (kind == other)
 
 
-def bytes_of(piece: str) -> bytes:
-    """A byte-level token, character by character: GPT-2's alphabet as its authors spell it."""
+def _alphabet() -> dict[str, int]:
+    """GPT-2's, as its authors spell it: the character that stands for each byte."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
-    alphabet = {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
-    return bytes(alphabet[c] for c in piece) if all(c in alphabet for c in piece) else piece.encode()
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+ALPHABET = _alphabet()
+
+
+def bytes_of(piece: str) -> bytes:
+    """A byte-level token, character by character."""
+    return bytes(ALPHABET[c] for c in piece) if all(c in ALPHABET for c in piece) else piece.encode()
 
 
 class TestAllPiecesAtOnce:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 
 from tests.support.golden_tokenizers import KINDS, SMALL, SMALL_KINDS, STRINGS
+from tests.support.scale import scaled
 from verispec.errors import InputError
 from verispec.model.control_tokens import unused_characters
 from verispec.model.gguf_file import open_gguf
@@ -127,7 +128,7 @@ def contents_for(kind: str) -> st.SearchStrategy[list[str]]:
 
 
 @pytest.mark.parametrize("kind", SMALL_KINDS)
-@settings(max_examples=150)
+@settings(max_examples=scaled(150))
 @given(data=st.data(), name=st.sampled_from(sorted(TEMPLATES)))
 def test_contents_are_text_and_come_back(kind: str, name: str, data: st.DataObject) -> None:
     tokenizer = SMALL[kind]
