@@ -222,6 +222,11 @@ class Runtime:
         return self._backend.limits.vocab_size
 
     @property
+    def row_budget(self) -> int:
+        """The most rows of one canonical pass."""
+        return self._config.row_budget
+
+    @property
     def longest(self) -> int:
         """The most `max_len` an engine of this LLM can have: the model's context, or the K/V capacity."""
         return min(self._backend.limits.context_len, self._config.num_slots)

@@ -14,6 +14,7 @@ import pytest
 
 from tests.cli.conftest import Cli, press_ctrl_c, verispec
 from tests.support.tiny_llm import TOKENS, write_model
+from verispec.backends.cost import CostTable
 from verispec.cli import receipt_file
 from verispec.engine import Engine
 from verispec.llm import LLM
@@ -195,6 +196,41 @@ def test_a_gpus_receipt_is_reproduced_where_there_is_none(bare_cli: Cli, tiny: s
     done = bare_cli("replay", str(path), "-m", tiny, "--backend", "native")
     assert "arithmetic is cpu-1 here, hopper-1 there" in done.out
     assert "log-probabilities differ" in done.out or "position" in done.out
+
+
+def test_the_first_tokens_alone(bare_cli: Cli, tiny: str, receipt: Path) -> None:
+    def replayed(first: int, file: str = str(receipt)) -> tuple[int, dict[str, Any]]:
+        done = bare_cli("replay", file, "-m", tiny, "--first", str(first), "--json")
+        return done.code, done.json()
+
+    text = bare_cli("replay", str(receipt), "-m", tiny, "--first", "35")
+    assert text.out.startswith("reproduced: the first 35 of 40 tokens, and log-probabilities of 32, in ")
+    code, found = replayed(35)
+    assert (code, found["reproduced"], found["num_checked"], found["num_equal"]) == (0, True, 35, 35)
+    assert found["found_finish"] is None
+    for first in (40, 1000):  # that is all
+        assert replayed(first)[1]["num_checked"] is None
+        assert replayed(first)[1]["found_finish"] == "length"
+    # What differs behind the first tokens is not looked at; what differs among them is.
+    flipped = edit(receipt, lambda d: d["output"]["token_ids"].__setitem__(17, (d["output"]["token_ids"][17] + 1) % 9))
+    assert replayed(17, flipped)[1]["tokens_equal"] is True
+    assert replayed(18, flipped)[1]["first_token_difference"]["position"] == prompt_len(receipt) + 17
+    forged = edit(receipt, lambda d: d["output"]["logprob_digests"].__setitem__(0, "0" * 64))
+    assert replayed(31, forged)[1]["logprobs_equal"] is True  # no whole block
+    assert replayed(32, forged)[1]["logprobs_equal"] is False
+    assert bare_cli("replay", str(receipt), "-m", tiny, "--first", "0").code == 2
+
+
+def prompt_len(receipt: Path) -> int:
+    return len(json.loads(receipt.read_text())["prompt"]["token_ids"])
+
+
+def test_what_takes_long_is_announced(bare_cli: Cli, tiny: str, receipt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert bare_cli("replay", str(receipt), "-m", tiny).err == ""
+    monkeypatch.setattr(CostTable, "seconds", lambda self, num_rows, context_tokens: num_rows / 2)
+    whole = bare_cli("replay", str(receipt), "-m", tiny).err
+    assert whole == f"replaying 40 tokens: about 0:00:{(40 + prompt_len(receipt)) // 2:02}\n"
+    assert "replaying 10 tokens: " in bare_cli("replay", str(receipt), "-m", tiny, "--first", "10").err
 
 
 def test_a_flipped_token_is_named_with_its_position(bare_cli: Cli, tiny: str, receipt: Path) -> None:

@@ -68,7 +68,10 @@ class CountDisplay:
         self.num_done = 0
 
     def advance(self) -> None:
-        self.num_done += 1
+        self.reach(self.num_done + 1)
+
+    def reach(self, num_done: int, *, since: int = 0) -> None:
+        self.num_done = since + num_done
         self._draw()
 
     @contextmanager

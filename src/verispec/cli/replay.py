@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from verispec.cli import options, terminal
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
     from verispec.receipt import Receipt, ReplayResult
 
 
+_WORTH_SAYING = 2.0  # seconds
+
+
 @dataclass(frozen=True, kw_only=True)
 class Replay:
     title: ClassVar = "Options"
@@ -34,6 +39,7 @@ class Replay:
     signed_by: str | None = option(
         None, metavar="FILE", help="a public key; receipts that its owner has not signed are refused"
     )
+    first: int | None = option(None, bounds=(1, options.MAX_COUNT), help="check the first N tokens of each answer only")
     json: bool = option(False, help="print one JSON object per receipt")
 
 
@@ -45,6 +51,7 @@ def replay(what: Replay, loading: options.Loading) -> int:
     be true, when the model's file is another one, and when this machine has another numeric profile, where equal tokens
     are all one can expect. Without --model the receipt says which, if that is a known name; without --backend one that
     gives the receipt's bits runs it, if there is one here. --signed-by also checks who wrote it, before anything runs.
+    What takes more than a moment is announced with the time that passes were measured to take; --first checks less.
 
     Exit code 0: reproduced, or on another profile all tokens equal. 1: something differs. 2: bad input.
     """
@@ -62,7 +69,7 @@ def replay(what: Replay, loading: options.Loading) -> int:
     backend = loading.backend or _serving(receipts)
     llm = options.load_llm(replace(loading, model=model, backend=backend), drafter="none")
     candidates = None if content is None else prompt_candidates(llm, content, name=f"--prompt {prompt}")
-    results = [result for _, result in _replay_all(llm, receipts, candidates, as_json=what.json)]
+    results = [result for _, result in _replay_all(llm, receipts, candidates, what)]
     if len(results) > 1:
         terminal.note(f"{len(results)} receipts: {sum(result.reproduced for result in results)} reproduced")
     return 0 if all(result.agrees for result in results) else EXIT_DIFFERENT
@@ -156,27 +163,35 @@ def _meanings(llm: LLM, value: Any) -> Iterator[list[int]]:
 
 
 def _replay_all(
-    llm: LLM, receipts: Sequence[tuple[str, Receipt]], candidates: Sequence[list[int]] | None, *, as_json: bool
+    llm: LLM, receipts: Sequence[tuple[str, Receipt]], candidates: Sequence[list[int]] | None, what: Replay
 ) -> Iterator[tuple[str, ReplayResult]]:
     """Replay each receipt and print what came out, as it comes."""
     from verispec.cli.progress import CountDisplay
     from verispec.receipt import replay as run_again
     from verispec.receipt.report import as_object, as_text
+    from verispec.receipt.rerun import expected_seconds
 
-    with CountDisplay("replaying", len(receipts)) as display:
-        for name, receipt in receipts:
+    counts = [min(len(r.output.drawn_ids), what.first or options.MAX_COUNT) for _, r in receipts]
+    seconds = expected_seconds(llm, [receipt for _, receipt in receipts], what.first)
+    if seconds >= _WORTH_SAYING:
+        terminal.note(f"replaying {sum(counts)} tokens: about {timedelta(seconds=round(seconds))}")
+    with CountDisplay("replaying", sum(counts)) as display:
+        for (name, receipt), count in zip(receipts, counts, strict=True):
+            done = display.num_done
             try:
                 prompt_ids = None if candidates is None else _matching(receipt, candidates)
-                result = run_again(llm, receipt, prompt_ids)
+                result = run_again(
+                    llm, receipt, prompt_ids, first=what.first, progress=partial(display.reach, since=done)
+                )
             except InputError as error:
                 raise InputError(f"{name}: {error}") from error
             with display.aside():
-                if as_json:
+                if what.json:
                     terminal.out_json(as_object(result, receipt))
                 else:
                     prefix = f"{name}: " if len(receipts) > 1 else ""
                     terminal.out(prefix + as_text(result, receipt, llm.tokenizer.token_text) + "\n")
-            display.advance()
+            display.reach(done + count)
             yield name, result
 
 

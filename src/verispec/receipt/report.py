@@ -7,6 +7,7 @@ from typing import Any
 
 from verispec.receipt import Receipt, ReplayResult
 from verispec.receipt.rerun import FileDifference
+from verispec.receipt.values import BLOCK_LEN
 
 _MAX_RANGES = 8
 
@@ -35,6 +36,7 @@ def as_object(result: ReplayResult, receipt: Receipt) -> dict[str, Any]:
         "found_finish": None if result.found_finish is None else str(result.found_finish),
         "num_tokens": len(receipt.output.token_ids),
         "num_equal": result.num_equal,
+        "num_checked": result.num_checked,
         "passes": result.num_passes,
         "profile": receipt.profile.hash,
         "error": result.error or result.refusal,
@@ -44,14 +46,21 @@ def as_object(result: ReplayResult, receipt: Receipt) -> dict[str, Any]:
 
 def _verdict(result: ReplayResult, receipt: Receipt, token_text: Callable[[int], str]) -> str:
     if result.reproduced:
-        tokens, passes = _count(len(receipt.output.token_ids), "token"), _count(result.num_passes, "pass")
+        passes = _count(result.num_passes, "pass")
         return (
-            f"reproduced: {tokens} with log-probabilities, in {passes}, "
+            f"reproduced: {_checked(result, receipt)}, in {passes}, "
             f"model {result.model}, profile {receipt.profile.hash}"
         )
     if result.agrees:
         return f"checked on another profile: tokens equal, {_logprobs(result)}"
     return f"NOT reproduced: {_reason(result, token_text)}"
+
+
+def _checked(result: ReplayResult, receipt: Receipt) -> str:
+    tokens, count = _count(len(receipt.output.token_ids), "token"), result.num_checked
+    if count is None:
+        return f"{tokens} with log-probabilities"
+    return f"the first {count} of {tokens}, and log-probabilities of {count // BLOCK_LEN * BLOCK_LEN}"
 
 
 def _reason(result: ReplayResult, token_text: Callable[[int], str]) -> str:

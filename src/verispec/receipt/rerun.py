@@ -7,7 +7,7 @@ different and where; what to make of it is the caller's business.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -70,6 +70,7 @@ class ReplayResult:
     token: TokenDifference | None = None
     logprobs: Positions | None = None
     num_equal: int = 0
+    num_checked: int | None = None  # so many of the tokens that were drawn; None: the whole answer
     num_passes: int = 0
     error: str | None = None
     refusal: str | None = None
@@ -77,8 +78,9 @@ class ReplayResult:
 
     @property
     def tokens_equal(self) -> bool:
-        """Whether the answer was generated again, token for token, and ended for the recorded reason."""
-        return self.refusal is None and self.token is None and self.found_finish is self.recorded_finish
+        """Whether what was to be checked was generated again, token for token, and ended for the recorded reason."""
+        is_ended = self.num_checked is not None or self.found_finish is self.recorded_finish
+        return self.refusal is None and self.token is None and is_ended
 
     @property
     def logprobs_equal(self) -> bool:
@@ -97,7 +99,7 @@ class ReplayResult:
 
     @property
     def reproduced(self) -> bool:
-        """Whether the receipt is as it was written, and everything in it was found again."""
+        """Whether the receipt is as it was written, and everything in it that was to be checked was found again."""
         return self.is_sound and self.same_profile and self.logprobs_equal
 
     @property
@@ -107,13 +109,15 @@ class ReplayResult:
 
 
 def replay(
-    llm: LLM, receipt: Receipt, prompt_ids: Sequence[int] | None = None, *, beside: str | None = None
-) -> ReplayResult:
+    llm: LLM, receipt: Receipt, prompt_ids: Sequence[int] | None = None, *, beside: str | None = None,
+    first: int | None = None, progress: Callable[[int], None] = lambda num_tokens: None,
+) -> ReplayResult:  # fmt: skip
     """Run the receipt's answer again on this model and compare. A private receipt needs its prompt's ids.
 
     It has the engine alone, and leaves its prefix cache empty; with `beside`, a salt, it is drawn token by token among
-    the requests of others, which is slower and disturbs nobody. Raises InputError for a prompt that is not the
-    receipt's, and for a receipt that this engine cannot run although nothing is wrong with it.
+    the requests of others, which is slower and disturbs nobody. `first` is how many tokens to check (default: all, and
+    how the answer ended); `progress` is told how many were found, now and then. Raises InputError for a prompt that is
+    not the receipt's, and for a receipt that this engine cannot run although nothing is wrong with it.
     """
     _check_sampling(receipt.profile)
     ids = known_prompt(receipt, prompt_ids)
@@ -127,13 +131,47 @@ def replay(
         notes=_notes(llm, receipt),
     )
     try:
+        if first is not None and first < len(receipt.output.drawn_ids):
+            result, receipt = replace(result, num_checked=first), _beginning(receipt, first)
         _check_runnable(llm, receipt, ids)
-        found = _rerun(llm, receipt, ids) if beside is None else _drawn_again(llm, receipt, ids, salt=beside)
-        return _compared(result, found, receipt, ids)
+        watched = _Watch(receipt.output.drawn_ids, result.num_checked is not None, progress)
+        run = _rerun(llm, receipt, ids, watched) if beside is None else _drawn_again(llm, receipt, ids, watched, beside)
+        return _compared(result, run, receipt, ids)
     except InputError as error:
         if result.is_sound:
             raise
         return replace(result, refusal=str(error))
+
+
+def _beginning(receipt: Receipt, num_drawn: int) -> Receipt:
+    """The receipt as if its answer had been that short."""
+    output = receipt.output
+    return replace(receipt, output=replace(output, token_ids=output.token_ids[: output.num_given + num_drawn]))
+
+
+def expected_seconds(llm: LLM, receipts: Iterable[Receipt], first: int | None = None) -> float:
+    """How long replays will take: prompts and recorded tokens as rows, at what such passes were measured to cost."""
+    cost, total = llm.calibration.cost, 0.0
+    for receipt in receipts:
+        num_drawn = len(receipt.output.drawn_ids)
+        num_rows = len(receipt.prompt.token_ids or ()) + receipt.output.num_given + min(num_drawn, first or num_drawn)
+        shape = min(num_rows, llm.row_budget)
+        total += cost.seconds(shape, shape * num_rows // 2) * num_rows / max(1, shape)
+    return total
+
+
+class _Watch(NamedTuple):
+    """What a run is compared with while it goes on."""
+
+    recorded: tuple[int, ...]
+    is_partial: bool  # the answer goes on behind it
+    progress: Callable[[int], None]
+
+    def is_over(self, entries: Sequence[TokenLogprob]) -> bool:
+        """Whether the run has shown what it can."""
+        self.progress(min(len(entries), len(self.recorded)))
+        is_reached = self.is_partial and len(entries) >= len(self.recorded)
+        return is_reached or _first_difference(self.recorded, entries, ended=False) is not None
 
 
 def _check_sampling(profile: ProfileRecord) -> None:
@@ -214,12 +252,14 @@ def _compared(result: ReplayResult, found: _Found, receipt: Receipt, prompt_ids:
     recorded, num_given = receipt.output, receipt.output.num_given
     drawn_ids, first = recorded.drawn_ids, len(prompt_ids) + num_given
     token, num_equal = None, len(drawn_ids)
-    index = _first_difference(drawn_ids, found.entries, ended=found.finish is not None)
+    entries = found.entries[: result.num_checked]
+    index = _first_difference(drawn_ids, entries, ended=found.finish is not None)
     if index is not None:
-        ids = [entry.token_id for entry in found.entries]
+        ids = [entry.token_id for entry in entries]
         token = TokenDifference(first + index, *(_at(tokens, index) for tokens in (drawn_ids, ids)))
         num_equal = index
-    block = _first_differing_block(recorded.logprob_digests, found.entries[:num_equal], whole=token is None)
+    is_whole = token is None and result.num_checked is None
+    block = _first_differing_block(recorded.logprob_digests, entries[:num_equal], whole=is_whole)
     start = first + (block or 0) * BLOCK_LEN
     return replace(
         result,
@@ -241,8 +281,7 @@ class _Found(NamedTuple):
     error: str | None
 
 
-def _rerun(llm: LLM, receipt: Receipt, prompt_ids: tuple[int, ...]) -> _Found:
-    recorded = receipt.output.drawn_ids
+def _rerun(llm: LLM, receipt: Receipt, prompt_ids: tuple[int, ...], watch: _Watch) -> _Found:
     drafter = RecordedDrafter(prompt_ids + receipt.output.token_ids)
     max_len = min(receipt.parameters.max_len, llm.longest)
     limit = _limit(receipt, prompt_ids)
@@ -258,12 +297,12 @@ def _rerun(llm: LLM, receipt: Receipt, prompt_ids: tuple[int, ...]) -> _Found:
                 entries += event.logprobs
                 if (output := event.output) is not None:
                     return _found(output, entries, limit=limit)
-            if _first_difference(recorded, entries, ended=False) is not None:
+            if watch.is_over(entries):
                 break
     return _Found(entries, None, num_steps, None)
 
 
-def _drawn_again(llm: LLM, receipt: Receipt, prompt_ids: tuple[int, ...], *, salt: str) -> _Found:
+def _drawn_again(llm: LLM, receipt: Receipt, prompt_ids: tuple[int, ...], watch: _Watch, salt: str) -> _Found:
     request = drawn_request(llm, receipt, prompt_ids, salt=salt)
     entries: list[TokenLogprob] = []
     with closing(llm.events(request)) as events:
@@ -271,7 +310,7 @@ def _drawn_again(llm: LLM, receipt: Receipt, prompt_ids: tuple[int, ...], *, sal
             entries += event.logprobs
             if (output := event.output) is not None:
                 return _found(output, entries, limit=_limit(receipt, prompt_ids))
-            if _first_difference(receipt.output.drawn_ids, entries, ended=False) is not None:
+            if watch.is_over(entries):
                 break
     return _Found(entries, None, 0, None)
 
