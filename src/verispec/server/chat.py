@@ -77,7 +77,7 @@ def _shape(body: ChatRequest) -> Shape:
             "finish_reason": None if choice.output is None else str(choice.output.finish_reason),
         }
         if wants_ids:
-            found["token_ids"] = [entry.token_id for entry in choice.entries]
+            found["token_ids"] = choice.entries.token_ids
             found["prompt_token_ids"] = list(answer.call.prompts[0])
         if body.prompt_logprobs is not None and choice.output is not None:
             found["prompt_logprobs"] = prompt_entries(answer.core.llm.tokenizer, choice.output.prompt_logprobs)
@@ -92,7 +92,7 @@ def _shape(body: ChatRequest) -> Shape:
             "finish_reason": None if reason is None else str(reason),
         }
         if wants_ids:
-            found["token_ids"] = commit.token_ids
+            found["token_ids"] = commit.logprobs.token_ids
         return found
 
     return Shape(

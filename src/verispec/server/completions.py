@@ -76,7 +76,7 @@ def _shape(body: CompletionRequest) -> Shape:
             text = tokenizer.decode(prompt_ids) + text
             if body.logprobs is not None and choice.output is not None:
                 entries: list[TokenLogprob | None] = [None, *(choice.output.prompt_logprobs or ()), *choice.entries]
-                ids = [*prompt_ids, *(entry.token_id for entry in choice.entries)]
+                ids = [*prompt_ids, *choice.entries.token_ids]
                 listed = completion_entries(tokenizer, entries, ids)
         found: dict[str, Any] = {
             "index": index,
@@ -85,7 +85,7 @@ def _shape(body: CompletionRequest) -> Shape:
             "finish_reason": None if choice.output is None else str(choice.output.finish_reason),
         }
         if wants_ids:
-            found["token_ids"] = [entry.token_id for entry in choice.entries]
+            found["token_ids"] = choice.entries.token_ids
             found["prompt_token_ids"] = list(prompt_ids)
         if body.prompt_logprobs is not None and choice.output is not None:
             found["prompt_logprobs"] = prompt_entries(tokenizer, choice.output.prompt_logprobs)
@@ -100,7 +100,7 @@ def _shape(body: CompletionRequest) -> Shape:
             "finish_reason": None if reason is None else str(reason),
         }
         if wants_ids:
-            found["token_ids"] = commit.token_ids
+            found["token_ids"] = commit.logprobs.token_ids
         return found
 
     return Shape(

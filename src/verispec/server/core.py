@@ -34,7 +34,6 @@ from verispec.types import (
     SampleOutput,
     SamplingParams,
     TokenEvent,
-    TokenLogprob,
     TokenLogprobs,
 )
 
@@ -75,21 +74,24 @@ class Commit(NamedTuple):
         """The text that became final."""
         return "".join(self.pieces)
 
-    @property
-    def token_ids(self) -> list[int]:
-        """The tokens committed."""
-        return list(self.logprobs.token_ids)
-
 
 @dataclass(slots=True)
 class Choice:
     """One sample, as far as it has come."""
 
-    entries: list[TokenLogprob] = field(default_factory=list)
+    parts: list[TokenLogprobs] = field(default_factory=list)
+    num_tokens: int = 0
     pieces: list[str] = field(default_factory=list)
     accepted_lens: list[int] = field(default_factory=list)  # of each draft that was judged
     draft_lens: list[int] = field(default_factory=list)
     output: SampleOutput | None = None
+
+    @property
+    def entries(self) -> TokenLogprobs:
+        """Its tokens so far."""
+        if self.output is not None:
+            return self.output.logprobs
+        return TokenLogprobs.of(entry for part in self.parts for entry in part)
 
     @property
     def text(self) -> str:
@@ -128,13 +130,14 @@ class Answer:
     def num_generated(self) -> int:
         """Output tokens of all choices, those the client gave included."""
         given = sum(self._given) * len(self.call.prompts)
-        return given + sum(len(choice.entries) for choice in self.choices)
+        return given + sum(choice.num_tokens for choice in self.choices)
 
     async def commits(self) -> AsyncIterator[list[Commit]]:
         """What becomes visible, step by step, to the end. Raises ApiError where it ends otherwise."""
         try:
             while events := await self._next():
-                yield [commit for event in events for commit in self._taken(event)]
+                self.core.metrics.count_commits(events)
+                yield [commit for event in events if (commit := self._taken(event)) is not None]
         finally:
             self.close()
 
@@ -166,24 +169,27 @@ class Answer:
             seconds = self.core.settings.timeout
             raise ApiError(504, f"the answer was not complete after {seconds:g} seconds", code="timeout") from None
 
-    def _taken(self, event: TokenEvent) -> list[Commit]:
+    def _taken(self, event: TokenEvent) -> Commit | None:
+        """What the client is to hear of an event."""
         index = self._first[event.request_id] + event.sample_index
-        choice = self.choices[index]
-        skip = min(self._seen.get(index, 0), len(event.logprobs))
-        if skip:
-            self._seen[index] -= skip
-        choice.entries += event.logprobs
+        choice, num_tokens = self.choices[index], len(event.logprobs)
+        choice.parts.append(event.logprobs)
+        choice.num_tokens += num_tokens
         choice.pieces += event.pieces
         if event.num_accepted or event.rejected_ids:
             choice.accepted_lens.append(event.num_accepted)
             choice.draft_lens.append(event.num_accepted + len(event.rejected_ids))
-        self.core.metrics.count_commit(event)
         if event.output is not None:
             choice.output = event.output
             self._ended(index, event.output)
-        end = self._given[event.sample_index] + len(choice.entries)
-        is_told = len(event.logprobs) > skip or event.output is not None
-        return [Commit(index, event, event.logprobs[skip:], event.pieces[skip:], end)] if is_told else []
+        end = self._given[event.sample_index] + choice.num_tokens
+        if not self._seen.get(index):
+            return Commit(index, event, event.logprobs, event.pieces, end)
+        skip = min(self._seen[index], num_tokens)
+        self._seen[index] -= skip
+        if skip == num_tokens and event.output is None:
+            return None
+        return Commit(index, event, event.logprobs[skip:], event.pieces[skip:], end)
 
     def _ended(self, index: int, output: SampleOutput) -> None:
         self.core.metrics.count_end(output)
@@ -232,7 +238,7 @@ class Answer:
         choice = self.choices[0]
         if choice.output is None:
             return {}
-        stats, num_tokens = choice.output.stats, len(choice.entries)
+        stats, num_tokens = choice.output.stats, choice.num_tokens
         first, last = stats.first_token_time, stats.last_token_time
         found: dict[str, Any] = {}
         if stats.start_time is not None:

@@ -59,7 +59,7 @@ async def inference_generate(core: Core, received: Received) -> Reply:
         choices = [
             {
                 "index": i,
-                "token_ids": [entry.token_id for entry in choice.entries],
+                "token_ids": choice.entries.token_ids,
                 "logprobs": None if logprobs is None else {"content": [_entry(core, e) for e in choice.entries]},
                 "finish_reason": None if choice.output is None else str(choice.output.finish_reason),
             }
@@ -96,14 +96,14 @@ def _sglang(answer: Answer, index: int, *, with_logprobs: bool) -> dict[str, Any
         reason = {"type": str(choice.output.finish_reason)}
     meta: dict[str, Any] = {
         "prompt_tokens": answer.prompt_len,
-        "completion_tokens": len(choice.entries),
+        "completion_tokens": choice.num_tokens,
         "finish_reason": reason,
         "verispec": answer.extension(index),
     }
     if with_logprobs:
         meta["output_token_logprobs"] = [[shortest(e.logprob), e.token_id, None] for e in choice.entries]
         meta["output_top_logprobs"] = [[[shortest(v), i, None] for i, v in e.alternatives] for e in choice.entries]
-    return {"text": choice.text, "output_ids": [entry.token_id for entry in choice.entries], "meta_info": meta}
+    return {"text": choice.text, "output_ids": choice.entries.token_ids, "meta_info": meta}
 
 
 def _entry(core: Core, entry: TokenLogprob) -> dict[str, Any]:

@@ -109,7 +109,7 @@ def _messages(role: str, content: Any, where: str) -> list[Message]:
 def _message(answer: Answer, model: str, message_id: str) -> dict[str, Any]:
     choice = answer.choices[0]
     reason, stop = _stop(answer)
-    has_begun = choice.entries or choice.output is not None
+    has_begun = choice.num_tokens or choice.output is not None
     return {
         "id": message_id,
         "type": "message",
@@ -141,9 +141,9 @@ def _stop(answer: Answer) -> tuple[str | None, str | None]:
         return None, None
     if choice.output.finish_reason is FinishReason.LENGTH:
         return "max_tokens", None
-    last = choice.entries[-1].token_id if choice.entries else None
+    last = choice.entries.token_ids[-1] if choice.num_tokens else None
     if answer.call.params.stop and last not in answer.core.llm.tokenizer.eos_ids:
-        whole = answer.core.llm.tokenizer.decode([entry.token_id for entry in choice.entries])
+        whole = answer.core.llm.tokenizer.decode(choice.entries.token_ids)
         found = [stop for stop in answer.call.params.stop if stop in whole]
         return "stop_sequence", min(found, key=whole.index, default=None)
     return "end_turn", None

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
+from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from verispec.engine.thread import Status
 from verispec.types import SampleOutput, TokenEvent
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MAX_POSITIONS = 32  # of a draft that are counted apart
-_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)  # seconds
 
 
 class Metrics:
@@ -24,8 +26,10 @@ class Metrics:
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"{prefix}:{name}", text, labels, registry=registry)
 
-        def histogram(name: str, text: str) -> Histogram:
-            return Histogram(f"{prefix}:{name}", text, registry=registry, buckets=_SECONDS)
+        def histogram(name: str, text: str) -> _Seconds:
+            found = _Seconds(f"{prefix}:{name}", text)
+            registry.register(found)
+            return found
 
         self._registry = registry
         self._generated = counter("generation_tokens", "Tokens generated.")
@@ -50,15 +54,18 @@ class Metrics:
         self.replay_failures = counter("replay_failures", "Of these, those that were not reproduced.")
         registry.register(_EngineLoad(prefix, status))
 
-    def count_commit(self, event: TokenEvent) -> None:
-        """Count what one step committed."""
-        self._generated.inc(len(event.logprobs))
-        if event.num_accepted or event.rejected_ids:
-            self._drafts.inc()
-            self._drafted.inc(event.num_accepted + len(event.rejected_ids))
-            self._accepted.inc(event.num_accepted)
-            for position in self._per_position[: event.num_accepted]:
-                position.inc()
+    def count_commits(self, events: Iterable[TokenEvent]) -> None:
+        """Count what some steps committed."""
+        num_tokens = 0
+        for event in events:
+            num_tokens += len(event.logprobs)
+            if event.num_accepted or event.rejected_ids:
+                self._drafts.inc()
+                self._drafted.inc(event.num_accepted + len(event.rejected_ids))
+                self._accepted.inc(event.num_accepted)
+                for position in self._per_position[: event.num_accepted]:
+                    position.inc()
+        self._generated.inc(num_tokens)
 
     def count_end(self, output: SampleOutput) -> None:
         """Count a sample that has ended."""
@@ -68,17 +75,37 @@ class Metrics:
         self._queries.inc(output.prompt_len)
         self._hits.inc(stats.cached_tokens)
         if stats.start_time is not None:
-            self._queue.observe(stats.start_time - stats.arrival_time)
+            self._queue.observe([stats.start_time - stats.arrival_time])
         if stats.time_to_first_token is not None:
-            self._first.observe(stats.time_to_first_token)
+            self._first.observe([stats.time_to_first_token])
         if stats.finish_time is not None:
-            self._whole.observe(stats.finish_time - stats.arrival_time)
-        for gap in stats.gaps:
-            self._gap.observe(gap)
+            self._whole.observe([stats.finish_time - stats.arrival_time])
+        self._gap.observe(stats.gaps)
 
     def text(self) -> bytes:
         """Everything, as Prometheus reads it."""
         return generate_latest(self._registry)
+
+
+class _Seconds:
+    """A histogram that takes many values at once: every token of an answer has one."""
+
+    def __init__(self, name: str, text: str) -> None:
+        self._name = name
+        self._text = text
+        self._counts = [0] * (len(_BOUNDS) + 1)
+        self._sum = 0.0
+
+    def observe(self, values: Iterable[float]) -> None:
+        """Count values, in seconds."""
+        for value in values:
+            self._counts[bisect_left(_BOUNDS, value)] += 1
+            self._sum += value
+
+    def collect(self) -> Iterable[Metric]:
+        """As Prometheus has it: a bucket counts all that is not above its bound."""
+        buckets = list(zip([*map(str, _BOUNDS), "+Inf"], accumulate(self._counts), strict=True))
+        yield HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)
 
 
 class _EngineLoad:

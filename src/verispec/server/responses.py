@@ -122,7 +122,7 @@ class _Writer:
     def response(self, status: str, error: ApiError | None = None) -> dict[str, Any]:
         """The whole object, in any state."""
         answer, body = self._answer, self._body
-        has_begun = answer.choices[0].output is not None or bool(answer.choices[0].entries)
+        has_begun = answer.choices[0].output is not None or answer.choices[0].num_tokens > 0
         usage = answer.usage()
         own = answer.extension(0)
         if self._skipped:
