@@ -744,7 +744,7 @@ BAD_FIELDS: list[tuple[str, Any, str]] = [
     ("parameters.sampling.seed", 11.0, "parameters.sampling.seed must be"),
     ("parameters.sampling.n", 1.0, "parameters.sampling.n must be a whole number"),
     ("parameters.sampling.stop", "ab", "parameters.sampling.stop must be a list"),
-    ("parameters.sample_index", 1024, "parameters.sample_index must be"),
+    ("parameters.sample_index", -1, "parameters.sample_index must be"),
     ("parameters.max_len", 1, "parameters.max_len must be"),
     ("parameters.eos_ids", [-1], "parameters.eos_ids[0] must be"),
     ("parameters.sampling", 5, "parameters.sampling must be an object"),

@@ -9,7 +9,7 @@ A *check* takes the place of a value, as messages name it, and the value; it ret
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, NoReturn
 
@@ -30,7 +30,7 @@ from verispec.receipt.values import (
     with_floats,
 )
 from verispec.strict_json import load_object, numbered
-from verispec.types import MAX_SEED, MAX_STOPS, FinishReason, SamplingParams
+from verispec.types import MAX_SEED, FinishReason, SamplingParams
 
 Check = Callable[[str, Any], Any]
 _SHA256_DIGITS = 64
@@ -39,15 +39,9 @@ _PUBLIC_KEY_DIGITS = 64
 _SIGNATURE_DIGITS = 128
 _MAX_INT32 = 2**31 - 1
 # Bounds on what a hostile receipt costs to read.
-_MAX_TOKENS = 2**20
-_MAX_FILES = 1024
-_MAX_BLOCKS = 2**16
+_MAX_ITEMS = 2**20
 _MAX_FINGERPRINT = 64
 _MAX_VALUE_CHARS = 1000
-_MAX_SHAPES = 1024
-_MAX_EOS = 1024
-_MAX_SAMPLES = 1024
-_HEX = re.compile(r"[0-9a-f]*")
 _FINISHES = {str(reason): reason for reason in (FinishReason.STOP, FinishReason.LENGTH)}
 
 
@@ -91,39 +85,34 @@ def _text(max_chars: int) -> Check:
 
 def _hex(digits: int) -> Check:
     def check(where: str, value: Any) -> str:
-        if not isinstance(value, str) or len(value) != digits or not _HEX.fullmatch(value):
+        if not isinstance(value, str) or not re.fullmatch(f"[0-9a-f]{{{digits}}}", value):
             _fail(where, f"{digits} hex digits", value)
         return value
 
     return check
 
 
-def _items(check_item: Check, low: int, high: int) -> Check:
+def _items(check_item: Check, low: int = 0) -> Check:
     def check(where: str, value: Any) -> tuple[Any, ...]:
-        if not isinstance(value, list) or not low <= len(value) <= high:
-            _fail(where, f"a list of {low} to {high} items", value)
+        if not isinstance(value, list) or not low <= len(value) <= _MAX_ITEMS:
+            _fail(where, f"a list of {low} to {_MAX_ITEMS} items", value)
         return tuple(check_item(f"{where}[{i}]", item) for i, item in enumerate(value))
 
     return check
 
 
-def _object(
-    make: Callable[..., Any], checks: Mapping[str, Check], optional: Mapping[str, Check] | None = None
-) -> Check:
-    """An object with exactly these keys, and perhaps the optional ones, made into a value."""
-    known = {**checks, **(optional or {})}
+def _object(make: Callable[..., Any], optional: tuple[str, ...] = (), **checks: Check) -> Check:
+    """An object with exactly these keys, some of them perhaps `optional`, made into a value."""
 
     def check(where: str, value: Any) -> Any:
         if not isinstance(value, dict):
             _fail(where, "an object", value)
         inside = f"{where}." if where else ""
-        for key in checks:
-            if key not in value:
-                raise InputError(f"{inside}{key} is missing")
-        for key in value:
-            if key not in known:
-                raise InputError(f"the field {quoted(inside + key)} is unknown")
-        return make(**{key: known[key](f"{inside}{key}", each) for key, each in value.items()})
+        for key in sorted(checks.keys() - value.keys() - set(optional)):
+            raise InputError(f"{inside}{key} is missing")
+        for key in sorted(value.keys() - checks.keys()):
+            raise InputError(f"the field {quoted(inside + key)} is unknown")
+        return make(**{key: checks[key](f"{inside}{key}", each) for key, each in value.items()})
 
     return check
 
@@ -145,8 +134,8 @@ def _fingerprint(where: str, value: Any) -> tuple[tuple[str, str], ...]:
 def _sampling(where: str, value: Any) -> SamplingParams:
     """`SamplingParams` checks its own values; a receipt also knows the seed, and has lists as lists."""
     checks: dict[str, Check] = {f.name: lambda _, each: each for f in fields(SamplingParams)}
-    checks |= {name: _items(checks[name], 0, MAX_STOPS) for name in ("stop", "stop_ids")}
-    values = _object(dict, {**checks, "seed": _integer(0, MAX_SEED)})(where, value)
+    checks |= {name: _items(checks[name]) for name in ("stop", "stop_ids")}
+    values = _object(dict, (), **{**checks, "seed": _integer(0, MAX_SEED)})(where, value)
     try:
         bias = numbered(values["logit_bias"], name="logit_bias")
         params = with_floats(SamplingParams(**{**values, "logit_bias": bias}))
@@ -163,49 +152,38 @@ def _finish(where: str, value: Any) -> FinishReason:
 
 
 _SHA256 = _hex(_SHA256_DIGITS)
-_TOKEN_IDS = _items(_integer(0, _MAX_INT32), 1, _MAX_TOKENS)
-_FILE = _object(
-    FileDigest,
-    {
-        "name": _file_name,
-        "nbytes": _integer(0, 2**63 - 1),
-        "sha256": _SHA256,
-        "blocks": _items(_hex(CHECKSUM_DIGITS), 0, _MAX_BLOCKS),
-    },
-)
-_PROFILE = _object(
-    ProfileRecord,
-    {
-        "fingerprint": _fingerprint,
-        "family": _items(_integer(1, _MAX_INT32), 1, _MAX_SHAPES),
-        "weights_version": _integer(0, _MAX_INT32),
-        "hash": _hex(_PROFILE_DIGITS),
-    },
-)
-_PARAMETERS = _object(
-    ParametersRecord,
-    {
-        "sampling": _sampling,
-        "sample_index": _integer(0, _MAX_SAMPLES - 1),
-        "max_len": _integer(2, _MAX_INT32),
-        "eos_ids": _items(_integer(0, _MAX_INT32), 0, _MAX_EOS),
-    },
-)
-_OUTPUT = _object(
-    OutputRecord,
-    {"token_ids": _TOKEN_IDS, "finish_reason": _finish, "logprob_digests": _items(_SHA256, 0, _MAX_TOKENS)},
-    {"num_given": _integer(1, _MAX_TOKENS)},
-)
+_POSITIVE, _NATURAL = _integer(1, _MAX_INT32), _integer(0, _MAX_INT32)
+_TOKEN_IDS = _items(_NATURAL, 1)
+_BLOCKS = _items(_hex(CHECKSUM_DIGITS))
+_FILE = _object(FileDigest, name=_file_name, nbytes=_integer(0, 2**63 - 1), sha256=_SHA256, blocks=_BLOCKS)
 _RECEIPT = _object(
     Receipt,
-    {
-        "verispec": _text(64),
-        "model": _object(ModelRecord, {"name": _text(MAX_NAME_CHARS), "files": _items(_FILE, 1, _MAX_FILES)}),
-        "profile": _PROFILE,
-        "prompt": _object(PromptRecord, {"sha256": _SHA256}, {"token_ids": _TOKEN_IDS}),
-        "parameters": _PARAMETERS,
-        "output": _OUTPUT,
-        "digest": _SHA256,
-    },
-    {"signature": _object(SignatureRecord, {"public_key": _hex(_PUBLIC_KEY_DIGITS), "value": _hex(_SIGNATURE_DIGITS)})},
+    optional=("signature",),
+    verispec=_text(64),
+    model=_object(ModelRecord, name=_text(MAX_NAME_CHARS), files=_items(_FILE, 1)),
+    profile=_object(
+        ProfileRecord,
+        fingerprint=_fingerprint,
+        family=_items(_POSITIVE, 1),
+        weights_version=_NATURAL,
+        hash=_hex(_PROFILE_DIGITS),
+    ),
+    prompt=_object(PromptRecord, optional=("token_ids",), sha256=_SHA256, token_ids=_TOKEN_IDS),
+    parameters=_object(
+        ParametersRecord,
+        sampling=_sampling,
+        sample_index=_NATURAL,
+        max_len=_integer(2, _MAX_INT32),
+        eos_ids=_items(_NATURAL),
+    ),
+    output=_object(
+        OutputRecord,
+        optional=("num_given",),
+        token_ids=_TOKEN_IDS,
+        finish_reason=_finish,
+        logprob_digests=_items(_SHA256),
+        num_given=_POSITIVE,
+    ),
+    digest=_SHA256,
+    signature=_object(SignatureRecord, public_key=_hex(_PUBLIC_KEY_DIGITS), value=_hex(_SIGNATURE_DIGITS)),
 )

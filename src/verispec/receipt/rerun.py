@@ -7,14 +7,14 @@ different and where; what to make of it is the caller's business.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
 from verispec import __version__
-from verispec.engine import Request
+from verispec.engine import Engine, Request
 from verispec.errors import InputError
 from verispec.model.fields import quoted
 from verispec.model.file_digest import ByteRange, FileDigest, differing_ranges
@@ -22,7 +22,7 @@ from verispec.receipt.values import BLOCK_LEN, FieldDifference, ProfileRecord, R
 from verispec.sampling.weights import SAMPLING
 from verispec.spec.recorded import RecordedDrafter
 from verispec.text.detokenizer import TextStream
-from verispec.types import FinishReason, SampleOutput, TokenLogprob
+from verispec.types import FinishReason, TokenEvent, TokenLogprob
 
 if TYPE_CHECKING:
     from verispec.llm import LLM
@@ -282,44 +282,41 @@ class _Found(NamedTuple):
 
 
 def _rerun(llm: LLM, receipt: Receipt, prompt_ids: tuple[int, ...], watch: _Watch) -> _Found:
+    """The answer as it comes of an engine of its own, which drafts what was recorded."""
     drafter = RecordedDrafter(prompt_ids + receipt.output.token_ids)
     max_len = min(receipt.parameters.max_len, llm.longest)
-    limit = _limit(receipt, prompt_ids)
-    entries: list[TokenLogprob] = []
-    num_steps = 0
     with llm.separate_engine(
         drafters={"recorded": drafter}, max_len=max_len, max_draft=_MAX_DRAFT, prefix_cache=False
     ) as engine:
         engine.add(_request(llm, receipt, prompt_ids))
-        while engine.has_work:
-            num_steps += 1
-            for event in engine.step():
-                entries += event.logprobs
-                if (output := event.output) is not None:
-                    return _found(output, entries, limit=limit)
-            if watch.is_over(entries):
-                break
-    return _Found(entries, None, num_steps, None)
+        return _followed(_events(engine), watch, limit=_limit(receipt, prompt_ids))
+
+
+def _events(engine: Engine) -> Iterator[TokenEvent]:
+    while engine.has_work:
+        yield from engine.step()
 
 
 def _drawn_again(llm: LLM, receipt: Receipt, prompt_ids: tuple[int, ...], watch: _Watch, salt: str) -> _Found:
-    request = drawn_request(llm, receipt, prompt_ids, salt=salt)
+    with closing(llm.events(drawn_request(llm, receipt, prompt_ids, salt=salt))) as events:
+        return _followed(events, watch, limit=_limit(receipt, prompt_ids))
+
+
+def _followed(events: Iterable[TokenEvent], watch: _Watch, *, limit: int) -> _Found:
+    """What the engine gave up to its end, or until enough was seen."""
     entries: list[TokenLogprob] = []
-    with closing(llm.events(request)) as events:
-        for event in events:
-            entries += event.logprobs
-            if (output := event.output) is not None:
-                return _found(output, entries, limit=_limit(receipt, prompt_ids))
-            if watch.is_over(entries):
-                break
-    return _Found(entries, None, 0, None)
-
-
-def _found(output: SampleOutput, entries: list[TokenLogprob], *, limit: int) -> _Found:
-    """An answer that has ended. The room here may have ended one that would have gone on."""
-    total_len = output.prompt_len + len(output.given_ids) + len(entries)
-    is_cut_off = output.finish_reason is FinishReason.LENGTH and total_len < limit
-    return _Found(entries, None if is_cut_off else output.finish_reason, output.stats.passes, output.error)
+    num_steps = 0
+    for event in events:
+        num_steps += 1
+        entries += event.logprobs
+        if (output := event.output) is not None:
+            # The room here may have ended an answer that would have gone on.
+            total_len = output.prompt_len + len(output.given_ids) + len(entries)
+            is_cut_off = output.finish_reason is FinishReason.LENGTH and total_len < limit
+            return _Found(entries, None if is_cut_off else output.finish_reason, output.stats.passes, output.error)
+        if watch.is_over(entries):
+            break
+    return _Found(entries, None, num_steps, None)
 
 
 def drawn_request(llm: LLM, receipt: Receipt, prompt_ids: tuple[int, ...], *, salt: str) -> Request:
