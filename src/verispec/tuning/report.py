@@ -8,6 +8,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from verispec.backends.cost import CostTable
 from verispec.backends.protocol import FULL_VIEW, SubLayer, View
 from verispec.errors import InputError
 from verispec.model.architecture import Architecture, expected_tensors
@@ -82,16 +83,11 @@ def _profile_line(profile: SkipProfile, num_layers: int) -> str:
     def ms(seconds: float) -> str:
         return f"{seconds * 1e3:.2f} ms"
 
-    whole, attention, mlp = (
-        table.seconds(1, TYPICAL_CONTEXT) for table in (profile.full, profile.attention, profile.mlp)
-    )
-    rest = whole - num_layers * (attention + mlp)
+    costs = {name: table.seconds(1, TYPICAL_CONTEXT) for name, table in _tables(profile).items()}
+    whole, attention, mlp, head = (costs.get(name, 0.0) for name in ("seconds", "attention", "mlp", "head"))
     parts = [f"{num_layers} x {ms(attention)} attention", f"{num_layers} x {ms(mlp)} MLP"]
-    if profile.head is not None:
-        head = profile.head.seconds(1, TYPICAL_CONTEXT)
-        rest -= head
-        parts.append(f"{ms(head)} head")
-    parts.append(f"{ms(max(0.0, rest))} fixed")
+    parts += [f"{ms(head)} head"] if "head" in costs else []
+    parts.append(f"{ms(max(0.0, whole - num_layers * (attention + mlp) - head))} fixed")
     return f"One row at {TYPICAL_CONTEXT} tokens of context takes {ms(whole)}: {', '.join(parts)}."
 
 
@@ -144,11 +140,15 @@ def as_object(menu: SkipMenu, architecture: Architecture) -> dict[str, Any]:
 
 
 def _profile_object(profile: SkipProfile) -> list[dict[str, float]]:
-    tables = {"seconds": profile.full, "attention": profile.attention, "mlp": profile.mlp, "head": profile.head}
     return [
-        {"rows": rows, **{name: t.seconds(rows, rows * TYPICAL_CONTEXT) for name, t in tables.items() if t is not None}}
+        {"rows": rows, **{name: t.seconds(rows, rows * TYPICAL_CONTEXT) for name, t in _tables(profile).items()}}
         for rows in profile.full.shapes
     ]
+
+
+def _tables(profile: SkipProfile) -> dict[str, CostTable]:
+    tables = {"seconds": profile.full, "attention": profile.attention, "mlp": profile.mlp, "head": profile.head}
+    return {name: table for name, table in tables.items() if table is not None}
 
 
 def _entry_object(report: EntryReport, *, is_best: bool) -> dict[str, Any]:

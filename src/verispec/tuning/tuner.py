@@ -8,30 +8,27 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from verispec.arguments import check_int, check_number
 from verispec.backends.audit import Progress, no_progress
-from verispec.backends.calibration import Calibration
 from verispec.backends.cost import CostTable
 from verispec.backends.protocol import Backend, View
-from verispec.errors import InputError, VerispecError
+from verispec.config import MAX_SIZE
+from verispec.errors import VerispecError
 from verispec.model.architecture import Architecture
-from verispec.model.tokenizer import Tokenizer
 from verispec.spec.skip_menu import BAYES, GREEDY, MenuEntry, MenuKey, SkipMenu, SkipProfile, read_menu, write_menu
 from verispec.tuning.agreement import Evaluator
-from verispec.tuning.own_text import (
-    REPORT_BEGINNINGS,
-    SEARCH_BEGINNINGS,
-    Runner,
-    token_prompts,
-    write_text,
-)
+from verispec.tuning.own_text import REPORT_BEGINNINGS, SEARCH_BEGINNINGS, Runner, token_prompts, write_text
 from verispec.tuning.profile import measure_profile
 from verispec.tuning.search import Judge, bayes, best_of_each_size, check_optuna, greedy, removable
+
+if TYPE_CHECKING:
+    from verispec.runtime import Runtime
 
 _NUM_BAYES_ENTRIES = 8  # of the sets that Bayesian optimisation found
 
@@ -66,27 +63,13 @@ class TuneOptions:
 
     def __post_init__(self) -> None:
         for name in ("search_tokens", "report_tokens", "width", "trials"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} must be at least 1, not {getattr(self, name)}")
+            check_int(name, getattr(self, name), 1, MAX_SIZE)
         for name in ("share", "floor"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise InputError(f"{name} must be from 0 to 1, not {getattr(self, name)}")
+            check_number(name, getattr(self, name), 0, 1)
 
 
 _QUICK_WIDTH = 4
 QUICK = TuneOptions(search=Search.QUICK, search_tokens=96, report_tokens=192, width=_QUICK_WIDTH, share=0.4, floor=0.6)
-
-
-class Tunable(Protocol):
-    @property
-    def backend(self) -> Backend: ...
-    @property
-    def architecture(self) -> Architecture: ...
-    @property
-    def calibration(self) -> Calibration: ...
-    @property
-    def tokenizer(self) -> Tokenizer: ...
-    def chat_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,9 +88,8 @@ class Subject:
     eos_ids: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, llm: Tunable) -> Subject:
-        def encode(text: str) -> list[int]:
-            return llm.tokenizer.encode(text)
+    def of(cls, llm: Runtime) -> Subject:
+        encode = llm.tokenizer.encode
 
         def chat(text: str) -> list[int]:
             try:
@@ -144,11 +126,7 @@ def tune(
     if options.search.optimises:
         check_optuna()
     stored = None if fresh else read_menu(cache_dir, key)
-    if stored is None:
-        num_layers = subject.architecture.num_layers
-        profile = measure_profile(subject.backend, num_layers, subject.cost, clock=clock, progress=progress)
-    else:
-        profile = stored.profile
+    profile = stored.profile if stored is not None else _measured(subject, clock=clock, progress=progress)
     menu = find_menu(subject, profile, options, progress=progress)
     write_menu(cache_dir, key, menu)
     return menu
@@ -158,14 +136,16 @@ def quick_menu(
     subject: Subject, *, key: MenuKey, cache_dir: Path, options: TuneOptions = QUICK, progress: Progress = no_progress
 ) -> SkipMenu:
     """The menu that is kept for `key`; without one, a quick search, kept if the cache can be written."""
-    stored = read_menu(cache_dir, key)
-    if stored is not None:
+    if (stored := read_menu(cache_dir, key)) is not None:
         return stored
-    profile = measure_profile(subject.backend, subject.architecture.num_layers, subject.cost, progress=progress)
-    menu = find_menu(subject, profile, options, progress=progress)
+    menu = find_menu(subject, _measured(subject, progress=progress), options, progress=progress)
     with contextlib.suppress(OSError):
         write_menu(cache_dir, key, menu)
     return menu
+
+
+def _measured(subject: Subject, **how: Any) -> SkipProfile:
+    return measure_profile(subject.backend, subject.architecture.num_layers, subject.cost, **how)
 
 
 def find_menu(
