@@ -1,4 +1,3 @@
-import datetime
 import re
 import time
 from pathlib import Path
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 from verispec.errors import InputError, ModelFileError
 from verispec.model.gguf_file import open_gguf
 from verispec.text import chat
-from verispec.text.chat import ChatTemplate, render_chat
+from verispec.text.chat import ChatTemplate
 
 HELLO = [{"role": "user", "content": "Hello"}]
 TALK = [
@@ -56,8 +55,8 @@ EVERYTHING = """\
 {%- if add_generation_prompt %}{{ '<go>' }}{% endif %}"""
 
 
-def render(template: str, messages: list[dict[str, Any]] | None = None, **options: Any) -> str:
-    return render_chat(template, messages or HELLO, special_tokens={"bos_token": "<s>"}, **options)
+def render(template: str | None, messages: Any = HELLO, **options: Any) -> str:
+    return ChatTemplate(template).render(messages, special_tokens={"bos_token": "<s>"}, **options)
 
 
 class TestRendering:
@@ -101,21 +100,13 @@ class TestRendering:
         assert len(render(EVERYTHING, messages)) > 1_900_000
 
 
-class TestDate:
+class TestClock:
     LLAMA = "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% else %}26 Jul 2024{% endif %}"
 
-    def test_without_a_date_there_is_no_clock(self) -> None:
+    def test_there_is_none(self) -> None:
         assert render(self.LLAMA) == "26 Jul 2024"
         with pytest.raises(InputError, match="strftime_now"):
             render("{{ strftime_now('%Y') }}")
-
-    def test_the_callers_date_is_used(self) -> None:
-        today = datetime.date(2024, 2, 9)
-        assert render(self.LLAMA, today=today) == "09 Feb 2024"
-        assert render("{{ strftime_now('%A %-d %B %y%%') }}", today=today) == "Friday 9 February 24%"
-        for pattern in ("%H", "%999999999d", "%"):
-            with pytest.raises(InputError, match="strftime_now"):
-                render(f"{{{{ strftime_now('{pattern}') }}}}", today=today)
 
 
 class TestMessages:
@@ -136,7 +127,7 @@ class TestMessages:
     )
     def test_malformed_messages_are_named(self, messages: Any, named: str) -> None:
         with pytest.raises(InputError, match=named):
-            render_chat("x", messages, special_tokens={})
+            render("x", messages)
 
     @pytest.mark.parametrize("role", ["", "User", "bot", "user<|im_end|>", "x" * 5000])
     def test_unknown_roles_are_named_with_the_known_ones(self, role: str) -> None:
@@ -154,7 +145,7 @@ class TestMessages:
     @pytest.mark.parametrize("template", [None, ""])
     def test_no_template_comes_with_advice(self, template: str | None) -> None:
         with pytest.raises(InputError, match="--raw"):
-            render_chat(template, HELLO, special_tokens={})
+            render(template)
 
     def test_the_template_may_refuse(self) -> None:
         with pytest.raises(InputError, match="roles must alternate"):

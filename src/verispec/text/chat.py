@@ -1,14 +1,12 @@
 """Chat messages to prompt text, through the model's own Jinja template. `chat_prompt` makes tokens of it.
 
 Knows what a message is and what templates expect to find (the names that `transformers` gives them), and caps what goes
-in and what comes out; `chat_sandbox` bounds the work in between. Templates see no clock: `strftime_now` exists only
-where the caller passes `today`, so that a prompt depends on nothing but its arguments; templates that ask whether it is
-defined, as Llama's do, then use the date written in them. Knows nothing of tokens.
+in and what comes out; `chat_sandbox` bounds the work in between. Templates see no clock, so that a prompt depends on
+nothing but its arguments: there is no `strftime_now`, and templates that ask whether it is defined, as Llama's do, use
+the date written in them. Knows nothing of tokens.
 """
 
-import datetime
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from jinja2 import Template, TemplateError, TemplateSyntaxError
@@ -27,37 +25,16 @@ MAX_SECONDS = 1.0
 _MAX_BRIEF_CHARS = 200
 _VARIABLES = ("messages", "tools", "add_generation_prompt")
 
-_MONTHS = (
-    *("January", "February", "March", "April", "May", "June"),
-    *("July", "August", "September", "October", "November", "December"),
-)
-_DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
-_DATE_FORMATS: dict[str, Callable[[datetime.date], str]] = {
-    "%%": lambda date: "%",
-    "%Y": lambda date: f"{date.year:04}",
-    "%y": lambda date: f"{date.year % 100:02}",
-    "%m": lambda date: f"{date.month:02}",
-    "%d": lambda date: f"{date.day:02}",
-    "%e": lambda date: f"{date.day:2}",
-    "%-d": lambda date: f"{date.day}",
-    "%B": lambda date: _MONTHS[date.month - 1],
-    "%b": lambda date: _MONTHS[date.month - 1][:3],
-    "%A": lambda date: _DAYS[date.weekday()],
-    "%a": lambda date: _DAYS[date.weekday()][:3],
-}
-
 
 class ChatTemplate:
     """A compiled template. Rendering is deterministic and bounded; one rendering at a time."""
 
-    def __init__(self, template: str | None, *, today: datetime.date | None = None) -> None:
+    def __init__(self, template: str | None) -> None:
         if not template:
             raise InputError("the model has no chat template; give a plain prompt instead (--raw on the command line)")
         if len(template) > MAX_TEMPLATE_CHARS:
             raise ModelFileError(f"the chat template has {len(template)} characters; the limit is {MAX_TEMPLATE_CHARS}")
-        functions: dict[str, Callable[..., Any]] = {"raise_exception": _raise_exception}
-        if today is not None:
-            functions["strftime_now"] = lambda pattern: _format_date(today, pattern)
+        functions = {"raise_exception": _raise_exception}
         self._environment = BoundedEnvironment(Budget(BASE_CHARS, MAX_SECONDS), functions)
         try:
             code = self._environment.compile_bounded(template)
@@ -124,21 +101,6 @@ class ChatTemplate:
         return "".join(pieces)
 
 
-def render_chat(
-    template: str | None,
-    messages: Sequence[Mapping[str, Any]],
-    *,
-    add_generation_prompt: bool = True,
-    special_tokens: Mapping[str, str],
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    today: datetime.date | None = None,
-) -> str:
-    """Renders once. Whoever renders often keeps a `ChatTemplate`, since compiling costs more than rendering."""
-    return ChatTemplate(template, today=today).render(
-        messages, special_tokens=special_tokens, add_generation_prompt=add_generation_prompt, tools=tools
-    )
-
-
 def _checked(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     if isinstance(messages, str | bytes) or not isinstance(messages, Sequence) or not messages:
         raise InputError("messages must be a non-empty list")
@@ -172,17 +134,6 @@ def _input_chars(
 
 def _raise_exception(message: str) -> NoReturn:
     raise TemplateError(str(message))
-
-
-def _format_date(date: datetime.date, pattern: str) -> str:
-    """`strftime` without locale, time of day or padding widths."""
-
-    def expand(match: re.Match[str]) -> str:
-        if match[0] not in _DATE_FORMATS:
-            raise TemplateError(f"strftime_now does not know {match[0]!r}")
-        return _DATE_FORMATS[match[0]](date)
-
-    return re.sub(r"%-?.?", expand, pattern)
 
 
 def _brief(error: Exception) -> str:

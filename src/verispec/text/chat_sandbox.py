@@ -8,7 +8,7 @@ or threads are involved, and templates see no clock and no randomness. Knows not
 
 import json
 import time
-from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, ValuesView
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
 from functools import wraps
 from types import CodeType
 from typing import Any
@@ -89,7 +89,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
-    def __init__(self, budget: Budget, functions: dict[str, Callable[..., Any]]) -> None:
+    def __init__(self, budget: Budget, functions: Mapping[str, Callable[..., Any]]) -> None:
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,

@@ -6,20 +6,10 @@ never looks at a token twice.
 
 import codecs
 from collections.abc import Iterable
-from typing import Protocol
 
 from verispec.errors import InputError
+from verispec.model.tokenizer import Tokenizer
 from verispec.types import TextPiece
-
-
-class TokenBytes(Protocol):
-    """The part of a tokenizer that streaming needs."""
-
-    @property
-    def strips_leading_space(self) -> bool:
-        """Whether one leading space of the whole text is the encoder's own."""
-
-    def token_bytes(self, token_id: int) -> bytes: ...
 
 
 class _StopMatcher:
@@ -54,7 +44,7 @@ class TextStream:
     cost of a token does not depend on the text so far.
     """
 
-    def __init__(self, tokenizer: TokenBytes, stop: tuple[str, ...] = (), *, keeps_stop: bool = False) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), *, keeps_stop: bool = False) -> None:
         if isinstance(stop, str):
             raise InputError("stop must be a sequence of strings, not one string")
         for index, text in enumerate(stop):
@@ -88,21 +78,13 @@ class TextStream:
             return TextPiece("", stopped=True)
         if self._finished:
             raise RuntimeError("push after finish")
-        data = self._tokenizer.token_bytes(token_id)
-        if self._strip_pending and data:
-            data = data.removeprefix(b" ")
-            self._strip_pending = False
-        return self._take(self._decoder.decode(data), may_stop=may_stop)
+        return self._take(self._decoded((token_id,)), may_stop=may_stop)
 
     def push_all(self, token_ids: Iterable[int]) -> str:
         """Takes many tokens at once, where there are no stop strings."""
         if self._matchers or self._finished:
             raise RuntimeError("push_all knows no stop strings, and nothing comes after finish")
-        data = b"".join(map(self._tokenizer.token_bytes, token_ids))
-        if self._strip_pending and data:
-            data = data.removeprefix(b" ")
-            self._strip_pending = False
-        return self._release(self._decoder.decode(data))
+        return self._release(self._decoded(token_ids))
 
     def finish(self) -> str:
         """Releases what was held back; half a character becomes U+FFFD.
@@ -113,6 +95,14 @@ class TextStream:
             return ""
         self._finished = True
         return self._release(self._held + self._decoder.decode(b"", final=True))
+
+    def _decoded(self, token_ids: Iterable[int]) -> str:
+        """The whole characters that these tokens complete, without a leading space of the encoder's own."""
+        data = b"".join(map(self._tokenizer.token_bytes, token_ids))
+        if self._strip_pending and data:
+            data = data.removeprefix(b" ")
+            self._strip_pending = False
+        return self._decoder.decode(data)
 
     def _take(self, new: str, *, may_stop: bool) -> TextPiece:
         if not self._held and self._beginnings.isdisjoint(new):  # the usual case: no stop string is near
