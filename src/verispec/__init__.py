@@ -18,37 +18,19 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "AsyncLLM": "async_llm",
-    "LLM": "llm",
-    "Completion": "llm",
-    "Engine": "engine",
-    "EngineConfig": "config",
-    "FinishReason": "types",
-    "Request": "engine",
-    "SampleOutput": "types",
-    "SamplingParams": "types",
-    "ScoreResult": "llm",
-    "TokenEvent": "types",
-    "TokenLogprob": "types",
-    "VerispecError": "errors",
+_MODULES = {
+    "async_llm": ("AsyncLLM",),
+    "config": ("EngineConfig",),
+    "engine": ("Engine", "Request"),
+    "errors": ("VerispecError",),
+    "llm": ("LLM", "Completion", "ScoreResult"),
+    "types": ("FinishReason", "SampleOutput", "SamplingParams", "TokenEvent", "TokenLogprob"),
 }
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
 __all__ = [
-    "LLM",
-    "AsyncLLM",
-    "Completion",
-    "Engine",
-    "EngineConfig",
-    "FinishReason",
-    "Request",
-    "SampleOutput",
-    "SamplingParams",
-    "ScoreResult",
-    "TokenEvent",
-    "TokenLogprob",
-    "VerispecError",
-    "__version__",
-]
+    "LLM", "AsyncLLM", "Completion", "Engine", "EngineConfig", "FinishReason", "Request", "SampleOutput",
+    "SamplingParams", "ScoreResult", "TokenEvent", "TokenLogprob", "VerispecError", "__version__",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -36,12 +36,11 @@ from verispec.engine.thread import EngineThread, Status
 from verispec.errors import InputError
 from verispec.model import DEFAULT_MODEL, Checkpoint, cache_dir, open_checkpoint, resolve
 from verispec.model.architecture import Architecture
+from verispec.model.file_digest import ModelIdentity
 from verispec.model.generation_defaults import generation_defaults
 from verispec.model.hub import label
-from verispec.model.identity import ModelIdentity
 from verispec.model.load import load_tokenizer
-from verispec.model.tokenizer import Tokenizer
-from verispec.model.vocabulary import check_same_vocabulary
+from verispec.model.tokenizer import Tokenizer, check_same_vocabulary
 from verispec.spec.drafter import Drafter
 from verispec.spec.registry import DRAFTER_NAMES, MODEL_DRAFTER, SKIP_DRAFTER, DraftSetup, check_method, make_drafters
 from verispec.spec.skip_menu import MenuKey, SkipMenu, has_menus, read_menu
@@ -170,7 +169,7 @@ class Runtime:
                 draft_logits=draft.architecture.vocab_size,
             )
         self.generation_defaults: Mapping[str, Any] = generation_defaults(target.tokenizer_source)
-        self.identity = ModelIdentity.of(target, name=name)
+        self.identity = ModelIdentity(name, target.stamps())
 
     @property
     def engine(self) -> Engine:

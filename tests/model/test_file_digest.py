@@ -12,9 +12,8 @@ import pytest
 from tests.support.tiny_models import TinyConfig, write_folder, write_gguf
 from verispec.errors import ModelFileError
 from verispec.model import file_digest, open_checkpoint
-from verispec.model.file_digest import ByteRange, FileDigest, differing_ranges
+from verispec.model.file_digest import ByteRange, FileDigest, ModelIdentity, differing_ranges
 from verispec.model.hub import REGISTRY, label
-from verispec.model.identity import ModelIdentity
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +23,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def identity(path: str | Path) -> ModelIdentity:
     with open_checkpoint(path) as checkpoint:
-        return ModelIdentity.of(checkpoint, name="x")
+        return ModelIdentity("x", checkpoint.stamps())
 
 
 def digest(folder: Path, data: bytes, name: str = "f") -> FileDigest:
@@ -122,7 +121,7 @@ def test_a_file_that_was_touched_since_it_was_opened_is_never_named(
     with open_checkpoint(path if name == "m.gguf" else path.parent) as checkpoint:
         wait_for_another_time(tmp_path)
         change(path)
-        loaded = ModelIdentity.of(checkpoint, name="x")
+        loaded = ModelIdentity("x", checkpoint.stamps())
     with pytest.raises(ModelFileError, match=r"has changed since|cannot be read"):
         _ = loaded.files
 

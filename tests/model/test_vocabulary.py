@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.tiny_llm import CONFIG, TOKENS, loaded, write_model
 from verispec.errors import InputError
-from verispec.model.vocabulary import check_same_vocabulary
+from verispec.model.tokenizer import check_same_vocabulary
 from verispec.types import SamplingParams
 
 

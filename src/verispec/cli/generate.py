@@ -56,26 +56,22 @@ def generate(asked: Asked, sampling: Sampling, drafting: Drafting, loading: Load
     The digest in that line is over tokens and log-probabilities: the same prompt, parameters and seed give it again, in
     any batch and with any drafter. A prompt from stdin loses one line end at its end, as `echo` adds one.
     """
-    quiet = asked.quiet
+    file, quiet = asked.prompts, asked.quiet
     _check(asked, sampling)
-    sampling.params()
-    if asked.prompts is not None:
-        from verispec.cli.batch import LineReader, read_lines, run_file
+    params = sampling.params()
+    from verispec.cli.batch import LineReader, read_lines, run_file
+    from verispec.cli.receipt_file import open_receipts
 
-        lines = read_lines(asked.prompts)
-        with _receipts(asked) as receipts:
-            llm = options.load_llm(loading, drafting, deterministic=sampling.deterministic, quiet=quiet)
-            reader = LineReader(
-                llm, sampling.params(), drafting.method, asked.raw, asked.system, recorded=receipts.wanted
-            )
-            run_file(
-                lines, reader, stats=asked.stats, quiet=quiet, receipts=receipts, name=f"--prompts {asked.prompts}"
-            )
-        return
-    text = _read_prompt(asked)
-    sampling.note_no_effect(quiet=quiet)
-    with _receipts(asked) as receipts:
+    lines = read_lines(file) if file is not None else []
+    text = _read_prompt(asked) if file is None else ""
+    if file is None:
+        sampling.note_no_effect(quiet=quiet)
+    with open_receipts(asked.receipt, private=asked.receipt_private, quiet=quiet) as receipts:
         llm = options.load_llm(loading, drafting, deterministic=sampling.deterministic, quiet=quiet)
+        if file is not None:
+            reader = LineReader(llm, params, drafting.method, asked.raw, asked.system, recorded=receipts.wanted)
+            run_file(lines, reader, stats=asked.stats, quiet=quiet, receipts=receipts, name=f"--prompts {file}")
+            return
         prompt_ids = options.prompt_ids(llm, text, system=asked.system, raw=asked.raw)
         with options.naming_flags():
             answer = _print_whole if asked.json or sampling.n > 1 else _print_stream
@@ -103,12 +99,6 @@ def _check(asked: Asked, sampling: Sampling) -> None:
         options.no_effect("--stats", "without --prompts or --json", quiet=asked.quiet)
 
 
-def _receipts(asked: Asked) -> Receipts:
-    from verispec.cli.receipt_file import open_receipts
-
-    return open_receipts(asked.receipt, private=asked.receipt_private, quiet=asked.quiet)
-
-
 def _read_prompt(asked: Asked) -> str:
     prompt = asked.prompt if asked.p is None else asked.p
     if prompt is None and terminal.stdin_is_terminal():
@@ -124,12 +114,7 @@ def _read_prompt(asked: Asked) -> str:
 
 
 def _print_whole(
-    llm: LLM,
-    prompt_ids: list[int],
-    params: SamplingParams,
-    asked: Asked,
-    drafting: Drafting,
-    receipts: Receipts,
+    llm: LLM, prompt_ids: list[int], params: SamplingParams, asked: Asked, drafting: Drafting, receipts: Receipts
 ) -> None:
     """Print all samples when they are there: as one object, or as texts under numbers."""
     from verispec.cli.show import as_object
@@ -148,12 +133,7 @@ def _print_whole(
 
 
 def _print_stream(
-    llm: LLM,
-    prompt_ids: list[int],
-    params: SamplingParams,
-    asked: Asked,
-    drafting: Drafting,
-    receipts: Receipts,
+    llm: LLM, prompt_ids: list[int], params: SamplingParams, asked: Asked, drafting: Drafting, receipts: Receipts
 ) -> None:
     from verispec.cli.show import coloured
 

@@ -66,11 +66,11 @@ def _pull(name: str) -> None:
 
 def _remove(name: str) -> None:
     from verispec.model.hf_hub import HUB_MODELS
-    from verispec.model.hub import REGISTRY, cache_dir, cached_path
+    from verispec.model.hub import REGISTRY, cached_path
 
     if name in HUB_MODELS:
         raise InputError(f"{name} is kept in Hugging Face's cache, which other tools share; `hf cache` removes it")
-    path = cached_path(name) or cache_dir() / REGISTRY[name].file_name
+    path = cached_path(name) or REGISTRY[name].path
     if not path.exists():
         raise InputError(f"{name} is not in the cache")
     nbytes = path.stat().st_size

@@ -86,11 +86,7 @@ def as_object(completion: Completion, *, drafter: str, stats: bool) -> dict[str,
     Without `stats` it is a function of the request alone: no times, no counts that depend on what else ran.
     """
     first, *others = (_sample_object(sample, drafter, stats=stats) for sample in completion.samples)
-    result = {
-        **first,
-        "prompt_tokens": len(completion.prompt_ids),
-        "profile": completion.profile,
-    }
+    result = {**first, "prompt_tokens": len(completion.prompt_ids), "profile": completion.profile}
     if others:
         result["samples"] = [first, *others]
     return result

@@ -5,9 +5,11 @@ quoted in messages only through `quoted`: it may be megabytes long, or hold line
 """
 
 import math
-from collections.abc import Mapping, Sized
+from collections.abc import Iterable, Mapping, Sized
 from pathlib import Path
 from typing import Any, NoReturn
+
+import numpy as np
 
 from verispec.errors import InputError, ModelFileError
 from verispec.strict_json import load_object
@@ -92,6 +94,13 @@ class Fields:
         if not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
             self.fail(key, "a list of strings")
         return value
+
+    def array(self, key: str) -> list[Any]:
+        """A list; GGUF's arrays are lists, tuples or numpy arrays."""
+        value = self._get(key, _REQUIRED)
+        if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+            raise ModelFileError(f"{self.where}: {key} is not an array")
+        return value.tolist() if isinstance(value, np.ndarray) else list(value)
 
     def table(self, key: str) -> "Fields":
         """A nested mapping; empty when missing."""

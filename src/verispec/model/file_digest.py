@@ -1,6 +1,9 @@
-"""What identifies a model file: its size, its SHA-256, and a checksum of each block, which tells where two differ.
+"""What identifies a model: its files, each by its size, its SHA-256 and a checksum of each block, which tells where two
+differ. Names have no directories, so that a digest says nothing of the machine it was made on.
 
-Knows bytes only. Names have no directories, so that a digest says nothing of the machine it was made on.
+Hashing reads every byte, which loading should not wait for; so the files are read again when the digests are first
+asked for, and refused unless the file system says that nothing was done to them since they were opened. What was loaded
+is no view of them: a change that comes after the digests changes no answer.
 """
 
 import hashlib
@@ -8,9 +11,12 @@ import os
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
+
+from verispec.errors import ModelFileError
 
 BLOCK_NBYTES = 16 * 1024 * 1024
 CHECKSUM_DIGITS = 8
@@ -79,3 +85,27 @@ def _runs(indices: Sequence[int]) -> list[tuple[int, int]]:
         else:
             runs.append((index, index))
     return runs
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """A loaded model. `name` is a known name, a hub id, or a file's or folder's own name without directories."""
+
+    name: str
+    stamps: tuple[FileStamp, ...]
+
+    @cached_property
+    def files(self) -> tuple[FileDigest, ...]:
+        return tuple(map(_digest, self.stamps))
+
+
+def _digest(loaded: FileStamp) -> FileDigest:
+    """The digest of the file as it was loaded; `loaded` is from before its first byte was read."""
+    try:
+        digest = FileDigest.of(loaded.path)
+        now = FileStamp.of(loaded.path, loaded.path.stat())
+    except OSError as error:
+        raise ModelFileError(f"{loaded.path}: cannot be read: {error}") from error
+    if now != loaded:
+        raise ModelFileError(f"{loaded.path}: has changed since it was loaded; load it again")
+    return digest

@@ -5,14 +5,13 @@ Nothing in the files is trusted: what does not fit together is a `ModelFileError
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tokenizers
 
 from verispec.errors import ModelFileError, UnsupportedModelError
-from verispec.model.fields import json_object, quoted
+from verispec.model.fields import Fields, json_object, quoted
 from verispec.model.tokenizer import Tokenizer, byte_level_bytes, byte_token_bytes, sentencepiece_bytes
 
 # The largest published tokenizer.json files are about 35 MB.
@@ -27,31 +26,30 @@ _MAX_NAMED_STEPS = 8
 def tokenizer_from_folder(folder: Path) -> Tokenizer:
     """Tokenizer of a Hugging Face folder: `tokenizer.json` and, where present, the config files beside it."""
     path = folder / "tokenizer.json"
-    description = read_json(path)
+    description = _read_json(path)
     if description is None:
         raise ModelFileError(f"{path}: missing; only models with a tokenizer.json are supported")
     backend = _load_backend(path, description)
     backend.no_truncation()
     backend.no_padding()
 
-    config = read_json(folder / "tokenizer_config.json") or {}
+    config = json_fields(folder / "tokenizer_config.json")
     added = backend.get_added_tokens_decoder()
-    alphabet = _folder_alphabet(path, description.get("decoder"))
-    bos_id = _named_id(folder, backend, config, "bos_token")
-    eos_ids = _folder_eos_ids(folder, backend, config)
-    add_bos = _folder_add_bos(folder, backend, config, bos_id)
-    table = _folder_table(path, backend, added, byte_level=alphabet.byte_level)
-    chat_template = _folder_chat_template(folder, config)
+    alphabet = _alphabet(path, description.get("decoder"))
+    bos_id = _named_id(backend, config, "bos_token")
+    parts: dict[str, Any] = {
+        "table": _table(path, backend, added, byte_level=alphabet.byte_level),
+        "eos_ids": _eos_ids(folder, backend, config),
+        "add_bos": _add_bos(path, backend, config, bos_id),
+        "chat_template": _chat_template(folder, config),
+    }
     try:
         return Tokenizer(
             backend=backend,
-            table=table,
             special_texts={token_id: token.content for token_id, token in added.items() if token.special},
             bos_id=bos_id,
-            eos_ids=eos_ids,
-            add_bos=add_bos,
             strips_leading_space=alphabet.strips_leading_space,
-            chat_template=chat_template,
+            **parts,
         )
     except ModelFileError as error:  # ids that do not fit together, from any of the folder's files
         raise ModelFileError(f"{folder}: {error}") from error
@@ -94,13 +92,12 @@ def _library_errors(path: Path) -> Iterator[None]:
         raise ModelFileError(f"{path}: not a tokenizer: {quoted(str(error))}") from error
 
 
-@dataclass(frozen=True)
-class _Alphabet:
+class _Alphabet(NamedTuple):
     byte_level: bool
     strips_leading_space: bool
 
 
-def _folder_alphabet(path: Path, decoder: object) -> _Alphabet:
+def _alphabet(path: Path, decoder: object) -> _Alphabet:
     """Which alphabet tokens are written in, read off the `decoder` entry of tokenizer.json."""
     steps = decoder.get("decoders", [decoder]) if isinstance(decoder, dict) else []
     if not isinstance(steps, list):
@@ -114,14 +111,13 @@ def _folder_alphabet(path: Path, decoder: object) -> _Alphabet:
         return _Alphabet(byte_level=False, strips_leading_space=prepends)
     if "ByteFallback" in by_type:
         strip = by_type.get("Strip", {})
-        return _Alphabet(
-            byte_level=False, strips_leading_space=strip.get("content") == " " and bool(strip.get("start"))
-        )
+        strips = strip.get("content") == " " and bool(strip.get("start"))
+        return _Alphabet(byte_level=False, strips_leading_space=strips)
     found = ", ".join(map(quoted, [*by_type][:_MAX_NAMED_STEPS])) or "none"
     raise UnsupportedModelError(f"{path}: decoder {found}; supported: ByteLevel, ByteFallback, Metaspace")
 
 
-def _folder_table(
+def _table(
     path: Path, backend: tokenizers.Tokenizer, added: Mapping[int, tokenizers.AddedToken], *, byte_level: bool
 ) -> tuple[bytes, ...]:
     vocab = backend.get_vocab(with_added_tokens=True)
@@ -138,55 +134,52 @@ def _folder_table(
     return tuple(table)
 
 
-def _folder_eos_ids(folder: Path, backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> tuple[int, ...]:
+def _eos_ids(folder: Path, backend: tokenizers.Tokenizer, config: Fields) -> tuple[int, ...]:
     """Every id that ends a generation, from all three files that may name one, without repeats."""
     ids: list[int] = []
     for name in ("generation_config.json", "config.json"):
-        value = (read_json(folder / name) or {}).get("eos_token_id")
+        fields = json_fields(folder / name)
+        value = fields.mapping.get("eos_token_id")
         listed = value if isinstance(value, list) else [] if value is None else [value]
         if not all(type(item) is int for item in listed):
-            raise ModelFileError(f"{folder / name}: eos_token_id is neither an integer nor a list of them")
+            fields.fail("eos_token_id", "an integer or a list of them")
         ids += listed
-    eos_id = _named_id(folder, backend, config, "eos_token")
+    eos_id = _named_id(backend, config, "eos_token")
     return tuple(dict.fromkeys(ids if eos_id is None else [*ids, eos_id]))
 
 
-def _folder_add_bos(folder: Path, backend: tokenizers.Tokenizer, config: Mapping[str, Any], bos_id: int | None) -> bool:
+def _add_bos(path: Path, backend: tokenizers.Tokenizer, config: Fields, bos_id: int | None) -> bool:
     """An explicit `add_bos_token` wins; otherwise what the post-processor does to an empty text."""
-    explicit = config.get("add_bos_token")
-    if explicit is None:
-        with _library_errors(folder / "tokenizer.json"):
-            first_ids = backend.encode("", add_special_tokens=True).ids[:1]
-        return bos_id is not None and first_ids == [bos_id]
-    if not isinstance(explicit, bool):
-        raise ModelFileError(f"{folder / 'tokenizer_config.json'}: add_bos_token is not true or false")
-    return explicit and bos_id is not None
+    if "add_bos_token" in config:
+        return config.flag("add_bos_token", default=False) and bos_id is not None
+    with _library_errors(path):
+        first_ids = backend.encode("", add_special_tokens=True).ids[:1]
+    return bos_id is not None and first_ids == [bos_id]
 
 
-def _named_id(folder: Path, backend: tokenizers.Tokenizer, config: Mapping[str, Any], name: str) -> int | None:
+def _named_id(backend: tokenizers.Tokenizer, config: Fields, name: str) -> int | None:
     """Id of the token that tokenizer_config.json names as a string or as an object with its content."""
-    value = config.get(name)
+    value = config.mapping.get(name)
     content = value.get("content") if isinstance(value, dict) else value
     if content is None:
         return None
     token_id = backend.token_to_id(content) if isinstance(content, str) else None
     if token_id is None:
-        path = folder / "tokenizer_config.json"
-        raise ModelFileError(f"{path}: {name} {quoted(content)} is not in the vocabulary")
+        raise ModelFileError(f"{config.where}: {name} {quoted(content)} is not in the vocabulary")
     return token_id
 
 
-def _folder_chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+def _chat_template(folder: Path, config: Fields) -> str | None:
     """`chat_template.jinja` wins over the config entry, which is a string or a list with one named "default"."""
     path = folder / "chat_template.jinja"
     if path.is_file():
         return _read_text(path)
-    value = config.get("chat_template")
+    value = config.mapping.get("chat_template")
     if isinstance(value, list):
         named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
         value = named.get("default")
     if value is not None and not isinstance(value, str):
-        raise ModelFileError(f"{folder / 'tokenizer_config.json'}: chat_template is not text")
+        config.fail("chat_template", "text")
     return value
 
 
@@ -199,6 +192,11 @@ def _read_text(path: Path) -> str:
         raise ModelFileError(f"{path}: cannot be read as text: {error}") from error
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
+def _read_json(path: Path) -> dict[str, Any] | None:
     """The object in `path`, None where there is no such file."""
     return json_object(_read_text(path).encode(), path, max_nbytes=_MAX_JSON_BYTES) if path.is_file() else None
+
+
+def json_fields(path: Path) -> Fields:
+    """What the object in `path` says; nothing where there is no such file."""
+    return Fields(_read_json(path) or {}, str(path))

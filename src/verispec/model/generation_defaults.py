@@ -11,7 +11,7 @@ from typing import Any
 from verispec.errors import InputError, ModelFileError
 from verispec.model.checkpoint import GGUFTokenizerSource, TokenizerSource
 from verispec.model.fields import Fields
-from verispec.model.folder_tokenizer import read_json
+from verispec.model.folder_tokenizer import json_fields
 from verispec.types import SamplingParams
 
 # For models whose files do not say whether to sample.
@@ -32,8 +32,7 @@ def generation_defaults(source: TokenizerSource) -> Mapping[str, Any]:
         keys = {name: f"general.sampling.{_GGUF_NAMES.get(name, name)}" for name in (*_REAL_FIELDS, "top_k")}
         found = _read(fields, keys)
     else:
-        path = source.folder / "generation_config.json"
-        fields = Fields(read_json(path) or {}, str(path))
+        fields = json_fields(source.folder / "generation_config.json")
         found = _read(fields, {name: name for name in (*_REAL_FIELDS, "top_k")})
         if "do_sample" in fields:
             found["temperature"] = found.get("temperature", 1.0) if fields.flag("do_sample", default=False) else 0.0

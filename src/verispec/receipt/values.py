@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 from verispec import __version__
 from verispec.backends.calibration import Profile
 from verispec.errors import InputError
-from verispec.model.file_digest import FileDigest
-from verispec.model.identity import ModelIdentity
+from verispec.model.file_digest import FileDigest, ModelIdentity
 from verispec.types import FinishReason, SampleOutput, SamplingParams, TokenLogprob
 
 FORMAT = 3

@@ -55,13 +55,7 @@ def removable(num_layers: int) -> tuple[SubLayer, ...]:
 
 
 def greedy(
-    judge: Judge,
-    num_layers: int,
-    *,
-    width: int,
-    share: float,
-    floor: float,
-    progress: Progress = no_progress,
+    judge: Judge, num_layers: int, *, width: int, share: float, floor: float, progress: Progress = no_progress
 ) -> list[Scored]:
     """Remove the sub-layer whose loss hurts least, again and again: nested sets, smallest first.
 
@@ -105,12 +99,7 @@ def _most_promising(
 
 
 def bayes(
-    judge: Judge,
-    num_layers: int,
-    *,
-    warm: Sequence[View],
-    trials: int,
-    progress: Progress = no_progress,
+    judge: Judge, num_layers: int, *, warm: Sequence[View], trials: int, progress: Progress = no_progress
 ) -> list[Scored]:
     """Bayesian optimisation over [0, 1]^n, a coordinate per removable sub-layer, begun from the `warm` sets.
 
