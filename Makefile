@@ -36,8 +36,8 @@ test-hf: $(HF_BIN)/.installed model ## Compare with torch and transformers (into
 	$(HF_BIN)/pytest -m hf tests/hf
 	$(HF_BIN)/pytest -m cuda tests/backends/cuda/test_backend.py
 
-test-cuda: .venv-cuda/bin/.installed ## Compile the CUDA kernels and look at their PTX (installs NVRTC into .venv-cuda; no GPU)
-	.venv-cuda/bin/pytest -m cuda tests/backends/cuda
+test-cuda: $(BIN)/.cuda-compiler ## Compile the CUDA kernels and look at their PTX (installs NVRTC, 64 MB; no GPU)
+	$(BIN)/pytest -n auto -m cuda tests/backends/cuda/test_compile.py
 
 gpu-test: ## On a machine with an H200 and torch: kernels, backend and (PROMPTS=FILE MODEL=FILE) the equality oracle; FOLDER=...
 	mkdir -p "$(FOLDER)"
@@ -101,10 +101,10 @@ $(HF_BIN)/.installed: pyproject.toml hatch_build.py $(wildcard native/*)
 	$(HF_BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,hf]'
 	@touch $@
 
-.venv-cuda/bin/.installed: pyproject.toml
-	$(PYTHON) -m venv .venv-cuda
-	.venv-cuda/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev,cuda-compiler]'
+$(BIN)/.cuda-compiler: $(BIN)/.installed
+	$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["cuda-compiler"])' \
+	  | xargs $(BIN)/python -m pip install --quiet --disable-pip-version-check
 	@touch $@
 
 clean: ## Remove environments and caches of this checkout
-	rm -rf $(VENV) .venv-hf .venv-cuda build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-hf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -22,9 +22,13 @@ SOURCES = [
 ]
 
 
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90a", "sm_100"])
 @pytest.mark.parametrize(("source", "defines"), SOURCES)
-def test_ptx_has_no_approximations_and_only_k16_products(source: str, defines: dict[str, int]) -> None:
-    ptx = compile_ptx(source, defines)
+def test_ptx_has_no_approximations_and_only_k16_products(
+    source: str, defines: dict[str, int], architecture: str
+) -> None:
+    ptx = compile_ptx(source, defines, architecture)
+    assert f".target {architecture}" in ptx
     assert not re.findall(r"\b\w+\.(?:approx|full|ftz)[.\w]*", ptx)
     assert {m for m in re.findall(r"mma\.sync\.[.\w]*", ptx) if "m16n8k16" not in m} == set()
     assert "wgmma" not in ptx
@@ -32,8 +36,9 @@ def test_ptx_has_no_approximations_and_only_k16_products(source: str, defines: d
     assert not re.findall(r"\b(?:add|sub|mul|fma)\.f32", ptx)
 
 
-def test_code_for_the_device_is_made_without_one() -> None:
-    assert compile_cubin(*SOURCES[0])[:4] == b"\x7fELF"
+@pytest.mark.parametrize("architecture", ["sm_90a", "sm_100"])  # before these there is no launch-ahead
+def test_code_for_the_device_is_made_without_one(architecture: str) -> None:
+    assert compile_cubin(*SOURCES[0], architecture)[:4] == b"\x7fELF"
 
 
 def test_what_does_not_compile_says_why() -> None:

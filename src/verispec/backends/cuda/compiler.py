@@ -66,11 +66,11 @@ def compile_cubin(source: str, defines: Mapping[str, int], architecture: str = A
     return bytes(code)
 
 
-def compile_ptx(source: str, defines: Mapping[str, int]) -> str:
+def compile_ptx(source: str, defines: Mapping[str, int], architecture: str = ARCHITECTURE) -> str:
     """The same as PTX, to be looked at: which operations there are, and which there must not be."""
     from cuda.bindings import nvrtc
 
-    program = _compiled(source, defines, ARCHITECTURE.replace("sm", "compute"))
+    program = _compiled(source, defines, architecture.replace("sm", "compute"))
     text = bytearray(_checked(nvrtc.nvrtcGetPTXSize(program)))
     _checked(nvrtc.nvrtcGetPTX(program, text))
     _checked(nvrtc.nvrtcDestroyProgram(program))
