@@ -68,16 +68,7 @@ def completion(shell: Shell) -> None:
 
 
 _NOT_IN_VERIFY = frozenset(
-    (
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-        "stop",
-        "ignore_eos",
-        "n",
-        "deterministic",
-        "max_len",
-    )
+    "repetition_penalty presence_penalty frequency_penalty stop ignore_eos n deterministic max_len".split()
 )
 COMMANDS = {
     command.name: command

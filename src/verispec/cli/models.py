@@ -28,16 +28,23 @@ class Models:
 
 def models(what: Models) -> None:
     """List the known models; fetch, remove or find one."""
+    from verispec.model.hub import cached_path
+
+    name = what.name or _DEFAULT
     if what.action == "list":
         if what.name is not None:
             raise InputError(f"list takes no name; `verispec models path {what.name}` says where a model is")
         _list()
+    elif what.action == "pull":
+        _pull(name)
     elif what.action == "remove":
         if what.name is None:
             raise InputError("missing argument: the NAME of the model to remove")
-        _remove(what.name)
+        _remove(name)
+    elif (path := cached_path(name)) is None:
+        raise InputError(f"{name} is not in the cache; `verispec models pull {name}` fetches it")
     else:
-        (_pull if what.action == "pull" else _show_path)(what.name or _DEFAULT)
+        out(f"{path}\n")
 
 
 def _list() -> None:
@@ -76,12 +83,3 @@ def _remove(name: str) -> None:
     nbytes = path.stat().st_size
     path.unlink()
     out(f"removed {path} ({nbytes / 1e6:.1f} MB)\n")
-
-
-def _show_path(name: str) -> None:
-    from verispec.model.hub import cached_path
-
-    path = cached_path(name)
-    if path is None:
-        raise InputError(f"{name} is not in the cache; `verispec models pull {name}` fetches it")
-    out(f"{path}\n")

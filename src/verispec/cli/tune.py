@@ -15,8 +15,6 @@ from verispec.cli.parser import option
 from verispec.errors import InputError
 
 if TYPE_CHECKING:
-    from verispec.llm import LLM
-    from verispec.spec.skip_menu import SkipMenu
     from verispec.tuning import TuneOptions
 
 _DEFAULT_TRIALS = 200
@@ -49,15 +47,26 @@ def tune(tuning: Tuning, loading: options.Loading) -> None:
     In the table, c is what a draft step costs and v what a verification costs, both in steps of the whole model. The
     best draft length of each set is marked with *, the best set with >.
     """
-    from verispec.tuning import Search, TuneOptions, report
+    from verispec.cli.progress import LoadingDisplay
+    from verispec.model import cache_dir
+    from verispec.tuning import Search, Subject, TuneOptions, report
+    from verispec.tuning import tune as find_sets
 
     if tuning.trials is not None and tuning.search == _GREEDY:
         raise InputError("--trials needs --search bayes or both: a greedy search decides itself what to try")
     chosen = TuneOptions(search=Search(tuning.search), trials=tuning.trials or _DEFAULT_TRIALS)
     _check(chosen, tuning.plot)
     llm = options.load_llm(loading, drafter="none")
-    menu = _tune(llm, chosen, fresh=tuning.fresh)
-    _show(llm, menu, as_json=tuning.json)
+    with llm.separate_engine(), LoadingDisplay() as display:
+        menu = find_sets(
+            Subject.of(llm), key=llm.menu_key, cache_dir=cache_dir(), options=chosen, fresh=tuning.fresh,
+            progress=display.update,
+        )  # fmt: skip
+    if tuning.json:
+        terminal.out_json({**report.as_object(menu, llm.architecture), "profile_hash": llm.profile})
+    else:
+        terminal.out(report.table(menu, llm.architecture))
+        terminal.out(f"\n{report.verdict(menu, llm.architecture.num_layers)}\n")
     terminal.write_plot(tuning.plot, lambda path: report.plot({llm.identity.name: menu}, path))
 
 
@@ -72,25 +81,3 @@ def _check(chosen: TuneOptions, plot: str | None) -> None:
     if chosen.search.optimises:
         check_optuna()
     terminal.check_plot(plot, extra="tune")
-
-
-def _tune(llm: LLM, chosen: TuneOptions, *, fresh: bool) -> SkipMenu:
-    from verispec.cli.progress import LoadingDisplay
-    from verispec.model import cache_dir
-    from verispec.tuning import Subject, tune
-
-    with llm.separate_engine(), LoadingDisplay() as display:
-        return tune(
-            Subject.of(llm), key=llm.menu_key, cache_dir=cache_dir(), options=chosen, fresh=fresh,
-            progress=display.update,
-        )  # fmt: skip
-
-
-def _show(llm: LLM, menu: SkipMenu, *, as_json: bool) -> None:
-    from verispec.tuning import report
-
-    if as_json:
-        terminal.out_json({**report.as_object(menu, llm.architecture), "profile_hash": llm.profile})
-        return
-    terminal.out(report.table(menu, llm.architecture))
-    terminal.out(f"\n{report.verdict(menu, llm.architecture.num_layers)}\n")
