@@ -1,67 +1,279 @@
-"""Checkers written by others, against a running server. Prints a table: judge, version, outcome.
+"""Programs of others, against a running server. Prints a table: judge, version, outcome.
 
-    python bench/judges.py [--model NAME] [--examples N]
+    python bench/judges.py [--model NAME] [--folder FOLDER] [--examples N] [--only NAME ...]
 
-schemathesis sends requests made from /openapi.json, valid and invalid ones, and checks that none is answered with a 5xx
-or against the description. What is not installed is said so.
+Each judge has an environment of its own in FOLDER (by default in the user's cache), filled from PyPI and npm; what
+cannot be had from there is said so. Fails if a judge finds something, and if the server is not alive at the end.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import re
 import shutil
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, version
+import tarfile
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
+HERE = Path(__file__).parent
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
+# Names that OpenAI's own tests ask for.
+NAMES = ("gpt-3.5-turbo-instruct", "gpt-6-astra", "model")
+OPENAI_TESTS = ("test_models.py", "test_completions.py", "chat/test_completions.py", "test_responses.py")
+# Stored answers, which this server does not keep, and responses without any input.
+NOT_SERVED = r"chat/test_completions\.py\S*_(list|retrieve)|test_responses\.py\S*_(retrieve|create)"
+TEST_TOOLS = ("pytest", "pytest-asyncio", "pytest-xdist", "respx", "inline-snapshot", "dirty-equals", "nest-asyncio")
+QUESTIONS = (
+    ("The capital of France is", ("Paris", "Rome", "Oslo")),
+    ("Two and two is", ("four", "nine", "blue")),
+    ("The opposite of hot is", ("cold", "warm", "wet")),
+    ("A week has", ("seven days", "nine days", "two days")),
+)
+
+
+class Outcome(NamedTuple):
+    version: str
+    said: str
+    is_good: bool = True
+
+
+class UnavailableError(Exception):
+    """A judge cannot be had here."""
+
+
+class Bench:
+    """A server to be judged, and the folder with what judges it."""
+
+    def __init__(self, url: str, model: str, folder: Path, examples: int) -> None:
+        self.url = url
+        self.model = model
+        self.folder = folder
+        self.examples = examples
+
+    def environment(self, name: str, *packages: str) -> Path:
+        """The Python of an environment that has these packages."""
+        python = self.folder / name / "bin" / "python"
+        listed = self.folder / name / "packages"
+        if not listed.exists() or listed.read_text() != " ".join(packages):
+            subprocess.run([sys.executable, "-m", "venv", "--clear", str(self.folder / name)], check=True)
+            if run([python, "-m", "pip", "install", "-q", "--disable-pip-version-check", *packages]).returncode:
+                raise UnavailableError(f"pip cannot install {' '.join(packages)}")
+            listed.write_text(" ".join(packages))
+        return python
+
+    def node_modules(self, *packages: str) -> Path:
+        """A folder in which Node finds these packages."""
+        if shutil.which("npm") is None:
+            raise UnavailableError("there is no npm on this machine")
+        folder = self.folder / "node"
+        folder.mkdir(parents=True, exist_ok=True)
+        command = ["npm", "install", "--no-fund", "--no-audit", "--prefix", str(folder), *packages]
+        if run(command).returncode:
+            raise UnavailableError(f"npm cannot install {' '.join(packages)}")
+        return folder / "node_modules"
+
+
+def run(command: Sequence[str | Path], **more: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False, **more)  # type: ignore[call-overload,no-any-return]
+
+
+def version_of(python: str | Path, package: str) -> str:
+    return run([python, "-c", f"from importlib.metadata import version; print(version('{package}'))"]).stdout.strip()
+
+
+def verdict(done: subprocess.CompletedProcess[str], version: str) -> Outcome:
+    if done.returncode == 0:
+        return Outcome(version, "passed")
+    print(done.stdout[-3000:], done.stderr[-3000:])
+    return Outcome(version, f"failed (exit code {done.returncode})", False)
+
+
+def sdks(bench: Bench) -> Outcome:
+    """The clients of OpenAI and Anthropic, which check answers against strict models: they are part of the tests."""
+    versions = ", ".join(f"{name} {version_of(sys.executable, name)}" for name in ("openai", "anthropic"))
+    return verdict(run([sys.executable, "-m", "pytest", "-q", "tests/server/test_clients.py"]), versions)
+
+
+def hostile(bench: Bench) -> Outcome:
+    """5,000 generated requests that no client should send."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:logging", "tests/server/test_hostile.py"]
+    return verdict(run([*command, "--times", "12.5"]), "own, 5,000 requests")
+
+
+def schemathesis(bench: Bench) -> Outcome:
+    """Requests made from /openapi.json, valid and invalid ones: no 5xx, nothing against the description."""
+    python = bench.environment("schemathesis", "schemathesis>=4")
+    done = run(
+        [python.parent / "schemathesis", "run", f"{bench.url}/openapi.json", "--checks", CHECKS, "--mode", "all",
+         "--seed", "16", "--max-examples", str(bench.examples), "--phases", "examples,coverage,fuzzing", "--no-color",
+         "--request-timeout", "120"],
+        cwd=bench.folder,
+    )  # fmt: skip
+    cases = re.search(r"(\d[\d,]*) generated", done.stdout)
+    found = verdict(done, version_of(python, "schemathesis"))
+    return found._replace(said=f"{found.said}: {cases[1]} requests" if cases else found.said)
+
+
+def openai_tests(bench: Bench) -> Outcome:
+    """The tests that OpenAI's package brings, every answer against strict models."""
+    python = bench.environment("openai-tests", "openai[aiohttp]>=3", *TEST_TOOLS)
+    version = version_of(python, "openai")
+    source = bench.folder / f"openai-{version}"
+    if not source.exists():
+        download = [python, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", "openai", f"openai=={version}"]
+        if run([*download, "-d", bench.folder]).returncode:
+            raise UnavailableError("PyPI has no sources of this version")
+        with tarfile.open(next(bench.folder.glob(f"openai-{version}.tar.gz"))) as archive:
+            archive.extractall(bench.folder, filter="data")
+    done = run(
+        [python, "-m", "pytest", "-o", "addopts=", "-q", "-p", "no:cacheprovider", "--tb=no", "--show-capture=no",
+         "-k", "(create or list or retrieve) and not all_params", *(f"tests/api_resources/{t}" for t in OPENAI_TESTS)],
+        cwd=source, env={**os.environ, "TEST_API_BASE_URL": f"{bench.url}/v1"},
+    )  # fmt: skip
+    failed = re.findall(r"^FAILED (\S+)", done.stdout, re.MULTILINE)
+    passed = re.search(r"(\d+) passed", done.stdout)
+    if passed is None:
+        return verdict(done, version)
+    unexpected = [name for name in failed if not re.search(NOT_SERVED, name)]
+    print("\n".join(unexpected))
+    said = f"{passed[1]} passed, {len(failed)} failed, of which {len(failed) - len(unexpected)} ask for stored answers"
+    return Outcome(version, f"{said} or give no input", not unexpected)
+
+
+def node(bench: Bench) -> Outcome:
+    """OpenAI's package for Node; 6.49 is the last one for Node 20."""
+    modules = bench.node_modules("openai@6.49")
+    script = modules.parent / "judge_client.mjs"
+    shutil.copy(HERE / script.name, script)
+    version = json.loads((modules / "openai" / "package.json").read_text())["version"]
+    return verdict(run(["node", script, bench.url, bench.model]), version)
+
+
+def client(package: str, bench: Bench) -> Outcome:
+    """One of `judge_clients.py`."""
+    python = bench.environment(package, package)
+    done = run([python, HERE / "judge_clients.py", package, bench.url, bench.model])
+    return verdict(done, version_of(python, package))
+
+
+def lm_eval(bench: Bench) -> Outcome:
+    """Choices by log-probability and generated answers, on a task of our own; twice, with equal results."""
+    python = bench.environment("lm-eval", "lm-eval[api]")
+    tasks = bench.folder / "tasks"
+    tasks.mkdir(exist_ok=True)
+    lines = [json.dumps({"question": q, "choices": c, "answer": 0, "target": c[0]}) for q, c in QUESTIONS]
+    (tasks / "questions.jsonl").write_text("\n".join(lines))
+    common = (
+        f"dataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {tasks / 'questions.jsonl'}\n"
+        'test_split: test\ndoc_to_text: "{{question}}"\n'
+    )
+    (tasks / "choices.yaml").write_text(
+        f'task: own_choices\n{common}output_type: multiple_choice\ndoc_to_choice: "{{{{choices}}}}"\n'
+        "target_delimiter: ' '\ndoc_to_target: answer\nmetric_list:\n  - metric: acc\n"
+    )
+    (tasks / "answers.yaml").write_text(
+        f'task: own_answers\n{common}output_type: generate_until\ndoc_to_target: "{{{{target}}}}"\n'
+        'generation_kwargs:\n  until: ["\\n"]\n  max_gen_toks: 8\nmetric_list:\n  - metric: exact_match\n'
+    )
+    model = f"model={bench.model},base_url={bench.url}/v1/completions,tokenizer_backend=remote,num_concurrent=2"
+    command = [
+        python.parent / "lm_eval",
+        "--model",
+        "local-completions",
+        "--model_args",
+        model,
+        "--include_path",
+        tasks,
+    ]
+    tables = []
+    for _ in range(2):
+        done = run([*command, "--tasks", "own_choices,own_answers"], env={**os.environ, "HF_HUB_OFFLINE": "1"})
+        tables.append([line for line in done.stdout.splitlines() if line.startswith("|")])
+        if done.returncode:
+            return verdict(done, version_of(python, "lm_eval"))
+    print("\n".join(tables[0]))
+    same = tables[0] == tables[1] and bool(tables[0])
+    return Outcome(version_of(python, "lm_eval"), "passed, twice the same" if same else "failed: two runs differ", same)
+
+
+def axe(bench: Bench) -> Outcome:
+    """The page, with an answer on it, light and dark, wide and narrow: nothing serious."""
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError as error:
+        raise UnavailableError("playwright is not installed") from error
+    program = shutil.which("chromium") or shutil.which("google-chrome")
+    if program is None:
+        raise UnavailableError("there is no Chromium on this machine")
+    modules = bench.node_modules("axe-core")
+    found: set[tuple[str, str]] = set()
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        for scheme in ("light", "dark"):
+            page = browser.new_page(color_scheme=scheme, bypass_csp=True)
+            page.goto(bench.url)
+            page.fill("#text", "abcabc abcabc abcabc")
+            page.press("#text", "Enter")
+            page.wait_for_selector(".proof", timeout=120_000)
+            page.evaluate((modules / "axe-core" / "axe.min.js").read_text())
+            for width in (1280, 390):
+                page.set_viewport_size({"width": width, "height": 800})
+                found |= {(v["impact"], v["id"]) for v in page.evaluate("axe.run()")["violations"]}
+        browser.close()
+    version = json.loads((modules / "axe-core" / "package.json").read_text())["version"]
+    listed = ", ".join(f"{name} ({impact})" for impact, name in sorted(found)) or "nothing found"
+    return Outcome(version, listed, not any(impact in ("serious", "critical") for impact, _ in found))
+
+
+JUDGES: dict[str, Callable[[Bench], Outcome]] = {
+    "SDKs": sdks,
+    "openai's own tests": openai_tests,
+    "openai (Node)": node,
+    **{name: partial(client, name) for name in ("litellm", "langchain-openai", "openai-agents", "llm")},
+    "lm-eval": lm_eval,
+    "schemathesis": schemathesis,
+    "hostile requests": hostile,
+    "axe-core": axe,
+}
 
 
 def main() -> int:
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--examples", type=int, default=30, help="requests per route and kind")
+    parser.add_argument("--folder", type=Path, default=cache / "verispec-judges")
+    parser.add_argument("--examples", type=int, default=30, help="requests of schemathesis per route and kind")
+    parser.add_argument("--only", nargs="+", choices=JUDGES, default=list(JUDGES))
     asked = parser.parse_args()
-    command = [sys.executable, "-m", "verispec", "serve", "-m", asked.model, "--port", "0", "--timeout", "20"]
+    asked.folder.mkdir(parents=True, exist_ok=True)
+    names = [word for name in (asked.model, *NAMES) for word in ("--served-model-name", name)]
+    command = [sys.executable, "-m", "verispec", "serve", "-m", asked.model, "--port", "0", "--timeout", "120", *names]
     server = subprocess.Popen([*command, "--max-len", "256", "--log-level", "error"], stdout=subprocess.PIPE, text=True)
+    rows: list[tuple[str, Outcome]] = []
     try:
         assert server.stdout is not None
-        url = server.stdout.readline().split()[0]
-        outcomes = [schemathesis(url, asked.examples), clients()]
+        bench = Bench(server.stdout.readline().split()[0], asked.model, asked.folder.resolve(), asked.examples)
+        for name in asked.only:
+            try:
+                rows.append((name, JUDGES[name](bench)))
+            except UnavailableError as error:
+                rows.append((name, Outcome("", f"not run: {error}")))
+            print(name, *rows[-1][1][:2], sep=" | ", flush=True)
         alive = server.poll() is None
     finally:
         server.terminate()
-        code = server.wait(30)
+        code = server.wait(60)
     print("\n| judge | version | outcome |\n|---|---|---|")
-    for row in outcomes:
-        print("| " + " | ".join(row) + " |")
+    for name, outcome in rows:
+        print(f"| {name} | {outcome.version} | {outcome.said} |")
     print(f"\nthe server was {'alive' if alive else 'DEAD'} at the end and left with exit code {code}")
-    return int(not alive or code != 0 or any(row[2].startswith("failed") for row in outcomes))
-
-
-def schemathesis(url: str, examples: int) -> tuple[str, str, str]:
-    program = shutil.which("schemathesis", path=str(Path(sys.executable).parent))
-    if program is None:
-        return "schemathesis", "", "not installed"
-    done = subprocess.run(
-        [program, "run", f"{url}/openapi.json", "--checks", CHECKS, "--mode", "all", "--seed", "16",
-         "--max-examples", str(examples), "--phases", "examples,fuzzing", "--no-color"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    print(done.stdout[-4000:])
-    outcome = "passed" if done.returncode == 0 else f"failed (exit code {done.returncode})"
-    return "schemathesis", version("schemathesis"), outcome
-
-
-def clients() -> tuple[str, str, str]:
-    """The SDKs of OpenAI and Anthropic, which check answers against strict models: they are part of the tests."""
-    try:
-        versions = ", ".join(f"{name} {version(name)}" for name in ("openai", "anthropic"))
-    except PackageNotFoundError as error:
-        return "SDKs", "", f"not installed: {error.name}"
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "tests/server/test_clients.py"], check=False)
-    return "SDKs", versions, "passed" if done.returncode == 0 else "failed"
+    return int(not alive or code != 0 or not all(outcome.is_good for _, outcome in rows))
 
 
 if __name__ == "__main__":

@@ -1,115 +1,234 @@
-"""What HTTP costs: tokens per second and first-token times of streams over loopback, beside LLM.generate.
+"""What HTTP costs, over loopback: rates and first tokens beside LLM.generate and a peer; limits; memory; overload.
 
-    python bench/server.py [--model NAME] [--streams 1 8 32] [--tokens 64] [--repeats 3]
+    python bench/server.py                              # all parts but the peer, about 8 minutes
+    python bench/server.py --part overhead --peer PATH  # also llama-server, which is at PATH
 
-Each figure is the median of interleaved repeats in one run. The client is in this process, asyncio and httpx, and costs
-more than the server does.
+`overhead`: streams against `LLM.generate` on the same prompts, and against the peer on the same model. `instant`: 32
+streams of an engine whose backend answers at once, a token a commit and in bursts of 8; also the CPU time of the server
+per token. `overload`: three times as many clients as there are places, against exactly as many. `memory`: resident
+memory over 20,000 requests. The client is a process of its own (`load_client.py`). Runs are interleaved, figures are
+medians.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
+import json
+import socket
 import statistics
+import subprocess
 import sys
 import threading
 import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import httpx
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
+from host import bare_engine
 
 from verispec.llm import LLM
+from verispec.model import resolve
 from verispec.server.core import Core
 from verispec.server.run import serve
 from verispec.server.settings import Settings
 from verispec.types import SamplingParams
 
+HERE = Path(__file__).parent
+PROMPT = "Write {i} sentences about the number {i}, and then some more."
+COMPLETIONS = "/v1/completions"
+PLACES = 16  # of the server that is overloaded
+NUM_STREAMS = 32
 
-def prompts(count: int) -> list[str]:
-    return [f"Write {i + 2} sentences about the number {i}." for i in range(count)]
+
+class Run(NamedTuple):
+    """What some streams came to."""
+
+    tokens_per_second: float
+    first_token: float  # seconds, median
+    num_refused: int = 0
+    refusal: float = 0.0  # seconds, 99th percentile
+    cpu_per_token: float = 0.0  # seconds, of this process
 
 
-def by_library(llm: LLM, count: int, num_tokens: int) -> tuple[float, float]:
-    """Tokens per second, and the median time to the first token."""
-    params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
+def streamed(port: int, count: int, seconds: float = 0, **fields: Any) -> Run:
+    """`count` streams from a process of their own."""
+    body = {"prompt": PROMPT, "temperature": 0, "ignore_eos": True, "stream": True, **fields}
+    command = [sys.executable, str(HERE / "load_client.py"), str(port), COMPLETIONS, str(count), str(seconds)]
+    cpu = time.process_time()
+    done = subprocess.run(command, input=json.dumps(body), capture_output=True, text=True, check=True)
+    cpu = time.process_time() - cpu
+    found = json.loads(done.stdout)
+    good = [each for each in found["requests"] if each["status"] == 200]
+    refused = sorted(each["seconds"] for each in found["requests"] if each["status"] == 429)
+    assert len(good) + len(refused) == len(found["requests"])
+    num_tokens = sum(each["tokens"] for each in good)
+    return Run(
+        num_tokens / found["seconds"],
+        statistics.median(each["first"] for each in good),
+        len(refused),
+        refused[int(0.99 * (len(refused) - 1))] if refused else 0.0,
+        cpu / num_tokens,
+    )
+
+
+def generated(llm: LLM, count: int, num_tokens: int) -> Run:
+    """The same by the library."""
+    prompts = [PROMPT.replace("{i}", str(i)) for i in range(count)]
     start = time.perf_counter()
-    done = llm.generate(prompts(count), params)
+    done = llm.generate(prompts, SamplingParams(max_tokens=num_tokens, ignore_eos=True))
     seconds = time.perf_counter() - start
-    return count * num_tokens / seconds, statistics.median(c.stats.time_to_first_token or 0.0 for c in done)
+    return Run(count * num_tokens / seconds, statistics.median(c.stats.time_to_first_token or 0.0 for c in done))
 
 
-async def by_http(url: str, count: int, num_tokens: int) -> tuple[float, float]:
-    firsts: list[float] = []
+@contextmanager
+def served(llm: LLM, **settings: Any) -> Iterator[int]:
+    """A server on a thread of this process; its port."""
+    started, found = threading.Event(), {}
 
-    async def one(client: httpx.AsyncClient, prompt: str) -> None:
-        body = {"prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True, "temperature": 0, "stream": True}
-        start = time.perf_counter()
-        first = None
-        async with client.stream("POST", "/v1/completions", json=body) as answer:
-            assert answer.status_code == 200
-            async for part in answer.aiter_raw():
-                if first is None and b"id: 0." in part:
-                    first = time.perf_counter() - start
-        assert first is not None
-        firsts.append(first)
+    def on_start(url: str) -> None:
+        found["url"] = url
+        started.set()
 
-    limits = httpx.Limits(max_connections=count)
-    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
-        start = time.perf_counter()
-        await asyncio.gather(*(one(client, prompt) for prompt in prompts(count)))
-        return count * num_tokens / (time.perf_counter() - start), statistics.median(firsts)
+    core = Core(llm, Settings(port=0, **settings))
+    target = {"on_start": on_start, "server": lambda server: found.update(server=server)}
+    thread = threading.Thread(target=serve, args=(core,), kwargs=target)
+    thread.start()
+    started.wait()
+    try:
+        yield int(found["url"].rpartition(":")[2])
+    finally:
+        found["server"].should_exit = True
+        thread.join()
+
+
+@contextmanager
+def peer(program: str, model: str, count: int) -> Iterator[int]:
+    """llama-server on the same model; its port."""
+    with closing(socket.socket()) as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [program, "-m", str(resolve(model)), "--port", str(port), "-t", "2", "-np", str(count)]
+    process = subprocess.Popen(
+        [*command, "-c", str(512 * count), "--no-webui"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        while process.poll() is None:
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1)
+                break
+            except OSError:
+                time.sleep(0.2)
+        yield port
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def median(runs: list[Run]) -> Run:
+    return Run(*(statistics.median(column) for column in zip(*runs, strict=True)))
+
+
+def table(*names: str) -> None:
+    print("\n| " + " | ".join(names) + " |\n" + "|---" * len(names) + "|")
+
+
+def row(*values: object) -> None:
+    print("| " + " | ".join(map(str, values)) + " |", flush=True)
+
+
+def overhead(asked: argparse.Namespace) -> None:
+    table("streams", "by", "tokens/s", "of the library's", "first token", "added")
+    fields = {"max_tokens": asked.tokens, "seed": 1, "verispec": {"speculative": False}}
+    with LLM(asked.model, drafter="none", prefix_cache=False) as llm, served(llm) as port:
+        for count in asked.streams:
+            runs: dict[str, list[Run]] = {"library": [], "HTTP": [], "llama-server": []}
+            for _ in range(asked.repeats):
+                runs["library"].append(generated(llm, count, asked.tokens))
+                runs["HTTP"].append(streamed(port, count, **fields))
+                if asked.peer:
+                    with peer(asked.peer, asked.model, count) as other:
+                        runs["llama-server"].append(streamed(other, count, max_tokens=asked.tokens, cache_prompt=False))
+            base = median(runs["library"])
+            for name, each in runs.items():
+                if each:
+                    found = median(each)
+                    share = statistics.median(
+                        a.tokens_per_second / b.tokens_per_second for a, b in zip(each, runs["library"], strict=True)
+                    )
+                    added = f"{1000 * (found.first_token - base.first_token):.1f} ms"
+                    row(count, name, f"{found.tokens_per_second:.1f}", f"{share:.3f}",
+                        f"{1000 * found.first_token:.0f} ms", added)  # fmt: skip
+
+
+@contextmanager
+def instant_llm(model: str, burst: int) -> Iterator[LLM]:
+    """A model's tokenizer with an engine whose backend answers at once, in bursts of so many tokens."""
+    with LLM(model, drafter="none") as llm:
+        with llm.thread.alone():
+            engine = bare_engine(1 << 16, running=NUM_STREAMS, waiting=256, burst=burst)
+            policy = engine._scheduler._policy
+            policy.num_rounds = lambda load, host_seconds: min(burst, load.room, load.num_free)  # type: ignore[method-assign]
+            llm.thread.engine = engine
+        yield llm
+
+
+def instant(asked: argparse.Namespace) -> None:
+    table("commits of", "tokens/s", "server's CPU time per token")
+    for burst, num_tokens in ((1, 500), (8, 1500)):
+        with instant_llm(asked.model, burst) as llm, served(llm, max_pending=2**20) as port:
+            fields = {"prompt": [5, 6, 7], "seed": 1, "max_tokens": num_tokens}
+            streamed(port, 4, **fields)
+            found = median([streamed(port, NUM_STREAMS, **fields) for _ in range(asked.repeats)])
+        row(burst, f"{found.tokens_per_second:,.0f}", f"{1e6 * found.cpu_per_token:.1f} us")
+
+
+def overload(asked: argparse.Namespace) -> None:
+    table("clients", "tokens/s", "of capacity", "refused", "refusals, 99 %")
+    fields = {"max_tokens": 24, "verispec": {"speculative": False}}
+    half = PLACES // 2
+    runs: dict[int, list[Run]] = {PLACES: [], 3 * PLACES: []}
+    with (
+        LLM(asked.model, drafter="none", prefix_cache=False, max_running=half) as llm,
+        served(llm, max_running=half, max_waiting=half) as port,
+    ):
+        for _ in range(asked.repeats):
+            for count, each in runs.items():
+                each.append(streamed(port, count, 20, **fields))
+    capacity = median(runs[PLACES]).tokens_per_second
+    for count, each in runs.items():
+        found = median(each)
+        share = f"{found.tokens_per_second / capacity:.3f}"
+        row(count, f"{found.tokens_per_second:.1f}", share, found.num_refused, f"{1000 * found.refusal:.1f} ms")
+
+
+def memory(asked: argparse.Namespace) -> None:
+    table("requests", "resident memory")
+    with instant_llm(asked.model, 1) as llm, served(llm, max_waiting=1000) as port:
+        done = 0
+        for mark in (2_000, 5_000, 10_000, 20_000):
+            while done < mark:
+                streamed(port, 250, prompt=[5, 6, 7], max_tokens=8, verispec={"receipt": True})
+                done += 250
+            (line,) = [each for each in Path("/proc/self/status").read_text().splitlines() if "VmRSS" in each]
+            row(f"{mark:,}", f"{int(line.split()[1]) / 1024:.1f} MB")
+
+
+PARTS = {"overhead": overhead, "instant": instant, "overload": overload, "memory": memory}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--peer", metavar="PATH", help="llama-server's program")
     asked = parser.parse_args()
-    started = threading.Event()
-    found: dict[str, Any] = {}
-    with LLM(asked.model, drafter="none", prefix_cache=False) as llm:
-        core = Core(llm, Settings(port=0))
-        thread = threading.Thread(
-            target=serve,
-            args=(core,),
-            kwargs={
-                "on_start": lambda url: (found.update(url=url), started.set()),
-                "server": lambda server: found.update(server=server),
-            },
-        )
-        thread.start()
-        started.wait()
-        print(
-            "| streams | library, tokens/s | HTTP, tokens/s | share | first token, library | HTTP |\n"
-            + "|---" * 6
-            + "|"
-        )
-        for count in asked.streams:
-            runs: list[tuple[tuple[float, float], tuple[float, float]]] = []
-            for _ in range(asked.repeats):
-                library = by_library(llm, count, asked.tokens)
-                runs.append((library, asyncio.run(by_http(found["url"], count, asked.tokens))))
-            shares = statistics.median(http[0] / library[0] for library, http in runs)
-            (a, first_a), (b, first_b) = (
-                tuple(statistics.median(column) for column in zip(*(run[i] for run in runs), strict=True))
-                for i in (0, 1)
-            )
-            row = (
-                count,
-                f"{a:.1f}",
-                f"{b:.1f}",
-                f"{shares:.2f}",
-                f"{1000 * first_a:.0f} ms",
-                f"{1000 * first_b:.0f} ms",
-            )
-            print("| " + " | ".join(map(str, row)) + " |", flush=True)
-        found["server"].should_exit = True
-        thread.join()
+    for name in asked.part:
+        PARTS[name](asked)
 
 
 if __name__ == "__main__":

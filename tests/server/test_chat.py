@@ -138,6 +138,8 @@ def test_tokens_go_there_and_back(served: Served) -> None:
     found = served.post("/tokenize", {"prompt": text, "return_token_strs": True}).json()
     assert found["count"] == len(found["tokens"]) == len(found["token_strs"]) == len(text.encode())
     assert served.post("/detokenize", {"tokens": found["tokens"]}).json()["prompt"] == text
+    info = served.client.get("/tokenizer_info").json()
+    assert (info["eos_token"], info["model_max_length"]) == ("<|end|>", served.core.llm.max_len)
 
 
 def test_models_version_and_health(served: Served) -> None:

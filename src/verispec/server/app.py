@@ -73,6 +73,7 @@ ROUTES = (
     Route("/generate", generate, api.GenerateRequest),
     Route("/inference/v1/generate", inference_generate, api.TokensRequest),
     Route("/tokenize", tokens.tokenize, api.TokenizeRequest),
+    Route("/tokenizer_info", tokens.tokenizer_info),
     Route("/detokenize", tokens.detokenize, api.DetokenizeRequest),
     Route("/apply-template", tokens.apply_template, api.TemplateRequest),
     Route("/verispec/receipts/{name}", audits.receipt),

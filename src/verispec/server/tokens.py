@@ -1,4 +1,4 @@
-"""/tokenize, /detokenize and /apply-template: what the server makes of texts, without generating."""
+"""/tokenize, /tokenizer_info, /detokenize and /apply-template: what the server makes of texts, without generating."""
 
 from __future__ import annotations
 
@@ -29,6 +29,13 @@ async def tokenize(core: Core, received: Received) -> Reply:
     if body.return_token_strs:
         found["token_strs"] = [core.llm.tokenizer.token_text(token_id) for token_id in ids]
     return json_reply(found)
+
+
+async def tokenizer_info(core: Core, received: Received) -> Reply:
+    """What clients that tokenise over HTTP, such as lm-eval, ask for first."""
+    tokenizer = core.llm.tokenizer
+    found = {"model_max_length": core.llm.max_len, "chat_template": tokenizer.chat_template}
+    return json_reply({"eos_token": None, "bos_token": None, **tokenizer.special_tokens, **found})
 
 
 async def detokenize(core: Core, received: Received) -> Reply:

@@ -1,0 +1,60 @@
+"""Streams for a server, from a process of its own: plain sockets, since a full client costs more than the server does.
+
+    python bench/load_client.py PORT PATH STREAMS [SECONDS] < body.json
+
+Sends the body on every connection, all at once, and reads the answers; with SECONDS, again and again until then, with a
+pause after a refusal. {i} in the body is the number of the stream. Prints a JSON object: the seconds that all took, and
+of each request its status, its tokens, and the seconds to its first token and to its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import sys
+import time
+
+PAUSE = 0.05
+# Our frames tell how many tokens there are so far; others have a token each.
+_EVENT, _FRAME = re.compile(rb"id: 0\.(\d+)\n"), re.compile(rb"data: \{")
+
+
+async def one(port: int, path: str, body: bytes) -> dict[str, float | int | None]:
+    start = time.perf_counter()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**20)
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    first, tail, num_tokens, num_frames, status = None, b"", 0, 0, 0
+    while part := await reader.read(2**18):
+        status = status or int(part[9:12])
+        num_frames += len(_FRAME.findall(part))
+        tail = tail[-100:] + part
+        found = _EVENT.findall(tail)
+        num_tokens = int(found[-1]) if found else num_tokens
+        if first is None and (found or num_frames > 1):
+            first = time.perf_counter() - start
+    writer.close()
+    seconds = time.perf_counter() - start
+    return {"status": status, "tokens": num_tokens or num_frames, "first": first, "seconds": seconds}
+
+
+async def main(port: str, path: str, num_streams: str, seconds: str = "0") -> None:
+    body = sys.stdin.read()
+    start = time.perf_counter()
+
+    async def stream(i: int) -> list[dict[str, float | int | None]]:
+        own = body.replace("{i}", str(i)).encode()
+        found = [await one(int(port), path, own)]
+        while time.perf_counter() - start < float(seconds):
+            if found[-1]["status"] != 200:
+                await asyncio.sleep(PAUSE)
+            found.append(await one(int(port), path, own))
+        return found
+
+    found = await asyncio.gather(*map(stream, range(int(num_streams))))
+    print(json.dumps({"seconds": time.perf_counter() - start, "requests": [each for one in found for each in one]}))
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))
