@@ -57,7 +57,7 @@ def test_a_crowd_changes_nothing(world: World, drafter: str, config: dict[str, i
     if drafter in ("ngram", "decode") and not config:
         assert sum(o.stats.accepted for outs in outputs for o in outs) > 0
     if drafter != "auto":
-        assert (engine.totals.replays > 10) is (drafter == "decode")
+        assert (engine.totals.replays > 15) is (drafter == "decode")
 
 
 def counted_rounds(engine: Engine) -> list[tuple[int, bool]]:
@@ -134,9 +134,9 @@ def test_regular_decoding_in_another_precision_changes_nothing(
     outputs = run(engine, requests, abort_every=7)
     for request, found in zip(requests, outputs, strict=True):
         assert bits(found) == bits(world.alone(request))
-    assert engine.totals.mismatches > 3
+    assert engine.totals.mismatches > (10 if config["family"] == (64,) else 5)
     if draft_len == 32 and config["family"] == (64,):  # where plain passes are padded to 64 rows
-        assert sum(o.stats.replays for outs in outputs[1::2] for o in outs) > 5, "`auto` opened windows"
+        assert sum(o.stats.replays for outs in outputs[1::2] for o in outs) > 10, "`auto` opened windows"
 
 
 def test_arrival_order_and_warm_cache_change_nothing(world: World) -> None:

@@ -162,9 +162,9 @@ def check_a_crowd(made: Made) -> list[Totals]:
 
 def test_the_unsabotaged_engine_passes_and_the_crowd_means_something() -> None:
     roomy, tight = check(Sabotage().made)
-    assert roomy.mismatches > 15
-    assert tight.preemptions > 5
-    assert tight.replays > 10
+    assert roomy.mismatches > 17
+    assert tight.preemptions > 20
+    assert tight.replays > 20
 
 
 # The sabotages.
