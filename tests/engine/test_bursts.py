@@ -18,6 +18,7 @@ from tests.support.decoding import PROMPT, Watched, letters, oracle
 from tests.support.fake_backend import FakeBackend
 from tests.support.faulty_backends import WrappedBackend
 from tests.support.late_backend import LateBackend
+from tests.support.scale import thinned
 from tests.support.world import World, bits, make_requests, native_world, numpy_world, run
 from verispec.backends.cost import CostTable
 from verispec.backends.protocol import Backend, Pass, PassResult, ReadyTicket, Ticket
@@ -79,7 +80,7 @@ def ends(drafter: str) -> Iterator[Request]:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("drafter", ["none", "decode"])
-@pytest.mark.parametrize("num_rounds", ROUNDS)
+@pytest.mark.parametrize("num_rounds", thinned(ROUNDS))
 def test_a_burst_is_its_single_rounds(num_rounds: int, drafter: str, depth: int) -> None:
     """`Watched` compares every event with the oracle, which runs alone, round by round."""
     bursts = Bursts(num_rounds, depth=depth, max_running=4)

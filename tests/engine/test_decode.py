@@ -30,7 +30,7 @@ from tests.support.decoding import (
 )
 from tests.support.fake_backend import FakeBackend
 from tests.support.faulty_backends import AgreeingFastPasses, AtPositions, AtRate, Bf16FastPasses, WrappedBackend, bf16
-from tests.support.scale import scaled
+from tests.support.scale import scaled, thinned
 from tests.support.tiny_models import TinyConfig, make_tensors
 from verispec.backends.audit import audit
 from verispec.backends.numpy_backend import LoadedModel, NumpyBackend
@@ -135,7 +135,7 @@ def run_a_crowd(window_len: int, settings: dict[str, object], rng: random.Random
     return watched
 
 
-@pytest.mark.parametrize("window_len", WINDOW_LENS)
+@pytest.mark.parametrize("window_len", thinned(WINDOW_LENS))
 def test_a_crowd_gets_the_oracles_bits(window_len: int) -> None:
     """Every event is compared with the oracle as it arrives; here it is counted that this means something."""
     rng, seen = random.Random(window_len), Counter[str]()

@@ -25,5 +25,5 @@ def scaled(count: int) -> int:
 
 
 def thinned(cases: Sequence[T]) -> Sequence[T]:
-    """All cases; every n-th of them where a part was asked for."""
-    return cases[:: max(1, round(1 / factor))]
+    """All cases; every n-th of them, with the last, where a part was asked for."""
+    return cases[:: -max(1, round(1 / factor))][::-1]
