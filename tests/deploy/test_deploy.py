@@ -23,6 +23,8 @@ import yaml
 from tests.support.chat_model import write_chat_model
 from verispec.cli.serve import Serving
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent.parent
 DEPLOY = ROOT / "deploy"
 KEY = "a-key-for-deployment"

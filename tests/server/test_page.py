@@ -15,6 +15,8 @@ import pytest
 from tests.support.served import Served
 from verispec.server.app import PAGE
 
+pytestmark = pytest.mark.slow
+
 MAX_NBYTES = 60_000
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 

@@ -24,6 +24,8 @@ from tests.support.served import Served, chat_body, frames, serving
 from verispec.llm import LLM
 from verispec.server import ops
 
+pytestmark = pytest.mark.slow
+
 # A server whose device is lost in the third step.
 LOSING = """
 from verispec.engine import Engine

@@ -17,6 +17,8 @@ from verispec.spec.skip_menu import BAYES, GREEDY, SkipMenu, read_menu
 from verispec.tuning import Search, TuneOptions, quick_menu, tune
 from verispec.tuning.tuner import QUICK, find_menu
 
+pytestmark = pytest.mark.slow
+
 OPTIONS = TuneOptions(search_tokens=32, report_tokens=40, width=3, share=0.5, floor=0.0)
 BOTH = replace(OPTIONS, search=Search.BOTH, trials=15)
 
