@@ -6,6 +6,7 @@ import shutil
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 from verispec import __version__
@@ -30,32 +31,12 @@ _FOOT = f"""
 Exit codes: 0 done, 1 a defect of {PROGRAM} or a difference that replay found,
 2 bad input or a failed request, 130 interrupted.
 """
-_SCRIPTS = {
-    "bash": """\
-_verispec() {
-    local IFS=$'\\n'
-    COMPREPLY=($(verispec completion words -- "${COMP_WORDS[@]:1:COMP_CWORD}" 2>/dev/null))
-}
-complete -o default -F _verispec verispec
-""",
-    "zsh": """\
-_verispec() {
-    local -a found
-    found=(${(f)"$(verispec completion words -- "${(@)words[2,CURRENT]}" 2>/dev/null)"})
-    if (( ${#found} )); then compadd -- $found; else _files; fi
-}
-compdef _verispec verispec
-""",
-    "fish": """\
-complete -c verispec -a '(verispec completion words -- (commandline -opc)[2..] (commandline -ct) 2>/dev/null)'
-""",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shell:
     title: ClassVar = "Arguments"
-    shell: str = argument(metavar="SHELL", choices=tuple(_SCRIPTS), help="bash, zsh or fish")
+    shell: str = argument(metavar="SHELL", choices=("bash", "zsh", "fish"), help="bash, zsh or fish")
 
 
 def completion(shell: Shell) -> None:
@@ -64,7 +45,7 @@ def completion(shell: Shell) -> None:
     In ~/.bashrc or ~/.zshrc (after compinit): eval "$(verispec completion bash)", or zsh. In
     ~/.config/fish/config.fish: verispec completion fish | source
     """
-    out(_SCRIPTS[shell.shell])
+    out(Path(__file__).with_name(f"completion.{shell.shell}").read_text(encoding="utf-8"))
 
 
 _NOT_IN_VERIFY = frozenset(

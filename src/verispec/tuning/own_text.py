@@ -8,8 +8,10 @@ backend has a family: the same menu comes out on every run.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from verispec.backends.audit import Progress, no_progress
@@ -32,55 +34,13 @@ _LINE_TOKENS = 8  # the fewest that are worth another line
 class Beginnings(NamedTuple):
     """Prompts: questions for the chat template, and raw text to go on with."""
 
-    questions: tuple[str, ...]
-    texts: tuple[str, ...]
+    questions: Sequence[str]
+    texts: Sequence[str]
 
 
 # Many short lines say more than a few long ones: what a model writes repeats itself.
-SEARCH_BEGINNINGS = Beginnings(
-    questions=(
-        "How do plants turn sunlight into food?",
-        "Write a list of things to take on a walk in the mountains.",
-        "What is the difference between a virus and a bacterium?",
-        "Write a short poem about the sea in winter.",
-        "Explain what a binary search does, step by step.",
-        "Who was Marie Curie?",
-        "Translate into French: Where is the station, please?",
-        "I cannot sleep at night. What can I do?",
-    ),
-    texts=(
-        "def mean(values):\n    total = 0\n    for value in values:\n",
-        "Once upon a time there was an old lighthouse keeper who",
-        "1. Wash the rice in cold water.\n2.",
-        "The history of the Roman Empire begins",
-        "SELECT name, price FROM products WHERE",
-        "Dear Ms Lee,\n\nThank you for your letter of 3 May. I",
-        "In this paper we study the problem of",
-        "| country | capital |\n|---|---|\n| France | Paris |\n|",
-    ),
-)
-REPORT_BEGINNINGS = Beginnings(
-    questions=(
-        "Why does the moon change its shape during a month?",
-        "Give me the steps to bake a simple loaf of bread.",
-        "What does a heart do, and how?",
-        "Tell me a story about a robot that learns to paint.",
-        "How can I reverse a string in Python?",
-        "What happened at the battle of Hastings?",
-        "Summarise in one sentence: The meeting was moved to Friday because two of us are ill.",
-        "Which languages should a beginner learn first, and why?",
-    ),
-    texts=(
-        "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(",
-        "The train left the city early in the morning, and",
-        "Three reasons to read more books:\n-",
-        "Water is a chemical compound of",
-        "#include <stdio.h>\n\nint main(void) {\n",
-        "Hi all,\n\njust a short note to say that the new",
-        "Theorem. Every natural number greater than one",
-        '{"name": "Alice", "age": 30, "city":',
-    ),
-)
+_BEGINNINGS = json.loads(Path(__file__).with_name("beginnings.json").read_text(encoding="utf-8"))
+SEARCH_BEGINNINGS, REPORT_BEGINNINGS = Beginnings(**_BEGINNINGS["search"]), Beginnings(**_BEGINNINGS["report"])
 
 
 @dataclass(frozen=True, slots=True)
