@@ -137,10 +137,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return text
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        if isinstance(left, str) and operator == "%":
-            raise SecurityError("% formatting is not allowed in templates")
-        if operator == "**" and not _is_small_power(left, right):
-            raise SecurityError("power is too large")
+        if operator == "**" or (isinstance(left, str) and operator == "%"):
+            raise SecurityError("powers and % formatting are not allowed in templates")
         if operator == "+":  # the left side is often what has been collected so far, and was paid for then
             self.budget.weigh(right)
         if operator == "*":
@@ -211,15 +209,15 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
         return bounded
 
-    def _tojson(self, value: Any, indent: int | None = None, **options: Any) -> str:
+    def _tojson(
+        self, value: Any, indent: int | None = None, *, ensure_ascii: bool = False, separators: Any = None,
+        sort_keys: bool = False,
+    ) -> str:  # fmt: skip
         """JSON as `transformers` writes it: no HTML escapes, characters as they are."""
         self.budget.weigh(value)
-        unknown = set(options) - {"ensure_ascii", "separators", "sort_keys"}
-        if unknown or (indent is not None and not (isinstance(indent, int) and 0 <= indent <= _MAX_INDENT)):
-            raise SecurityError(f"tojson takes indent (up to {_MAX_INDENT}), ensure_ascii, separators and sort_keys")
-        if any(len(separator) > _MAX_INDENT for separator in options.get("separators") or ()):
-            raise SecurityError("tojson separators are too long")
-        text = json.dumps(value, indent=indent, **{"ensure_ascii": False, **options})
+        if not isinstance(indent or 0, int) or max(indent or 0, *map(len, separators or ("",))) > _MAX_INDENT:
+            raise SecurityError(f"tojson takes an indent and separators up to {_MAX_INDENT}")
+        text = json.dumps(value, indent=indent, ensure_ascii=ensure_ascii, separators=separators, sort_keys=sort_keys)
         self.budget.measure(text)
         return text
 
@@ -262,9 +260,3 @@ def _charged(node: nodes.Node) -> nodes.Node:
 def _call(name: str, *args: nodes.Node) -> nodes.Call:
     function = nodes.EnvironmentAttribute(name, lineno=args[0].lineno)
     return nodes.Call(function, list(args), [], None, None, lineno=args[0].lineno)
-
-
-def _is_small_power(base: object, exponent: object) -> bool:
-    if not isinstance(base, int) or not isinstance(exponent, int):
-        return True
-    return base.bit_length() * max(exponent, 0) <= _MAX_INT_BITS
