@@ -63,7 +63,7 @@ native-asan: setup ## The kernel tests under the address and undefined-behaviour
 	$(BIN)/python native/build.py --sanitize build/native-asan.so
 	LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 VERISPEC_TEST_KERNELS=build/native-asan.so \
-	  $(BIN)/pytest -p no:cacheprovider tests/backends/test_native_kernels.py tests/backends/test_conformance.py -k "native"
+	  $(BIN)/pytest -p no:cacheprovider tests/backends/test_native_kernels.py tests/backends/test_hopper.py tests/backends/test_conformance.py -k "native or hopper"
 
 native-aarch64: setup ## The kernels for aarch64 under qemu against this machine's (needs g++-aarch64-linux-gnu, qemu-user)
 	$(BIN)/python native/build.py --selftest build/selftest

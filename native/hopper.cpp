@@ -200,9 +200,15 @@ static inline void step(const uint16_t* w, int64_t stride, const float* const* x
   }
 }
 
+#if defined(__clang__)
+#define VS_ONE_COPY __attribute__((noinline))
+#else
+#define VS_ONE_COPY __attribute__((noinline, noclone))  // it is long, and takes the compiler seconds
+#endif
+
 // The chain of rows [row, row + R) over columns [first, end), from the given sums. `w` is at the first column.
 template <int R>
-static void chain_rows(const uint16_t* w, int64_t stride, const Operand& in, int row, int first, int end,
+VS_ONE_COPY static void chain_rows(const uint16_t* w, int64_t stride, const Operand& in, int row, int first, int end,
                        float (*sums)[kLanes]) {
   WideFloat acc[R][kPieces];
   std::memcpy(acc, sums, sizeof acc);

@@ -49,7 +49,7 @@ static void append(std::vector<uint8_t>& data, T value) {
   data.insert(data.end(), from, from + sizeof value);
 }
 
-static void check_linear(Engine* engine, int format, const char* name, size_t block_nbytes) {
+static void check_linear(Engine* engine, int arithmetic, int format, const char* name, size_t block_nbytes) {
   const int num_out = 83, num_in = 256, num_rows = 7, groups = (num_out + kLanes - 1) / kLanes;
   std::vector<uint8_t> data;
   if (format == kF32) {
@@ -72,17 +72,18 @@ static void check_linear(Engine* engine, int format, const char* name, size_t bl
   const Matrix matrix = {format, num_out, num_in, data.data()};
   const std::vector<float> x = floats(size_t(num_rows) * num_in);
   std::vector<float> y(size_t(num_rows) * num_out);
-  vs_linear(engine, kCpu, &matrix, x.data(), num_rows, y.data());
+  vs_linear(engine, arithmetic, &matrix, x.data(), num_rows, y.data());
   print(name, y.data(), y.size() * 4);
 }
 
-static void check_attention(Engine* engine, bool is_half, int window) {
+static void check_attention(Engine* engine, int arithmetic, bool is_half, int window) {
   const int num_slots = 70, num_rows = 3, d = 24, stride = 32, heads = 6, kv_heads = 2;
   Layer layer = {};
   layer.query_scalar = d, layer.window = window;
   Model model = {};
   model.layers = &layer, model.num_layers = 1;
   model.num_heads = heads, model.num_kv_heads = kv_heads, model.head_dim = d, model.kv_is_half = is_half;
+  model.arithmetic = arithmetic;
   model.hidden = heads * d, model.mlp = heads * d;
   std::vector<uint8_t> parts[2];
   for (std::vector<uint8_t>& part : parts)
@@ -103,7 +104,7 @@ static void check_attention(Engine* engine, bool is_half, int window) {
   const std::vector<float> q = floats(size_t(num_rows) * heads * d);
   std::vector<float> out(q.size());
   vs_attend(engine, &model, &rows, &store, 0, q.data(), out.data());
-  print(window ? "attention window" : is_half ? "attention half" : "attention", out.data(), out.size() * 4);
+  print(arithmetic == kHopper ? "hopper attention" : window ? "attention window" : is_half ? "attention half" : "attention", out.data(), out.size() * 4);
 }
 
 static void check_sampling(Engine* engine) {
@@ -137,7 +138,8 @@ int main(int argc, char** argv) {
   const char* names[] = {"f32", "f16", "bf16", "q4", "q4 affine", "q4 affine wide", "q8", "q8 wide", "q8 affine wide",
                          "q8 halves"};
   const size_t nbytes[] = {0, 0, 0, 288, 320, 384, 544, 576, 640, 640};
-  for (int format = 0; format < 10; ++format) check_linear(engine, format, names[format], nbytes[format]);
+  for (int format = 0; format < 10; ++format) check_linear(engine, kCpu, format, names[format], nbytes[format]);
+  check_linear(engine, kHopper, kBF16, "hopper linear", 0);
   const std::vector<float> x = floats(5 * 100), weight = floats(100);
   std::vector<float> y(x.size());
   vs_norm(engine, x.data(), weight.data(), 5, 100, 1e-5f, y.data());
@@ -153,9 +155,10 @@ int main(int argc, char** argv) {
     vs_elementary(engine, which, in.data(), int64_t(in.size()), out.data());
     print(labels[which], out.data(), out.size() * 4);
   }
-  check_attention(engine, false, 0);
-  check_attention(engine, true, 0);
-  check_attention(engine, true, 19);
+  check_attention(engine, kCpu, false, 0);
+  check_attention(engine, kCpu, true, 0);
+  check_attention(engine, kCpu, true, 19);
+  check_attention(engine, kHopper, true, 0);
   check_sampling(engine);
   return 0;
 }
