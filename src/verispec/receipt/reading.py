@@ -65,31 +65,29 @@ def _fail(where: str, expected: str, found: object) -> NoReturn:
     raise InputError(f"{where} must be {expected}, not {quoted(found)}")
 
 
-def _integer(low: int, high: int) -> Check:
-    def check(where: str, value: Any) -> int:
-        if type(value) is not int or not low <= value <= high:
-            _fail(where, f"a whole number from {low} to {high}", value)
+def _plain(expected: str, is_good: Callable[[Any], bool]) -> Check:
+    """A value that is taken as it is."""
+
+    def check(where: str, value: Any) -> Any:
+        if not is_good(value):
+            _fail(where, expected, value)
         return value
 
     return check
+
+
+def _integer(low: int, high: int) -> Check:
+    return _plain(f"a whole number from {low} to {high}", lambda value: type(value) is int and low <= value <= high)
 
 
 def _text(max_chars: int) -> Check:
-    def check(where: str, value: Any) -> str:
-        if not isinstance(value, str) or not 0 < len(value) <= max_chars or not value.isprintable():
-            _fail(where, f"printable text of 1 to {max_chars} characters", value)
-        return value
-
-    return check
+    expected = f"printable text of 1 to {max_chars} characters"
+    return _plain(expected, lambda v: isinstance(v, str) and 0 < len(v) <= max_chars and v.isprintable())
 
 
 def _hex(digits: int) -> Check:
-    def check(where: str, value: Any) -> str:
-        if not isinstance(value, str) or not re.fullmatch(f"[0-9a-f]{{{digits}}}", value):
-            _fail(where, f"{digits} hex digits", value)
-        return value
-
-    return check
+    pattern = re.compile(f"[0-9a-f]{{{digits}}}")
+    return _plain(f"{digits} hex digits", lambda v: isinstance(v, str) and pattern.fullmatch(v) is not None)
 
 
 def _items(check_item: Check, low: int = 0) -> Check:
@@ -146,9 +144,8 @@ def _sampling(where: str, value: Any) -> SamplingParams:
 
 
 def _finish(where: str, value: Any) -> FinishReason:
-    if not isinstance(value, str) or value not in _FINISHES:
-        _fail(where, " or ".join(_FINISHES), value)
-    return _FINISHES[value]
+    name: str = _plain(" or ".join(_FINISHES), lambda v: isinstance(v, str) and v in _FINISHES)(where, value)
+    return _FINISHES[name]
 
 
 _SHA256 = _hex(_SHA256_DIGITS)
