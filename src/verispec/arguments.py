@@ -3,8 +3,6 @@
 Numbers of other libraries are taken for what they are and become Python's own; a bool is no number.
 """
 
-from __future__ import annotations
-
 import math
 from numbers import Integral, Real
 from typing import Any

@@ -1,7 +1,5 @@
 """The one place for the engine's defaults. Frozen and validated at construction; an unknown option is an error."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from verispec.arguments import check_bool, check_int

@@ -4,8 +4,6 @@ Every refusal is an `InputError` of one sentence that begins with the name the c
 means is the caller's business.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ printed all the same. Errors of a line name its fields, not the command line's f
 through to the output; those that look like a misspelt parameter are refused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches

@@ -5,8 +5,6 @@ request alone without drafts; the fast cases give the promise up and show what i
 from its events and counters alone. Knows nothing of terminals: cases are values, given as they come.
 """
 
-from __future__ import annotations
-
 import struct
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence

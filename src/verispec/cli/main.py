@@ -4,8 +4,6 @@ Text goes to stdout, everything else to stderr. A mistake becomes one sentence a
 before a `--`, shows where it came from. Even the commands are imported inside `run`: Ctrl-C may come that early.
 """
 
-from __future__ import annotations
-
 import math
 import signal
 import sys

@@ -1,7 +1,5 @@
 """How waiting looks, on stderr: a bar on a terminal, one line for each slow stage elsewhere."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ Whether it can be written is found out before anything is generated. What is fin
 ends, is written to a temporary file beside it, which then takes its place: a reader never sees half a file.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """How results look: the line of figures, the JSON object, drafts in colour and as trees. Pure functions of outputs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

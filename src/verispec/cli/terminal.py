@@ -3,8 +3,6 @@
 Text goes to stdout and nothing else does; notes go to stderr. Knows nothing of models.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

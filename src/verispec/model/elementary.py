@@ -4,8 +4,6 @@ libm's results differ in the last bit from one C library to the next, and numpy'
 not differ anywhere. Errors are below 1e-15 relative to 1, far below what float32 keeps. Used for tables, not in loops.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -6,8 +6,6 @@ name to load; all of them are short and printable, so that messages may show the
 A *check* takes the place of a value, as messages name it, and the value; it returns what the receipt holds, or raises.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """What a replay found, in words and as a JSON object. Pure functions of results."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

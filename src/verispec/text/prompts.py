@@ -4,8 +4,6 @@ A prompt is text, token ids, or a dict in the form of a line of `generate --prom
 `messages`, beside sampling parameters that hold for it alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, fields, replace

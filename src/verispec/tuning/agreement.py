@@ -5,8 +5,6 @@ puts its own into a scratch slot of its own. So the full model's K/V is never ov
 number of views.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple

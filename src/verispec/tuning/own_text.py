@@ -6,8 +6,6 @@ all slots and table rows are its own to lay out. Bits decide which tokens agree,
 backend has a family: the same menu comes out on every run.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

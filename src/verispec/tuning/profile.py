@@ -4,8 +4,6 @@ A clock's noise is divided by the number of layers, and passes with and without 
 changes its speed meanwhile changes it for all of them.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple

@@ -4,8 +4,6 @@ Knows no model: a set is scored by a function that gives its agreement, and cost
 depends on time or on chance, so the same scores and the same profile give the same sets.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
