@@ -55,6 +55,10 @@ static inline WideFloat wide_bf16(const uint16_t* p) {
   return (WideFloat)(__builtin_convertvector(load_as<WideHalf>(p), WideWord) << 16);
 }
 static inline WideInt to_ints(WideFloat x) { return __builtin_convertvector(x, WideInt); }  // towards zero
+static inline WideInt magnitude(WideInt x) {
+  const WideWord sign = (WideWord)(x >> 31);
+  return (WideInt)(((WideWord)x ^ sign) - sign);
+}
 static inline WideFloat power(WideInt exponent) { return (WideFloat)((WideWord)exponent << 23); }  // as it is stored
 static inline bool any(WideInt mask) {
 #if defined(__AVX512F__)
@@ -169,7 +173,8 @@ static inline void step(const uint16_t* w, int64_t stride, const float* const* x
     for (int r = 0; r < R; ++r) std::memcpy(largest[r] + lane, &found[r], kShorts);
   }
   for (int piece = 0; piece < kPieces; ++piece) {
-    WideInt top[R], total[R], odd[R];
+    WideInt top[R], odd[R];
+    WideWord total[R];  // may overflow where it is odd
     WideFloat scale[R];
     for (int r = 0; r < R; ++r) {
       const WideInt of_products = __builtin_convertvector(load_as<WideShort>(largest[r] + piece * kWide), WideInt);
@@ -178,19 +183,18 @@ static inline void step(const uint16_t* w, int64_t stride, const float* const* x
       // Not above the row's own exponents: weights are zeros or subnormal, and their stored exponents are not theirs.
       odd[r] = (top[r] < kLeast) | (top[r] > kMost) | (of_products <= int32_t(tops[r]));
       scale[r] = power(kFractionBits + 254 + 127 - top[r]);
-      total[r] = WideInt{};
+      total[r] = WideWord{};
     }
     for (int k = 0; k < kStep; ++k) {
       const WideFloat weights = wide_bf16(w + k * stride + piece * kWide);
-      for (int r = 0; r < R; ++r) total[r] += to_ints((weights * x[r][k]) * scale[r]);
+      for (int r = 0; r < R; ++r) total[r] += (WideWord)to_ints((weights * x[r][k]) * scale[r]);
     }
     for (int r = 0; r < R; ++r) {
-      odd[r] |= (WideInt)((WideWord)total[r] ^ ((WideWord)total[r] << 1)) < 0;  // too large to add one more term
-      const WideInt whole = total[r] + to_ints(sums[r][piece] * scale[r]);
+      odd[r] |= (WideInt)(total[r] ^ (total[r] << 1)) < 0;  // too large to add one more term
+      const WideInt whole = (WideInt)(total[r] + (WideWord)to_ints(sums[r][piece] * scale[r]));
       const WideFloat nearest = __builtin_convertvector(whole, WideFloat);
-      const WideInt back = to_ints(nearest);
-      const WideInt is_above = (whole < 0 ? -back : back) > (whole < 0 ? -whole : whole);
-      const WideFloat towards_zero = (WideFloat)((WideInt)nearest + is_above);  // -1 where it is
+      const WideInt is_above = magnitude(to_ints(nearest)) > magnitude(whole);
+      const WideFloat towards_zero = (WideFloat)((WideWord)nearest + (WideWord)is_above);  // -1 where it is
       WideFloat found = towards_zero * power(top[r] - 254 - kFractionBits + 127);
       if (any(odd[r]))
         for (int l = 0; l < kWide; ++l)
