@@ -23,7 +23,7 @@ from drafting import Run, Stage, median, read_tasks, spread
 
 from verispec import LLM, SamplingParams
 from verispec.backends.blas import cpu_name
-from verispec.backends.protocol import FULL_VIEW, Backend, NoisyTopKResult, Pass, ReadyTicket, Ticket, TopKWanted
+from verispec.backends.protocol import FULL_VIEW, Backend, NoisyTopK, Pass, ReadyTicket, Ticket, TopKWanted
 from verispec.spec.drafter import Drafter, Refusal
 from verispec.spec.model_drafter import ModelDrafterConfig
 from verispec.spec.registry import DRAFTERS, DraftSetup
@@ -81,7 +81,7 @@ class OneHot:
             wanted = replace(pass_.wanted, noisy_top_k=None, top_k=TopKWanted(asked.rows, asked.k))
             result = self.backend.submit(replace(pass_, wanted=wanted)).result()
             assert result.top_k is not None
-            ranked = NoisyTopKResult(*result.top_k, result.top_k.values)
+            ranked = NoisyTopK(*result.top_k, result.top_k.values)
             return ReadyTicket(replace(result, top_k=None, noisy_top_k=ranked))
         return self.backend.submit(pass_)
 

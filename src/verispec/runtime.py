@@ -205,7 +205,7 @@ class Runtime:
         """What a menu of skip sets is kept under. Reads the model's files, once."""
         joined = "\n".join(f"{f.name} {f.sha256}" for f in self.identity.files)
         model = hashlib.sha256(joined.encode()).hexdigest()
-        return MenuKey.of(model, self._backend.fingerprint(), self._backend.device())
+        return MenuKey(model, self._backend.fingerprint(), self._backend.device())
 
     @property
     def drafter_names(self) -> tuple[str, ...]:

@@ -16,9 +16,8 @@ from tests.support.passes import NO_UPDATE, RowsBuilder, Tape, bind, joined, run
 from tests.support.tiny_models import TinyConfig, make_tensors
 from verispec.backends.audit import audit
 from verispec.backends.native_backend import NativeBackend
-from verispec.backends.native_model import StoredModel
-from verispec.backends.numpy_backend import LoadedModel, NumpyBackend
-from verispec.backends.options import HopperOptions, NativeOptions, NumpyOptions
+from verispec.backends.numpy_backend import NumpyBackend
+from verispec.backends.options import HopperOptions, LoadedModel, NativeOptions, NumpyOptions
 from verispec.backends.protocol import (
     Backend,
     DistributionWanted,
@@ -53,7 +52,7 @@ def numpy_backend(family: str, **changes: object) -> NumpyBackend:
 
 def native_backend(family: str, *, isa: str = "", kv_dtype: str = "float16", **changes: object) -> NativeBackend:
     configs = [TinyConfig(family=family, seed=seed, context_len=256, **changes) for seed in (1, 2)]  # type: ignore[arg-type]
-    models = [StoredModel(c.architecture, make_tensors(c).__getitem__) for c in configs]
+    models = [LoadedModel(c.architecture, make_tensors(c).__getitem__) for c in configs]
     return NativeBackend(
         models, NativeOptions(num_slots=NUM_SLOTS, num_seq_rows=8, max_tail=32, isa=isa, kv_dtype=kv_dtype)
     )
@@ -61,7 +60,7 @@ def native_backend(family: str, *, isa: str = "", kv_dtype: str = "float16", **c
 
 def hopper_backend(family: str) -> NativeBackend:
     configs = [TinyConfig(family=family, seed=seed, context_len=256) for seed in (1, 2)]
-    models = [StoredModel(c.architecture, make_tensors(c).__getitem__) for c in configs]
+    models = [LoadedModel(c.architecture, make_tensors(c).__getitem__) for c in configs]
     return NativeBackend(models, HopperOptions(num_slots=NUM_SLOTS, num_seq_rows=8, max_tail=32))
 
 

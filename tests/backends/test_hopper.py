@@ -22,7 +22,7 @@ from verispec.backends import native_library as native
 from verispec.backends.cuda import bits, tiny
 from verispec.backends.cuda.bit_model import Context, attention
 from verispec.backends.cuda.shapes import num_parts
-from verispec.backends.native_pack import pack
+from verispec.backends.native_model import pack
 from verispec.config import EngineConfig
 from verispec.engine import Engine, Request
 from verispec.errors import DeterminismError, InputError
@@ -58,9 +58,9 @@ def values(rng: np.random.Generator, kind: str, shape: tuple[int, ...]) -> np.nd
 def product(x: np.ndarray, w: np.ndarray, isa: str = "", threads: int = 1) -> np.ndarray:
     kernels = native.Kernels(threads, isa)
     packed = pack(StoredTensor("BF16", bits.bf16_bits(w).view(np.uint8)), kernels)
-    matrix = native.Matrix(packed.format, packed.num_out, packed.num_in, native.address(packed.data))
+    matrix = native.Matrix(**{name: getattr(packed, name) for name, _ in native.Matrix._fields_})
     y = np.full((len(x), len(w)), 7, np.float32)
-    kernels.call("vs_linear", HOPPER, ctypes.byref(matrix), np.ascontiguousarray(x), len(x), y)
+    kernels.call("vs_linear", HOPPER, matrix, np.ascontiguousarray(x), len(x), y)
     return y
 
 
@@ -143,17 +143,15 @@ def test_attention_is_that_of_the_numpy_model(
         "prefix_lens": np.array(lens, np.int32) - tail_lens, "tails": tails, "tail_lens": tail_lens, "table": table,
     }  # fmt: skip
     rows = native.RowArrays(num_rows=len(lens), tail_width=3, table_width=num_slots,
-                            **{name: native.address(column) for name, column in columns.items()})  # fmt: skip
+                            **columns)  # fmt: skip
     layer = native.Layer(query_scalar=d, window=window)
     model = native.Model(
         arithmetic=HOPPER, num_layers=1, hidden=16, num_heads=kv_heads * group, num_kv_heads=kv_heads, head_dim=d,
         mlp=16, vocab=16, layers=ctypes.pointer(layer),
     )  # fmt: skip
-    store = native.Store(native.address(stores[0]), native.address(stores[1]), num_slots)
+    store = native.Store(k=stores[0], v=stores[1], slots_per_layer=num_slots)
     found = np.empty((len(lens), kv_heads * group, d), np.float32)
-    native.Kernels(1 + seed % 2, isa).call(
-        "vs_attend", ctypes.byref(model), ctypes.byref(rows), ctypes.byref(store), 0, np.ascontiguousarray(q), found
-    )
+    native.Kernels(1 + seed % 2, isa).call("vs_attend", model, rows, store, 0, np.ascontiguousarray(q), found)
     context = Context(table.astype(np.int64), np.array(lens))
     with np.errstate(all="ignore"):
         assert_same_bits(found, attention(q, k, v, context, window=window or 1 << 30))

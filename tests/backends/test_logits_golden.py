@@ -16,8 +16,8 @@ import pytest
 from tests.goldens.make_logit_goldens import CASES, FOLDER, positions, weights
 from tests.support.passes import Tape
 from tests.support.tiny_models import TinyConfig, hf_name, permute_rows, write_gguf, write_safetensors
-from verispec.backends.numpy_backend import LoadedModel, NumpyBackend
-from verispec.backends.options import NumpyOptions
+from verispec.backends.numpy_backend import NumpyBackend
+from verispec.backends.options import LoadedModel, NumpyOptions
 from verispec.model import open_checkpoint
 from verispec.model.architecture import Architecture, FrequencyFactors, Llama3Scaling, expected_tensors
 

@@ -11,7 +11,7 @@ from tests.support.native import ISAS, on
 from tests.support.tiny_llm import loaded, write_model
 from verispec.backends import calibration, native_answers
 from verispec.backends import native_library as native
-from verispec.backends.native_pack import LAYOUTS
+from verispec.backends.native_model import LAYOUTS
 from verispec.backends.options import NativeOptions
 from verispec.errors import DeterminismError
 from verispec.types import SamplingParams

@@ -16,8 +16,7 @@ import pytest
 from tests.support.native import ISAS, on
 from verispec.backends import native_answers
 from verispec.backends.native_backend import NativeBackend
-from verispec.backends.native_model import StoredModel
-from verispec.backends.options import NativeOptions
+from verispec.backends.options import LoadedModel, NativeOptions
 from verispec.config import EngineConfig
 from verispec.engine import Engine, Request
 from verispec.model import hub, open_checkpoint
@@ -47,7 +46,7 @@ def digests(path: Path, *, isa: str, threads: int, kv_dtype: str, is_quick: bool
     """The digest of every prompt with every set of parameters, all as one batch; each of them once, if quick."""
     with open_checkpoint(path) as checkpoint:
         tokenizer = load_tokenizer(checkpoint.tokenizer_source)
-        model = StoredModel(checkpoint.architecture, checkpoint.tensor, checkpoint.stored)
+        model = LoadedModel(checkpoint.architecture, checkpoint.tensor, checkpoint.stored)
         backend = NativeBackend(
             [model], NativeOptions(num_slots=1024, num_seq_rows=32, isa=isa, threads=threads, kv_dtype=kv_dtype)
         )

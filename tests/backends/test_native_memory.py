@@ -14,8 +14,7 @@ import pytest
 from tests.support.native import ROOT
 from tests.support.tiny_models import TinyConfig
 from verispec.backends.native_backend import NativeBackend
-from verispec.backends.native_model import StoredModel
-from verispec.backends.options import NativeOptions
+from verispec.backends.options import LoadedModel, NativeOptions
 from verispec.model.architecture import expected_tensors
 from verispec.model.blocks import FORMATS, StoredTensor
 from verispec.model.model_files import MappedFile
@@ -52,7 +51,7 @@ def load(path: Path) -> dict[str, int]:
         return np.zeros(shapes[name], np.float32)
 
     before = resident_kb("VmRSS")
-    model = StoredModel(CONFIG.architecture, read, stored)  # type: ignore[arg-type]
+    model = LoadedModel(CONFIG.architecture, read, stored)  # type: ignore[arg-type]
     backend = NativeBackend([model], NativeOptions(num_slots=64, num_seq_rows=2, threads=2))
     file.close()
     found = {"peak": resident_kb("VmHWM") - before, "stays": resident_kb("VmRSS") - before}

@@ -11,8 +11,8 @@ from tests.support.passes import NO_UPDATE, RowsBuilder, Tape, bind, run, run_lo
 from tests.support.tiny_models import TinyConfig, make_tensors
 from verispec.backends import numpy_attention
 from verispec.backends.audit import audit
-from verispec.backends.numpy_backend import LoadedModel, NumpyBackend
-from verispec.backends.options import NumpyOptions
+from verispec.backends.numpy_backend import NumpyBackend
+from verispec.backends.options import LoadedModel, NumpyOptions
 from verispec.backends.protocol import DrawWanted, View, Wanted
 from verispec.errors import InputError
 from verispec.sampling.draw import NO_TOKEN

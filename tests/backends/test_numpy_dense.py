@@ -52,7 +52,7 @@ def test_the_number_of_blas_threads_is_put_back() -> None:
     if before is None:
         pytest.skip("numpy's BLAS here is not OpenBLAS")
     blas._call("openblas_set_num_threads", None, 2)
-    with blas.single_threaded_blas():
+    with blas.single_threaded_blas:
         assert threads() == 1
     assert threads() == 2
     blas._call("openblas_set_num_threads", None, int(str(before)))

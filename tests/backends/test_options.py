@@ -8,9 +8,8 @@ import pytest
 
 from tests.support.tiny_models import TinyConfig, make_tensors
 from verispec.backends.native_backend import NativeBackend
-from verispec.backends.native_model import StoredModel
-from verispec.backends.numpy_backend import LoadedModel, NumpyBackend
-from verispec.backends.options import NativeOptions, NumpyOptions
+from verispec.backends.numpy_backend import NumpyBackend
+from verispec.backends.options import LoadedModel, NativeOptions, NumpyOptions
 from verispec.backends.select import OPTIONS
 from verispec.errors import InputError, UnsupportedModelError
 from verispec.model.architecture import Experts, expected_tensors
@@ -40,7 +39,7 @@ def test_the_fingerprint_names_the_arithmetic_and_no_backend() -> None:
     config = TinyConfig()
     numpy = NumpyBackend([LoadedModel(config.architecture, make_tensors(config).__getitem__)], NumpyOptions(**SIZES))
     native = NativeBackend(
-        [StoredModel(config.architecture, make_tensors(config).__getitem__)], NativeOptions(**SIZES, kv_dtype="float32")
+        [LoadedModel(config.architecture, make_tensors(config).__getitem__)], NativeOptions(**SIZES, kv_dtype="float32")
     )
     for backend in (numpy, native):
         assert backend.fingerprint()["arithmetic"] in backend.arithmetics

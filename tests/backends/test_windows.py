@@ -10,9 +10,8 @@ import pytest
 from tests.support.passes import Tape
 from tests.support.tiny_models import TinyConfig, make_tensors
 from verispec.backends.native_backend import NativeBackend
-from verispec.backends.native_model import StoredModel
-from verispec.backends.numpy_backend import LoadedModel, NumpyBackend
-from verispec.backends.options import NativeOptions, NumpyOptions
+from verispec.backends.numpy_backend import NumpyBackend
+from verispec.backends.options import LoadedModel, NativeOptions, NumpyOptions
 from verispec.backends.protocol import Backend
 
 WINDOW, NUM_LAYERS = 30, 2
@@ -27,7 +26,7 @@ def numpy_backend(config: TinyConfig) -> Backend:
 
 
 def native_backend(config: TinyConfig) -> Backend:
-    model = StoredModel(config.architecture, make_tensors(config).__getitem__)
+    model = LoadedModel(config.architecture, make_tensors(config).__getitem__)
     return NativeBackend([model], NativeOptions(num_slots=700, num_seq_rows=4, kv_dtype="float32"))
 
 

@@ -33,8 +33,8 @@ from tests.support.faulty_backends import AgreeingFastPasses, AtPositions, AtRat
 from tests.support.scale import scaled, thinned
 from tests.support.tiny_models import TinyConfig, make_tensors
 from verispec.backends.audit import audit
-from verispec.backends.numpy_backend import LoadedModel, NumpyBackend
-from verispec.backends.options import NumpyOptions
+from verispec.backends.numpy_backend import NumpyBackend
+from verispec.backends.options import LoadedModel, NumpyOptions
 from verispec.backends.protocol import Backend, Pass, PassKind, PassResult, Ticket
 from verispec.config import EngineConfig
 from verispec.engine import Engine, Request

@@ -245,6 +245,11 @@ def test_without_a_family_nothing_joins() -> None:
     assert not policy(NOTHING, (), row_budget=16).joins(2, 3)
 
 
+def test_more_rows_than_the_budget_are_called_the_policys_fault() -> None:
+    with pytest.raises(AssertionError, match="17 rows in a canonical pass: the policy went over its budget, 16"):
+        policy(NOTHING, (4, 16), row_budget=16).canonical_shape(17)
+
+
 def test_costs_need_not_grow_with_rows() -> None:
     """8 rows are cheaper than 4: that is the shape of few rows too, and drafts fill it."""
     costs = cost(m4=2.0, m8=1.0, m16=3.0)

@@ -16,8 +16,8 @@ from tests.support.passes import Tape
 from tests.support.sampling_rows import History, SamplingRowsBuilder
 from tests.support.skipping import skip_setup
 from verispec.backends.audit import audit
-from verispec.backends.numpy_backend import LoadedModel, NumpyBackend
-from verispec.backends.options import NumpyOptions
+from verispec.backends.numpy_backend import NumpyBackend
+from verispec.backends.options import LoadedModel, NumpyOptions
 from verispec.engine import Engine, Request
 from verispec.model import open_checkpoint
 from verispec.model.architecture import Architecture, Llama3Scaling, inverse_frequencies

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from verispec.spec.draft_exit import DraftExit
+from verispec.spec.model_drafter import DraftExit
 
 MOST = 12
 # (matched, drafted) of each round, then AR and gamma as the published rule gives them, worked out by hand:

@@ -11,9 +11,8 @@ from tests.support.tiny_llm import CONFIG, loaded, write_model
 from tests.support.tiny_models import TinyConfig, make_tensors
 from verispec import SamplingParams
 from verispec.backends.native_backend import NativeBackend
-from verispec.backends.native_model import StoredModel
-from verispec.backends.numpy_backend import LoadedModel, NumpyBackend
-from verispec.backends.options import NativeOptions, NumpyOptions
+from verispec.backends.numpy_backend import NumpyBackend
+from verispec.backends.options import LoadedModel, NativeOptions, NumpyOptions
 
 FOUR_LAYERS = replace(CONFIG, num_layers=4)
 
@@ -22,7 +21,7 @@ def test_the_context_is_the_targets() -> None:
     configs = TinyConfig(context_len=96), TinyConfig(context_len=32, seed=2)
     tensors = [make_tensors(c) for c in configs]
     numpy_models = [LoadedModel(c.architecture, t.__getitem__) for c, t in zip(configs, tensors, strict=True)]
-    native_models = [StoredModel(c.architecture, t.__getitem__) for c, t in zip(configs, tensors, strict=True)]
+    native_models = [LoadedModel(c.architecture, t.__getitem__) for c, t in zip(configs, tensors, strict=True)]
     alone, pair = (
         NumpyBackend(models, NumpyOptions(num_slots=64, num_seq_rows=2)) for models in (numpy_models[:1], numpy_models)
     )

@@ -11,7 +11,7 @@ import numpy as np
 
 from verispec.backends.audit import CANDIDATE_SHAPES, KernelProbe
 from verispec.backends.checks import check_pass
-from verispec.backends.outputs import Outputs
+from verispec.backends.outputs import HostLogits, collect
 from verispec.backends.protocol import PADDING_SEQ_ROW, BackendLimits, Pass, PassKind, PassResult, ReadyTicket
 from verispec.backends.resident import Resident
 from verispec.backends.rounds import run_rounds
@@ -66,7 +66,6 @@ class FakeBackend:
         self.kv[:] = mix(np.arange(num_slots + NUM_RESERVED) + 999)  # rubbish that nobody may read
         self._places = np.arange(context_len + max_tail, dtype=np.uint64) * np.uint64(GOLDEN)
         self.resident = Resident(self.limits)
-        self.outputs = Outputs(np)
         self.sabotage = sabotage
         self.nan_token = nan_token
         self.passes: list[Pass] = []
@@ -94,7 +93,7 @@ class FakeBackend:
         if self.nan_token is not None:
             logits[pass_.rows.token_ids[wanted] == self.nan_token] = np.nan
         with np.errstate(invalid="ignore"):  # NaN is a value here, as on a real device
-            return self.outputs.collect(pass_, self.resident, wanted, logits)
+            return collect(pass_, self.resident, wanted, HostLogits(logits))
 
     def _write(self, pass_: Pass) -> np.ndarray:
         """Compute every row's hash in position order, so that rows see the rows before them, and store it."""

@@ -10,8 +10,7 @@ from pathlib import Path
 from verispec.backends import native_answers
 from verispec.backends import native_library as native
 from verispec.backends.native_backend import NativeBackend
-from verispec.backends.native_model import StoredModel
-from verispec.backends.options import NativeOptions
+from verispec.backends.options import LoadedModel, NativeOptions
 from verispec.errors import InputError
 from verispec.model import open_checkpoint
 
@@ -34,14 +33,14 @@ ISAS = available()
 
 def smollm2_backend(path: Path, isa: str = "", threads: int = 2) -> NativeBackend:
     with open_checkpoint(path) as checkpoint:
-        model = StoredModel(checkpoint.architecture, checkpoint.tensor, checkpoint.stored)
+        model = LoadedModel(checkpoint.architecture, checkpoint.tensor, checkpoint.stored)
         return NativeBackend([model], NativeOptions(num_slots=512, num_seq_rows=8, isa=isa, threads=threads))
 
 
 def on(isa: str, threads: int) -> native_answers.MakeBackend:
     """Backends for the known-answer test."""
 
-    def make(model: StoredModel, options: NativeOptions) -> NativeBackend:
+    def make(model: LoadedModel, options: NativeOptions) -> NativeBackend:
         return NativeBackend([model], replace(options, isa=isa, threads=threads))
 
     return make

@@ -2,7 +2,7 @@
 
 Logits depend on a row's token alone, so that passes of any kind and shape agree. The draft model answers in the second
 store and under any view. Its noise is the library's; by default draws are made for all rows at once, which is many
-times faster than `Outputs` for a handful of tokens and knows no filters; `is_plain=False` leaves them to `Outputs`.
+times faster than `collect` for a handful of tokens and knows no filters; `is_plain=False` leaves them to `collect`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from tests.support.toy_trees import Markov
 from verispec.backends.audit import CANDIDATE_SHAPES, KernelProbe
 from verispec.backends.checks import check_pass
-from verispec.backends.outputs import Outputs
+from verispec.backends.outputs import HostLogits, collect
 from verispec.backends.protocol import (
     FULL_VIEW,
     BackendLimits,
     DrawResult,
-    NoisyTopKResult,
+    NoisyTopK,
     Pass,
     PassResult,
     ReadyTicket,
@@ -50,7 +50,7 @@ class ToyBackend:
         self.passes: list[Pass] = []
         self.logits = [_logits(chains.q), _logits(chains.p)]
         self._told = None if told is None else _logits(told)
-        self._outputs = _PlainOutputs() if is_plain else Outputs(np)
+        self._collect = _PlainOutputs().collect if is_plain else _shared
 
     def bind(self, seq_row: int, sampler: Sampler) -> None:
         self.resident.bind(seq_row, sampler)
@@ -68,9 +68,9 @@ class ToyBackend:
         is_draft = pass_.store != TARGET_STORE or pass_.view != FULL_VIEW
         wanted = pass_.wanted.head_rows()
         tokens = pass_.rows.token_ids[wanted]
-        result = self._outputs.collect(pass_, self.resident, wanted, self.logits[is_draft][tokens])
+        result = self._collect(pass_, self.resident, wanted, self.logits[is_draft][tokens])
         if is_draft and self._told is not None and pass_.wanted.distribution is not None:
-            told = self._outputs.collect(pass_, self.resident, wanted, self._told[tokens])
+            told = self._collect(pass_, self.resident, wanted, self._told[tokens])
             result = PassResult(result.draw, None, None, result.noisy_top_k, told.distribution)
         return result
 
@@ -118,6 +118,10 @@ def _log_softmax(logits: Floats) -> Floats:
     return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
 
 
+def _shared(pass_: Pass, resident: Resident, head_rows: NDArray[np.int32], logits: Floats) -> PassResult:
+    return collect(pass_, resident, head_rows, HostLogits(logits))
+
+
 class _PlainOutputs:
     """Temperature above 0 and nothing else; all rows at once."""
 
@@ -142,7 +146,7 @@ class _PlainOutputs:
             values = log_p + self._gumbel(sampling, log_p)
             ids = np.argsort(-values, axis=-1, kind="stable")[:, :k]
             chosen = [np.take_along_axis(a, ids, axis=-1) for a in (values, log_p)]
-            noisy = NoisyTopKResult(np.where(chosen[1] > NEVER / 2, ids, -1), chosen[0], chosen[1])
+            noisy = NoisyTopK(np.where(chosen[1] > NEVER / 2, ids, -1), chosen[0], chosen[1])
         if wanted.distribution is not None:
             raw = at(wanted.distribution.rows)
             sampling = resident.sampling(pass_.rows, wanted.distribution.rows)

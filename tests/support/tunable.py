@@ -9,8 +9,8 @@ import numpy as np
 from tests.support.faulty_backends import WrappedBackend
 from tests.support.tiny_models import TinyConfig, make_tensors
 from verispec.backends.cost import CostTable
-from verispec.backends.numpy_backend import LoadedModel, NumpyBackend
-from verispec.backends.options import NumpyOptions
+from verispec.backends.numpy_backend import NumpyBackend
+from verispec.backends.options import LoadedModel, NumpyOptions
 from verispec.backends.protocol import Backend, Pass, Ticket, View
 from verispec.spec.skip_menu import MenuKey, SkipProfile
 from verispec.tuning import Subject
@@ -18,7 +18,7 @@ from verispec.tuning import Subject
 NUM_LAYERS = 6
 CONFIG = TinyConfig(num_layers=NUM_LAYERS, hidden_size=32, num_heads=2, num_kv_heads=1, mlp_size=48, context_len=128)
 FAMILY = (16,)
-KEY = MenuKey.of("a model", {"kernels": "1"}, {"cpu": "2"})
+KEY = MenuKey("a model", {"kernels": "1"}, {"cpu": "2"})
 # Seconds of the parts of a pass; rows and context tokens count as well.
 FIXED, HEAD, ATTENTION, MLP = 0.5, 0.25, 0.1, 0.2
 

@@ -13,9 +13,8 @@ from tests.support.tiny_models import TinyConfig, make_tensors
 from verispec.backends.audit import audit
 from verispec.backends.cost import FLAT_COST, CostTable
 from verispec.backends.native_backend import NativeBackend
-from verispec.backends.native_model import StoredModel
-from verispec.backends.numpy_backend import LoadedModel, NumpyBackend
-from verispec.backends.options import NativeOptions, NumpyOptions
+from verispec.backends.numpy_backend import NumpyBackend
+from verispec.backends.options import LoadedModel, NativeOptions, NumpyOptions
 from verispec.backends.protocol import Backend
 from verispec.config import EngineConfig
 from verispec.engine import Engine, Request
@@ -106,7 +105,7 @@ def numpy_world(family: str, draft: Second = Second.NONE) -> World:
 
 
 def native_world(family: str, draft: Second = Second.NONE) -> World:
-    stored = [StoredModel(config.architecture, tensors.__getitem__) for config, tensors in models(family, draft)]
+    stored = [LoadedModel(config.architecture, tensors.__getitem__) for config, tensors in models(family, draft)]
     backend = NativeBackend(stored, NativeOptions(num_slots=NUM_SLOTS, num_seq_rows=32, threads=1))
     return World(backend, (1, 2, 3, 4, 6, 8, 12, 16, 32, 64))
 

@@ -37,10 +37,10 @@ def test_a_menu_comes_back_as_it_was(tmp_path: Path, menu: SkipMenu) -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        MenuKey.of("another model", dict(KEY.fingerprint), dict(KEY.device)),
-        MenuKey.of(KEY.model, {"kernels": "2"}, dict(KEY.device)),
-        MenuKey.of(KEY.model, dict(KEY.fingerprint), {"cpu": "another"}),
-        MenuKey.of(KEY.model, dict(KEY.fingerprint), {}),
+        MenuKey("another model", dict(KEY.fingerprint), dict(KEY.device)),
+        MenuKey(KEY.model, {"kernels": "2"}, dict(KEY.device)),
+        MenuKey(KEY.model, dict(KEY.fingerprint), {"cpu": "another"}),
+        MenuKey(KEY.model, dict(KEY.fingerprint), {}),
     ],
 )
 def test_a_menu_is_for_one_model_fingerprint_and_device(tmp_path: Path, other: MenuKey) -> None:

@@ -79,7 +79,6 @@ class Audit:
 def audit(
     probes: Sequence[KernelProbe], *, shapes: Sequence[int] = CANDIDATE_SHAPES, progress: Progress = no_progress
 ) -> Audit:
-    """Measure every probe at every shape."""
     outcomes = []
     for i, probe in enumerate(probes):
         progress(f"auditing {probe.name}", i / len(probes))

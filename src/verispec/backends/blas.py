@@ -7,7 +7,7 @@ import os
 import platform
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ContextDecorator
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -31,15 +31,18 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-class _BlasThreads:
-    """The process's BLAS thread count, set to one while anybody needs that: first in sets it, last out puts it back."""
+class _SingleThreadedBlas(ContextDecorator):
+    """One thread per product, as far as the BLAS can be told: verispec shares out products itself.
+
+    The count is the process's: whoever is first in sets it to one, the last one out puts it back.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._users = 0
         self._before = 1
 
-    def enter(self) -> None:
+    def __enter__(self) -> None:
         with self._lock:
             if self._users == 0:
                 self._before = int(_call("openblas_get_num_threads", ctypes.c_int) or 1)
@@ -47,24 +50,14 @@ class _BlasThreads:
                     _call("openblas_set_num_threads", None, 1)
             self._users += 1
 
-    def leave(self) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._lock:
             self._users -= 1
             if self._users == 0 and self._before != 1:
                 _call("openblas_set_num_threads", None, self._before)
 
 
-_threads = _BlasThreads()
-
-
-@contextmanager
-def single_threaded_blas() -> Iterator[None]:
-    """One thread per product, as far as the BLAS can be told: verispec shares out products itself."""
-    _threads.enter()
-    try:
-        yield
-    finally:
-        _threads.leave()
+single_threaded_blas = _SingleThreadedBlas()
 
 
 def cpu_name() -> str:

@@ -10,14 +10,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from verispec.backends import kept
 from verispec.backends.audit import Audit, ProbeOutcome, Progress, audit, common_families, no_progress
 from verispec.backends.cost import BUDGET_SECONDS, CostTable, measure_cost
 from verispec.backends.protocol import Backend
@@ -26,7 +25,6 @@ from verispec.kv import DRAFT_STORE, TARGET_STORE
 Items = tuple[tuple[str, str], ...]
 _TIMED = frozenset((1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128))  # others are interpolated or extrapolated
 _MIN_OBSERVED = 64  # passes: fewer teach a table too little to be worth a file
-_COST_FIELDS = ("shapes", "base", "per_context_token")
 FORMAT = 5  # raised when the audit or the file changes meaning
 
 
@@ -63,7 +61,6 @@ class Calibration:
 
     @property
     def family(self) -> tuple[int, ...]:
-        """The canonical shapes."""
         return self.profile.family
 
     @property
@@ -126,13 +123,13 @@ def _measured(
 ) -> _Record:
     """What is known of one store's model, measured where it is not. A draft model's bits are hints: no audit."""
     fingerprint, device = _ordered(backend.fingerprint(store)), _ordered(backend.device())
-    path = _path(cache_dir, fingerprint, device, kind="audit" if store == TARGET_STORE else "draft")
+    # The profile depends on the fingerprint alone, but costs are the device's.
+    name = kept.file_name("audit" if store == TARGET_STORE else "draft", FORMAT, fingerprint, device)
+    path = None if cache_dir is None else cache_dir / name
     record = None if fresh else _read(path, fingerprint, backend.shapes)
     if record is None:
-        budget = BUDGET_SECONDS / (1 + store)
-        cost = measure_cost(
-            backend, _timed(backend.shapes), store=store, budget_seconds=budget, progress=progress
-        )  # fmt: skip
+        shapes, budget = _timed(backend.shapes), BUDGET_SECONDS / (1 + store)
+        cost = measure_cost(backend, shapes, store=store, budget_seconds=budget, progress=progress)
         record = _Record(path, fingerprint, None, cost, is_new=True)
     if audits and record.audit is None:
         found = audit(backend.probes(), shapes=backend.shapes, progress=progress)
@@ -157,12 +154,6 @@ def _timed(shapes: Sequence[int]) -> tuple[int, ...]:
     return tuple(m for m in shapes if m in _TIMED)
 
 
-def _path(cache_dir: Path | None, fingerprint: Items, device: Items, *, kind: str = "audit") -> Path | None:
-    """The profile depends on the fingerprint alone, but costs are the device's."""
-    key = hashlib.sha256(json.dumps([FORMAT, fingerprint, device]).encode()).hexdigest()[:32]
-    return None if cache_dir is None else cache_dir / f"{kind}-{key}.json"
-
-
 @dataclass(frozen=True, slots=True)
 class _Record:
     """One file: what was measured of a model, and where that is kept. Without `audit` the known answers had to do."""
@@ -181,36 +172,25 @@ class _Record:
             "format": FORMAT,
             "fingerprint": dict(self.fingerprint),
             "outcomes": None if self.audit is None else [o._asdict() for o in self.audit.outcomes],
-            "cost": {name: getattr(self.cost, name) for name in _COST_FIELDS},
+            "cost": self.cost.to_data(),
         }
-        partial = self.path.with_suffix(f".{os.getpid()}.partial")
         with contextlib.suppress(OSError):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                partial.write_text(json.dumps(data), encoding="utf-8")
-                partial.replace(self.path)
-            finally:
-                partial.unlink(missing_ok=True)
+            kept.write(self.path, data)
 
 
 def _read(path: Path | None, fingerprint: Items, shapes: Sequence[int]) -> _Record | None:
     if path is None:
         return None
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = kept.read(path)
         if data["format"] != FORMAT or data["fingerprint"] != dict(fingerprint):
             return None
         outcomes = None if data["outcomes"] is None else tuple(map(_outcome, data["outcomes"]))
-        cost = CostTable(*(tuple(data["cost"][name]) for name in _COST_FIELDS), learns=True)
+        cost = CostTable.from_data(data["cost"], learns=True)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    seconds = (*cost.base, *cost.per_context_token)
-    is_sound = (
-        all({*chain(*o.classes), *o.impure} == set(shapes) for o in outcomes or ())
-        and cost.shapes == _timed(shapes)
-        and len(seconds) == 2 * len(cost.shapes)
-        and all(isinstance(s, float) and 0 <= s < math.inf for s in seconds)
-    )
+    measured = all({*chain(*o.classes), *o.impure} == set(shapes) for o in outcomes or ())
+    is_sound = measured and cost.shapes == _timed(shapes)
     found = None if outcomes is None else Audit(outcomes, common_families(outcomes))
     return _Record(path, fingerprint, found, cost) if is_sound else None
 

@@ -17,21 +17,22 @@ def check_pass(pass_: Pass, limits: BackendLimits) -> None:
         raise InputError("a pass needs at least one row")
     if not 0 <= pass_.store < limits.num_stores:
         raise InputError(f"store {pass_.store} does not exist; there are {limits.num_stores}")
-    for name, width in (
-        ("positions", 1), ("slots", 1), ("seq_rows", 1), ("prefix_lens", 1), ("tail_lens", 1), ("tails", 2),
-    ):  # fmt: skip
+    max_tail = rows.tails.shape[-1]
+    if max_tail > limits.max_tail:
+        raise InputError(f"tails of {max_tail} slots exceed the maximum depth {limits.max_tail}")
+    for name, low, high in (
+        ("token_ids", FROM_DRAFT, limits.vocab_size),
+        ("positions", 0, limits.context_len),
+        ("slots", ZERO_SLOT + 1, total_slots),
+        ("seq_rows", 0, limits.num_seq_rows + 1),
+        ("prefix_lens", 0, limits.context_len + 1),
+        ("tails", 0, total_slots),
+        ("tail_lens", 0, max_tail + 1),
+    ):
         array = getattr(rows, name)
-        if array.ndim != width or len(array) != num_rows:
+        if array.shape[:1] != (num_rows,) or array.ndim != 1 + (name == "tails"):
             raise InputError(f"{name} has shape {array.shape} in a pass of {num_rows} rows")
-    if rows.tails.shape[1] > limits.max_tail:
-        raise InputError(f"tails of {rows.tails.shape[1]} slots exceed the maximum depth {limits.max_tail}")
-    _check_range("token_ids", rows.token_ids, FROM_DRAFT, limits.vocab_size)
-    _check_range("positions", rows.positions, 0, limits.context_len)
-    _check_range("slots", rows.slots, ZERO_SLOT + 1, total_slots)
-    _check_range("seq_rows", rows.seq_rows, 0, limits.num_seq_rows + 1)
-    _check_range("prefix_lens", rows.prefix_lens, 0, limits.context_len + 1)
-    _check_range("tails", rows.tails, 0, total_slots)
-    _check_range("tail_lens", rows.tail_lens, 0, rows.tails.shape[1] + 1)
+        _check_range(name, array, low, high)
     if (rows.prefix_lens + rows.tail_lens != rows.positions + 1).any():
         raise InputError("a row's context must hold every position up to its own")
     update = pass_.table_update

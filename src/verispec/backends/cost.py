@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from verispec.backends.audit import Progress, no_progress
 from verispec.backends.pass_builder import PassBuilder
-from verispec.backends.protocol import (
-    FULL_VIEW,
-    Backend,
-    BackendLimits,
-    Pass,
-    PassKind,
-    View,
-)
+from verispec.backends.protocol import FULL_VIEW, Backend, BackendLimits, Pass, PassKind, View
 from verispec.kv import NUM_RESERVED, TARGET_STORE
 from verispec.sampling.rows import SampleKey, Sampler
 from verispec.types import SamplingParams
@@ -36,6 +30,7 @@ _FIRST_SHORT, _FIRST_LONG, _NEXT_SHORT = (1, 2, 4, 8, 16), (1, 8), (32, 64, 128)
 _FIRST_STEP, _LEAST_STEP, _STEP_DECAY = 0.2, 0.01, 16
 _COMMON = 0.8  # the share of a step that is the machine's speed and moves all shapes; the rest is the shape's own
 _APPLY_EVERY = 16  # observations: looked-up values are kept in between
+_FIELDS = ("shapes", "base", "per_context_token")
 
 
 class CostLine(NamedTuple):
@@ -58,17 +53,30 @@ class CostTable:
     per_context_token: tuple[float, ...]
     learns: bool = field(default=False, kw_only=True)
     num_observed: int = field(default=0, init=False, compare=False)
-    _moves: _Moves = field(default_factory=lambda: _Moves(), init=False, repr=False, compare=False)
+    # Logarithms of the factors that observations ask for, [2, shapes]: of the fixed parts, of those per context token.
+    _moves: Any = field(default=0.0, init=False, repr=False, compare=False)
     _known: dict[int, tuple[float, float]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _near: dict[int, NDArray[np.float64]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _fast_shapes: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def of(cls, shapes: Sequence[int], lines: Sequence[CostLine]) -> CostTable:
-        """From one line per shape."""
         return cls(tuple(shapes), tuple(x.base for x in lines), tuple(x.per_context_token for x in lines))
 
+    @classmethod
+    def from_data(cls, data: Mapping[str, Sequence[float]], *, learns: bool = False) -> CostTable:
+        """What `to_data` gave; ValueError, TypeError or KeyError for anything else."""
+        shapes, base, slope = (tuple(data[name]) for name in _FIELDS)
+        if not shapes or not len(base) == len(slope) == len(shapes):
+            raise ValueError("a cost table has a line for every shape")
+        if not all(isinstance(x, float) and 0 <= x < math.inf for x in (*base, *slope)):
+            raise ValueError("costs are finite numbers of seconds")
+        return cls(tuple(map(int, shapes)), base, slope, learns=learns)
+
+    def to_data(self) -> dict[str, tuple[float, ...]]:
+        return {name: getattr(self, name) for name in _FIELDS}
+
     def seconds(self, num_rows: int, context_tokens: int) -> float:
-        """The predicted time of a pass."""
         found = self._known.get(num_rows)
         if found is None:
             beyond = max(1.0, num_rows / self.shapes[-1])
@@ -99,7 +107,7 @@ class CostTable:
         predicted = self.seconds(shape, context_tokens)
         move = step / 4 if seconds > predicted else -3 * step / 4
         share = self._known[shape][0] / predicted  # of the fixed part
-        self._moves.add(move, shape, share, self.shapes)
+        self._moves += move * (_COMMON + (1 - _COMMON) * np.outer((share, 1 - share), self._weights(shape)))
         self.num_observed += 1
         if self.num_observed % _APPLY_EVERY == 0:
             self._apply()
@@ -115,12 +123,20 @@ class CostTable:
         num_rounds = 1 if pass_.burst is None else 1 + pass_.burst.num_rounds
         return num_rounds * self.seconds(len(pass_.rows), _num_read(pass_))
 
+    def _weights(self, shape: int) -> NDArray[np.float64]:
+        """How much of a shape's own move the measured shapes around it take over. [shapes]"""
+        found = self._near.get(shape)
+        if found is None:
+            indices = np.arange(len(self.shapes))
+            found = np.maximum(0.0, 1 - np.abs(indices - np.interp(shape, self.shapes, indices)))
+            self._near[shape] = found
+        return found
+
     def _apply(self) -> None:
         """Take over what was observed; forget what was looked up."""
-        base, slope = self._moves.factors(len(self.shapes))
-        self.base = tuple(x * f for x, f in zip(self.base, base, strict=True))
-        self.per_context_token = tuple(x * f for x, f in zip(self.per_context_token, slope, strict=True))
-        self._moves = _Moves()
+        base, slope = np.exp(self._moves) * (self.base, self.per_context_token)
+        self.base, self.per_context_token = tuple(base.tolist()), tuple(slope.tolist())
+        self._moves = 0.0
         self._known.clear()
         self._fast_shapes.clear()
 
@@ -128,31 +144,6 @@ class CostTable:
 def _num_read(pass_: Pass) -> int:
     """Context tokens that the rows of a pass attend to."""
     return int(pass_.rows.prefix_lens.sum() + pass_.rows.tail_lens.sum())
-
-
-@dataclass(slots=True)
-class _Moves:
-    """What observations ask for, as logarithms of factors: of all shapes, and of the lines of single ones."""
-
-    common: float = 0.0
-    base: dict[int, float] = field(default_factory=dict)  # by index of the shape
-    slope: dict[int, float] = field(default_factory=dict)
-
-    def add(self, move: float, shape: int, share: float, shapes: Sequence[int]) -> None:
-        """A move at a shape, whose time's fixed part has this share; the measured shapes around it take it over."""
-        self.common += _COMMON * move
-        at = float(np.interp(shape, shapes, range(len(shapes))))
-        for index, weight in ((int(at), 1 - at % 1), (int(at) + 1, at % 1)):
-            if weight:
-                own = (1 - _COMMON) * move * weight
-                self.base[index] = self.base.get(index, 0.0) + own * share
-                self.slope[index] = self.slope.get(index, 0.0) + own * (1 - share)
-
-    def factors(self, num_shapes: int) -> tuple[list[float], list[float]]:
-        """What the fixed parts, and the parts per context token, are to be multiplied by."""
-        indices = range(num_shapes)
-        base = [math.exp(self.common + self.base.get(i, 0.0)) for i in indices]
-        return base, [math.exp(self.common + self.slope.get(i, 0.0)) for i in indices]
 
 
 # What is assumed of a backend that nobody timed: a pass costs a pass.
@@ -167,7 +158,6 @@ class Contexts(NamedTuple):
 
     @classmethod
     def of(cls, limits: BackendLimits) -> Contexts:
-        """Those that fit a backend."""
         long = min(LONG_CONTEXT, limits.context_len - 1, limits.num_slots - 1)
         return cls(max(1, min(SHORT_CONTEXT, long // 4)), long)
 
@@ -289,7 +279,7 @@ def probe_pass(
         slot = NUM_RESERVED + (context - 1 + seq_row) % limits.num_slots
         row = builder.add_chain(seq_row, context - 1, (0,), (slot,))
         if draws:
-            builder.draw.add(row)
+            builder.draw.rows.append(row)
     return builder.build(
         PassKind.CANONICAL, lambda num_rows: shape, vocab_size=limits.vocab_size, store=store, view=view
     )

@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from verispec.backends.cuda import tiny
-from verispec.backends.native_model import StoredModel
-from verispec.backends.options import HopperOptions, NativeOptions
+from verispec.backends.options import HopperOptions, LoadedModel, NativeOptions
 from verispec.backends.protocol import HiddenWanted, Pass, PassKind, Rows, TableUpdate, Wanted
 from verispec.kv import NUM_RESERVED, TARGET_STORE
 
 if TYPE_CHECKING:
     from verispec.backends.native_backend import NativeBackend
 
-MakeBackend = Callable[[StoredModel, NativeOptions], "NativeBackend"]
+MakeBackend = Callable[[LoadedModel, NativeOptions], "NativeBackend"]
 _OPTIONS = HopperOptions(num_slots=tiny.NUM_SLOTS - NUM_RESERVED, num_seq_rows=tiny.TABLE_ROWS - 1)
 
 
@@ -38,7 +37,7 @@ def wrong_answers(make_backend: MakeBackend) -> tuple[str, ...]:
 def steps(name: str, make_backend: MakeBackend) -> Iterator[dict[str, tiny.Float32]]:
     """Of each pass: the residual stream behind every layer, and the logits."""
     source, table = tiny.tiny_model(name), tiny.slot_table().astype(np.int32)
-    backend = make_backend(StoredModel(source.arch, source.tensors.__getitem__), _OPTIONS)
+    backend = make_backend(LoadedModel(source.arch, source.tensors.__getitem__), _OPTIONS)
     try:
         backend.resident.table[:] = table
         store, given = backend.stores[TARGET_STORE], table[1, : tiny.GIVEN_A]
@@ -47,7 +46,7 @@ def steps(name: str, make_backend: MakeBackend) -> Iterator[dict[str, tiny.Float
         for rows in tiny.passes():
             x, hidden = backend.forward(_pass(rows, source.arch.num_layers))
             assert hidden is not None
-            logits, _ = backend.logits(TARGET_STORE, x)
+            logits = backend.logits(TARGET_STORE, x).values
             yield {**{f"layers.{i}.x": hidden[:, i] for i in range(hidden.shape[1])}, "logits": logits}
     finally:
         backend.close()

@@ -20,17 +20,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from verispec.backends.native_model import StoredModel
-from verispec.backends.native_pack import FLOAT_TYPES, LAYOUTS
-from verispec.backends.options import AS_STORED, QUANTISED, NativeOptions
+from verispec.backends.native_model import FLOAT_TYPES, LAYOUTS
+from verispec.backends.options import AS_STORED, QUANTISED, LoadedModel, NativeOptions
 from verispec.backends.pass_builder import PassBuilder
-from verispec.backends.protocol import (
-    FULL_VIEW,
-    Backend,
-    Pass,
-    PassKind,
-    View,
-)
+from verispec.backends.protocol import FULL_VIEW, Backend, Pass, PassKind, View
 from verispec.kv import NUM_RESERVED
 from verispec.model.architecture import Architecture, LayerSpec, Rope, expected_tensors
 from verispec.model.blocks import FORMATS, StoredTensor
@@ -62,7 +55,7 @@ _PARAMS = (
 )
 
 Slots = NDArray[np.int32]
-MakeBackend = Callable[[StoredModel, NativeOptions], Backend]
+MakeBackend = Callable[[LoadedModel, NativeOptions], Backend]
 
 
 class Case(NamedTuple):
@@ -159,7 +152,7 @@ def _read(name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
     return np.asarray(_floats(name, shape) / np.float32(4) + np.float32(name.endswith("norm")), np.float32)
 
 
-def _model(case: Case) -> StoredModel:
+def _model(case: Case) -> LoadedModel:
     """Float types get odd sizes, others rows of 256. Groups of heads, biases and norms of heads vary with the type."""
     index = list(LAYOUTS).index(case.type_name)
     is_float = case.type_name in FLOAT_TYPES and not case.quantises
@@ -189,7 +182,7 @@ def _model(case: Case) -> StoredModel:
         embed_scale=10.0 if case.is_gemma else 1.0,
     )
     shapes = {name: spec.shape for name, spec in expected_tensors(architecture).items()}
-    return StoredModel(
+    return LoadedModel(
         architecture,
         lambda name: _read(name, shapes[name]),
         lambda name: _stored(case.type_name, name, (shapes[name][0], shapes[name][1])),
@@ -234,8 +227,8 @@ def _pass(builder: PassBuilder, view: View = FULL_VIEW) -> Pass:
     shape = len(builder)
     builder.noisy_k = _K
     for row in range(shape):
-        builder.draw.add(row)
-        builder.noisy.add(row)
+        builder.draw.rows.append(row)
+        builder.noisy.rows.append(row)
         builder.want_top(row, _K)
         builder.given_rows.append(row)
         builder.given_ids.append(row * 17 % _VOCAB)

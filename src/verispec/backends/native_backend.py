@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,21 +23,19 @@ from verispec.backends.blas import cpu_name, num_cores
 from verispec.backends.checks import check_pass
 from verispec.backends.cuda.arrange import ROW_SIZES
 from verispec.backends.cuda.bits import bf16_bits
-from verispec.backends.native_model import NativeModel, StoredModel
-from verispec.backends.native_pack import LANES
-from verispec.backends.options import HOPPER, QUANTISED, BackendOptions, NativeOptions
-from verispec.backends.outputs import Handle
-from verispec.backends.probe_rows import probe_rows
+from verispec.backends.native_model import LANES, MATRICES, NativeModel
+from verispec.backends.options import HOPPER, QUANTISED, BackendOptions, LoadedModel, NativeOptions
+from verispec.backends.outputs import Int64, collect
+from verispec.backends.probes import attention_probe, draw_probe
 from verispec.backends.protocol import (
     Burst,
     BurstResult,
-    DrawResult,
-    NoisyTopKResult,
+    Float32,
+    Int32,
     Pass,
     PassResult,
     ReadyTicket,
     Rows,
-    TopKResult,
     View,
     Wanted,
 )
@@ -45,19 +43,14 @@ from verispec.backends.resident import Fed, Resident
 from verispec.backends.rounds import before, no_rounds, run_rounds
 from verispec.kv import DUMP_SLOT, NUM_RESERVED, TARGET_STORE
 from verispec.model.architecture import Architecture
-from verispec.sampling.draw import NO_TOKEN
-from verispec.sampling.rows import SampleKey, Sampler, SamplingRows, plain_rows
-from verispec.sampling.weights import SAMPLING, Totals
-from verispec.sampling.weights import logprobs as logprobs_from
-from verispec.types import SamplingParams
+from verispec.sampling.draw import NO_TOKEN, DrawResult, NoisyTopK, TopKResult
+from verispec.sampling.rows import SamplingRows
+from verispec.sampling.weights import SAMPLING, Totals, logprobs
 
 # By arithmetic: every shape up to 64, then steps; or those of a GPU. Rows are pure at all, and the audit shows it.
 SHAPES = {"cpu-1": (*range(1, 65), *range(80, 129, 16), *range(160, 257, 32)), HOPPER: ROW_SIZES}
 _PROBED_LENGTHS = (1, 15, 17, 200)
-_ROW_ARRAYS = ("token_ids", "positions", "slots", "seq_rows", "prefix_lens", "tails", "tail_lens")
 EMBEDDING = -1  # as the first layer of a part of a pass: what comes before layer 0
-
-Float32 = NDArray[np.float32]
 
 
 class NativeBackend:
@@ -66,7 +59,7 @@ class NativeBackend:
     weights_version = 0
 
     def __init__(
-        self, models: Sequence[StoredModel], options: NativeOptions, *, progress: Progress = no_progress
+        self, models: Sequence[LoadedModel], options: NativeOptions, *, progress: Progress = no_progress
     ) -> None:
         self.limits = options.limits([m.architecture for m in models])
         self._options = options
@@ -82,6 +75,7 @@ class NativeBackend:
         ]  # fmt: skip
         self.stores = [_KVStore(m.architecture, options.num_slots, options.kv_dtype) for m in models]
         self.resident = Resident(self.limits)
+        self.bind, self.set_masks = self.resident.bind, self.resident.set_masks
 
     @property
     def isa(self) -> str:
@@ -90,23 +84,9 @@ class NativeBackend:
 
     @property
     def weights_nbytes(self) -> int:
-        """Memory of all packed weights."""
         return sum(model.nbytes for model in self._models)
 
-    @property
-    def _arithmetic(self) -> int:
-        return native.ARITHMETICS.index(self._options.arithmetic)
-
-    def bind(self, seq_row: int, sampler: Sampler) -> None:
-        """A sequence takes this row of the table."""
-        self.resident.bind(seq_row, sampler)
-
-    def set_masks(self, first: int, allowed: NDArray[np.uint32]) -> None:
-        """Write rows of the mask table."""
-        self.resident.set_masks(first, allowed)
-
     def submit(self, pass_: Pass) -> ReadyTicket:
-        """Run the pass now."""
         check_pass(pass_, self.limits)
         burst = pass_.burst
         if burst is None or len(burst.drafts) > 1 or self.resident.has_edits[pass_.rows.seq_rows[burst.rows]].any():
@@ -121,8 +101,8 @@ class NativeBackend:
         head_rows = pass_.wanted.head_rows()
         if not len(head_rows):
             return PassResult(hidden=hidden)
-        logits, totals = self.logits(pass_.store, x[head_rows])
-        result = self._outputs(pass_, head_rows, logits, totals)
+        logits = self.logits(pass_.store, x[head_rows])
+        result = collect(pass_, self.resident, head_rows, logits)
         return result if hidden is None else replace(result, hidden=hidden)
 
     def _whole(self, pass_: Pass, burst: Burst) -> PassResult:
@@ -133,12 +113,10 @@ class NativeBackend:
         self.resident.remember(fed)
         count = 1 + found.accepted[:, 0]  # of round 0, whose draws are the pass's
         assert pass_.wanted.draw is not None
-        draw = DrawResult(
-            np.full(len(pass_.wanted.draw.rows), NO_TOKEN, np.int64),
-            np.zeros(len(pass_.wanted.draw.rows), np.float32),
-        )
+        drawn = pass_.wanted.draw.rows
+        draw = DrawResult(np.full(len(drawn), NO_TOKEN, np.int64), np.zeros(len(drawn), np.float32))
         sequence, i = np.nonzero(np.arange(width) < count[:, None])
-        at = np.searchsorted(pass_.wanted.draw.rows, burst.rows[sequence] + i)
+        at = np.searchsorted(drawn, burst.rows[sequence] + i)
         draw.token_ids[at], draw.logprobs[at] = found.token_ids[sequence, i], found.logprobs[sequence, i]
         columns = count[:, None] + np.arange(width * burst.num_rounds)
         inside = np.minimum(columns, found.token_ids.shape[1] - 1)
@@ -151,42 +129,35 @@ class NativeBackend:
         """All rounds but the first in one call."""
         return self._rounds(pass_, burst, fed, burst.rounds)
 
-    def _rounds(self, pass_: Pass, burst: Burst, fed: Fed, rounds: NDArray[np.int32]) -> BurstResult:
+    def _rounds(self, pass_: Pass, burst: Burst, fed: Fed, rounds: Int32) -> BurstResult:
         """So many rounds of each sequence, in one call; `fed` moves on."""
         resident, (seq_rows, tokens, t) = self.resident, fed
         first, first_tokens = t.copy(), tokens.copy()
-        found = no_rounds(burst, int(rounds.max()))
-        stop_ids = resident.stop_ids[seq_rows]
-        arrays: dict[str, NDArray[np.generic]] = {
-            "seq_rows": np.ascontiguousarray(seq_rows, np.int32),
-            "rounds": np.ascontiguousarray(rounds, np.int32), "draft_lens": burst.draft_lens,
-            "stop_ids": stop_ids, "min_lens": resident.min_lens[seq_rows], "limits": resident.limits[seq_rows],
-            "earlier": resident.slot_tokens[resident.table[seq_rows, np.maximum(t - 1, 0)]].astype(np.int64),
-            "tokens": tokens, "t": t, "drawn": found.token_ids, "logprobs": found.logprobs, "drafts": found.drafts,
-            "accepted": found.accepted,
-        }  # fmt: skip
+        num_rounds = int(rounds.max())
+        found, stop_ids = no_rounds(burst, num_rounds), resident.stop_ids[seq_rows]
         struct = native.Burst(
-            num_sequences=len(seq_rows),
-            num_rounds=int(rounds.max()),
-            num_stop_ids=stop_ids.shape[1],
-            max_draft=found.drafts.shape[2],
-            **{name: native.address(array) for name, array in arrays.items()},
-        )
-        model, (rows, alive) = self._models[pass_.store], self._rows(pass_)
-        sampling, also_alive = _sampling(resident.sampling(pass_.rows, burst.rows))
-        skipped, drafting = [], None
+            num_sequences=len(seq_rows), num_rounds=num_rounds, num_stop_ids=stop_ids.shape[1],
+            max_draft=found.drafts.shape[2], seq_rows=np.ascontiguousarray(seq_rows, np.int32),
+            rounds=np.ascontiguousarray(rounds, np.int32), draft_lens=burst.draft_lens, stop_ids=stop_ids,
+            min_lens=resident.min_lens[seq_rows], limits=resident.limits[seq_rows],
+            earlier=resident.slot_tokens[resident.table[seq_rows, np.maximum(t - 1, 0)]].astype(np.int64),
+            tokens=tokens, t=t, drawn=found.token_ids, logprobs=found.logprobs, drafts=found.drafts,
+            accepted=found.accepted,
+        )  # fmt: skip
+        drafting = None
         if burst.drafts:
             part = burst.drafts[0]
-            skipped = self._skipped(part.store, part.view)
-            drafting = ctypes.byref(native.Drafting(
-                ctypes.pointer(self._models[part.store].struct), ctypes.pointer(self.stores[part.store].struct),
-                *map(native.address, skipped), part.first_rows, part.least_logprob,
-            ))  # fmt: skip
+            skip_attention, skip_mlp = self._skipped(part.store, part.view)
+            drafting = native.Drafting(
+                model=ctypes.pointer(self._models[part.store].struct),
+                store=ctypes.pointer(self.stores[part.store].struct),
+                skip_attention=skip_attention, skip_mlp=skip_mlp,
+                first_rows=part.first_rows, least_logprob=part.least_logprob,
+            )  # fmt: skip
         self._kernels.call(
-            "vs_burst", ctypes.byref(model.struct), ctypes.byref(rows), ctypes.byref(self.stores[pass_.store].struct),
-            *self._skipped(pass_.store, pass_.view), ctypes.byref(sampling), ctypes.byref(struct), drafting,
+            "vs_burst", *self._structs(pass_), *self._skipped(pass_.store, pass_.view),
+            sampling_struct(resident.sampling(pass_.rows, burst.rows)), struct, drafting,
         )  # fmt: skip
-        del alive, also_alive, skipped
         tokens_of = np.concatenate([first_tokens[:, None], found.token_ids[:, :-1]], axis=1)  # that had rows
         i, j = np.nonzero(np.arange(tokens_of.shape[1]) < (t - first)[:, None])
         resident.slot_tokens[resident.table[seq_rows[i], first[i] + j]] = tokens_of[i, j]
@@ -203,11 +174,10 @@ class NativeBackend:
         live = np.flatnonzero(pass_.rows.slots != DUMP_SLOT)
         if len(live) < len(x) and wanted is None and start is None:  # nobody asks for what padding gives
             if len(live):
-                columns = (getattr(pass_.rows, name)[live] for name in _ROW_ARRAYS)
+                columns = (getattr(pass_.rows, name)[live] for name in native.RowArrays.ROWS)
                 x[live], _ = self.forward(replace(pass_, rows=Rows(*columns)))
             return x, None
-        rows, alive = self._rows(pass_)
-        structs = [ctypes.byref(part) for part in (model.struct, rows, self.stores[pass_.store].struct)]
+        structs = self._structs(pass_)
         skipped = self._skipped(pass_.store, pass_.view)
         layers = () if wanted is None else wanted.layers
         found: dict[int, Float32] = {}
@@ -219,89 +189,17 @@ class NativeBackend:
                 x[start.rows] = start.states
             if wanted is not None and end in layers:
                 found[end] = x[wanted.rows]
-        del alive
         return x, None if wanted is None else np.stack([found[i] for i in layers], axis=1)
 
-    def _rows(self, pass_: Pass) -> tuple[native.RowArrays, list[NDArray[np.generic]]]:
-        """The structure, and the arrays it points to."""
-        rows = pass_.rows
-        arrays = [np.ascontiguousarray(getattr(rows, name), np.int32) for name in _ROW_ARRAYS]
-        addresses = dict(zip(_ROW_ARRAYS, map(native.address, arrays), strict=True))
-        struct = native.RowArrays(
-            num_rows=len(rows),
-            tail_width=rows.tails.shape[1],
-            table_width=self.resident.table.shape[1],
-            table=native.address(self.resident.table),
-            **addresses,
-        )
-        return struct, [*arrays]
+    def _structs(self, pass_: Pass) -> tuple[native.Structure, ...]:
+        model, store = self._models[pass_.store].struct, self.stores[pass_.store].struct
+        return model, _row_arrays(pass_.rows, self.resident.table), store
 
-    def logits(self, store: int, hidden: Float32) -> tuple[Float32, Float32]:
-        """[R, V], and the totals of each row, [R, 2]."""
+    def logits(self, store: int, hidden: Float32) -> _Logits:
         logits = np.empty((len(hidden), self.limits.vocab_size), np.float32)
         totals = np.empty((len(hidden), 2), np.float32)
-        struct = ctypes.byref(self._models[store].struct)
-        self._kernels.call("vs_logits", struct, hidden, len(hidden), logits, totals)
-        return logits, totals
-
-    def _outputs(self, pass_: Pass, head_rows: NDArray[np.int32], logits: Float32, totals: Float32) -> PassResult:
-        wanted, resident = pass_.wanted, self.resident
-
-        def at(rows: NDArray[np.int32]) -> NDArray[np.int32]:
-            return np.searchsorted(head_rows, rows).astype(np.int32)
-
-        logprobs = top_k = noisy = handle = None
-        if wanted.logprobs is not None:
-            rows = at(wanted.logprobs.rows)
-            logprobs = logprobs_from(logits[rows, wanted.logprobs.token_ids], Totals(*totals[rows].T))
-        if wanted.top_k is not None:
-            rows = at(wanted.top_k.rows)
-            ids, values = self._best(logits, rows, wanted.top_k.k)
-            top_k = TopKResult(ids, logprobs_from(values, Totals(*totals[rows].T)))
-        if wanted.noisy_top_k is not None:
-            part = wanted.noisy_top_k
-            sampling = resident.sampling(pass_.rows, part.rows, part.noise)
-            noisy = self._noisy_best(logits, at(part.rows), sampling, part.k)
-        if wanted.distribution is not None:
-            # Not for what is committed under `match`, so the shared code will do.
-            rows = at(wanted.distribution.rows)
-            sampling = resident.sampling(pass_.rows, wanted.distribution.rows)
-            handle = Handle(np, logits[rows], sampling, Totals(*totals[rows].T))
-        draw = None
-        if wanted.draw is not None:
-            sampling = resident.sampling(pass_.rows, wanted.draw.rows, wanted.draw.noise)
-            draw = self._draw(sampling, at(wanted.draw.rows), logits, totals)
-        return PassResult(
-            draw=draw,
-            logprobs=logprobs,
-            top_k=top_k,
-            noisy_top_k=noisy,
-            distribution=handle,
-        )
-
-    def _draw(self, sampling: SamplingRows, rows: NDArray[np.int32], logits: Float32, totals: Float32) -> DrawResult:
-        token_ids, logprobs = np.empty(len(rows), np.int64), np.empty(len(rows), np.float32)
-        struct, alive = _sampling(sampling)
-        self._kernels.call(
-            "vs_draw", logits, rows, totals, self.limits.vocab_size, ctypes.byref(struct), token_ids, logprobs
-        )
-        del alive
-        return DrawResult(token_ids, logprobs)
-
-    def _best(self, logits: Float32, rows: NDArray[np.int32], k: int) -> tuple[NDArray[np.int64], Float32]:
-        ids, values = np.empty((len(rows), k), np.int64), np.empty((len(rows), k), np.float32)
-        self._kernels.call("vs_top_k", logits, rows, len(rows), self.limits.vocab_size, k, ids, values)
-        return ids, values
-
-    def _noisy_best(self, logits: Float32, rows: NDArray[np.int32], sampling: SamplingRows, k: int) -> NoisyTopKResult:
-        ids = np.empty((len(rows), k), np.int64)
-        values, logprobs = np.empty((2, len(rows), k), np.float32)
-        struct, alive = _sampling(sampling)
-        self._kernels.call(
-            "vs_noisy_top_k", logits, rows, self.limits.vocab_size, ctypes.byref(struct), k, ids, values, logprobs
-        )
-        del alive
-        return NoisyTopKResult(ids, values, logprobs)
+        self._kernels.call("vs_logits", self._models[store].struct, hidden, len(hidden), logits, totals)
+        return _Logits(self._kernels, logits, totals)
 
     def kv(self, store: int, slots: NDArray[np.int64]) -> tuple[NDArray[np.generic], NDArray[np.generic]]:
         """Copies of K and V at these slots, [layers, slots, kv_heads, head_dim]; for tests and debugging."""
@@ -312,18 +210,13 @@ class NativeBackend:
         return fingerprint([self._models[store].architecture], self._options)
 
     def device(self) -> dict[str, str]:
-        """What the speed depends on."""
-        return {
-            "cpu": cpu_name(),
-            "isa": self.isa,
-            "build": self._kernels.build,
-            "threads": str(self._num_threads),
-        }
+        build, threads = self._kernels.build, str(self._num_threads)
+        return {"cpu": cpu_name(), "isa": self.isa, "build": build, "threads": threads}
 
     def wrong_answers(self) -> tuple[str, ...]:
         """The known-answer tests of these models' kernels that fail on this library, instruction set and threads."""
 
-        def like_this(model: StoredModel, options: NativeOptions) -> NativeBackend:
+        def like_this(model: LoadedModel, options: NativeOptions) -> NativeBackend:
             return NativeBackend([model], replace(options, threads=self._num_threads, isa=self.isa))
 
         if self._options.arithmetic == HOPPER:
@@ -336,78 +229,59 @@ class NativeBackend:
 
     def probes(self) -> list[KernelProbe]:
         """Every row kernel of the target's model, attention and sampling included."""
-        model = self._models[TARGET_STORE]
-        arch, layer = model.architecture, model.layer(0)
-        matrices = {name: getattr(layer, name) for name in ("q", "k", "v", "o", "gate", "up", "down")}
-        matrices["head"] = model.struct.head
-        probes = [KernelProbe(name, m.num_in, partial(self._linear, m)) for name, m in matrices.items()]
-        probes += [
-            KernelProbe("norm", arch.hidden_size, partial(self._probe_norm, layer, arch)),
-            KernelProbe("logits", arch.hidden_size, lambda x: self.logits(TARGET_STORE, np.ascontiguousarray(x))[0]),
-            KernelProbe("activation", 2 * arch.mlp_size, partial(self._probe_activation, layer, arch)),
-            KernelProbe("attention", arch.num_heads * arch.head_dim, partial(self._probe_attention, model)),
+        call, model, vocab_size = self._kernels.call, self._models[TARGET_STORE], self.limits.vocab_size
+        arch, layer = model.architecture, model.layers[0]
+        width, mlp_size = arch.hidden_size, arch.mlp_size
+        arithmetic = native.ARITHMETICS.index(self._options.arithmetic)
+
+        def probe(name: str, num_in: int, num_out: int, kernel: Callable[[Float32, int, Float32], Any]) -> KernelProbe:
+            def run(x: Float32) -> Float32:
+                y = np.empty((len(x), num_out), np.float32)
+                kernel(np.ascontiguousarray(x), len(x), y)
+                return y
+
+            return KernelProbe(name, num_in, run)
+
+        def product(name: str, matrix: native.Matrix) -> KernelProbe:
+            return probe(
+                name, matrix.num_in, matrix.num_out, lambda x, n, y: call("vs_linear", arithmetic, matrix, x, n, y)
+            )
+
+        def norm(x: Float32, num_rows: int, y: Float32) -> None:
+            call("vs_norm", x, layer.attn_norm, num_rows, width, arch.norm_eps, y)
+
+        def activate(x: Float32, num_rows: int, y: Float32) -> None:
+            call("vs_activate", arithmetic, layer.activation, x, num_rows, mlp_size, y)
+
+        def totals(x: Float32, num_rows: int, y: Float32) -> None:
+            call("vs_totals", x, num_rows, vocab_size, y)
+
+        def draw(x: Float32, sampling: SamplingRows) -> DrawResult:
+            x, y = np.ascontiguousarray(x), np.empty((len(x), 2), np.float32)
+            totals(x, len(x), y)
+            return _Logits(self._kernels, x, y).draw(np.arange(len(x)), sampling)
+
+        return [
+            *(product(name, getattr(layer, name)) for name in MATRICES),
+            product("head", model.struct.head),
+            probe("norm", width, width, norm),
+            KernelProbe("logits", width, lambda x: self.logits(TARGET_STORE, np.ascontiguousarray(x)).values),
+            probe("activation", 2 * mlp_size, mlp_size, activate),
+            attention_probe(arch, self.limits, _PROBED_LENGTHS, self._attend, num_turns=1),
+            probe("logprob", vocab_size, 2, totals),
+            draw_probe(vocab_size, draw),
         ]
-        vocab_size = self.limits.vocab_size
-        probes.append(KernelProbe("logprob", vocab_size, self._probe_totals))
-        probes.append(KernelProbe("draw", vocab_size, self._probe_draw))
-        return probes
 
-    def _linear(self, matrix: native.Matrix, x: Float32) -> Float32:
-        y = np.empty((len(x), matrix.num_out), np.float32)
-        self._kernels.call("vs_linear", self._arithmetic, ctypes.byref(matrix), np.ascontiguousarray(x), len(x), y)
-        return y
-
-    def _probe_norm(self, layer: native.Layer, arch: Architecture, x: Float32) -> Float32:
-        y = np.empty_like(x)
-        self._kernels.call(
-            "vs_norm", np.ascontiguousarray(x), layer.attn_norm, len(x), arch.hidden_size, arch.norm_eps, y
-        )
-        return y
-
-    def _probe_activation(self, layer: native.Layer, arch: Architecture, x: Float32) -> Float32:
-        y = np.empty((len(x), arch.mlp_size), np.float32)
-        x = np.ascontiguousarray(x)
-        self._kernels.call("vs_activate", self._arithmetic, layer.activation, x, len(x), arch.mlp_size, y)
-        return y
-
-    def _probe_totals(self, x: Float32) -> Float32:
-        y = np.empty((len(x), 2), np.float32)
-        self._kernels.call("vs_totals", np.ascontiguousarray(x), len(x), x.shape[1], y)
-        return y
-
-    def _probe_draw(self, logits: Float32) -> NDArray[np.generic]:
-        params = SamplingParams(temperature=0.8, top_p=0.95, top_k=40, seed=1)
-        rows = np.arange(len(logits), dtype=np.int32)
-        sampling = plain_rows(params, SampleKey(7, 0), [5] * len(logits))
-        logits = np.ascontiguousarray(logits)
-        drawn = self._draw(sampling, rows, logits, self._probe_totals(logits))
-        return np.stack([drawn.token_ids.astype(np.float64), drawn.logprobs.astype(np.float64)], axis=1)
-
-    def _probe_attention(self, model: NativeModel, x: Float32) -> Float32:
-        """Attention of every kind of layer over scratch K/V; the outputs of all are joined."""
-        arch = model.architecture
-        num_slots = min(self.limits.num_slots, self.limits.context_len, max(_PROBED_LENGTHS))
-        lengths = [min(length, num_slots) for length in _PROBED_LENGTHS]
-        rng = np.random.default_rng(1)
-        kinds = arch.distinct_layers()
-        store = _KVStore(arch, num_slots, self._options.kv_dtype, num_layers=kinds[-1] + 1)
-        for part in (store.k, store.v):
-            real = part[:, NUM_RESERVED:, :, : arch.head_dim]
-            real[:] = store.kept(rng.standard_normal(real.shape).astype(np.float32))
-        table = rng.integers(NUM_RESERVED, num_slots + NUM_RESERVED, (3, num_slots)).astype(np.int32)
-        rows = probe_rows(x, table, lengths)
-        arrays = {name: np.ascontiguousarray(getattr(rows, name), np.int32) for name in _ROW_ARRAYS}
-        struct = native.RowArrays(
-            num_rows=len(x), tail_width=rows.tails.shape[1], table_width=num_slots, table=native.address(table),
-            **{name: native.address(array) for name, array in arrays.items()},
-        )  # fmt: skip
-        outputs = np.empty((len(kinds), len(x), arch.num_heads * arch.head_dim), np.float32)
-        for i, out in zip(kinds, outputs, strict=True):
-            self._kernels.call(
-                "vs_attend", ctypes.byref(model.struct), ctypes.byref(struct), ctypes.byref(store.struct), i,
-                np.ascontiguousarray(x), out,
-            )  # fmt: skip
-        return np.concatenate(outputs, axis=1)
+    def _attend(self, layer: int, q: Float32, k: Float32, v: Float32, rows: Rows, table: Int32) -> Float32:
+        """Attention of one layer over scratch K/V, for the audit."""
+        model = self._models[TARGET_STORE]
+        store = _KVStore(model.architecture, len(k) - NUM_RESERVED, self._options.kv_dtype, num_layers=layer + 1)
+        for part, values in ((store.k, k), (store.v, v)):
+            part[layer, ..., : model.architecture.head_dim] = store.kept(values)
+        out = np.empty_like(q)
+        structs = model.struct, _row_arrays(rows, table), store.struct
+        self._kernels.call("vs_attend", *structs, layer, np.ascontiguousarray(q), out)
+        return out
 
     def close(self) -> None:
         """End the threads; drop weights and stores."""
@@ -441,11 +315,44 @@ class _KVStore:
         self._dtype = dtype
         self.k = np.zeros(shape, self.kept(np.zeros(0, np.float32)).dtype)
         self.v = np.zeros_like(self.k)
-        self.struct = native.Store(native.address(self.k), native.address(self.v), num_slots + NUM_RESERVED)
+        self.struct = native.Store(k=self.k, v=self.v, slots_per_layer=num_slots + NUM_RESERVED)
 
     def kept(self, values: Float32) -> NDArray[Any]:
         """As they are stored."""
         return bf16_bits(values) if self._dtype == "bfloat16" else values.astype(self._dtype)
+
+
+class _Logits:
+    """By the kernels; they have the totals of each row already, [R, 2]."""
+
+    def __init__(self, kernels: native.Kernels, values: Float32, totals: Float32) -> None:
+        self._kernels, self.values, self._totals = kernels, values, totals
+        self._vocab_size = values.shape[1]
+
+    def draw(self, at: Int64, sampling: SamplingRows) -> DrawResult:
+        found = DrawResult(np.empty(len(at), np.int64), np.empty(len(at), np.float32))
+        struct = sampling_struct(sampling)
+        self._kernels.call("vs_draw", self.values, at.astype(np.int32), self._totals, self._vocab_size, struct, *found)
+        return found
+
+    def logprobs(self, at: Int64, token_ids: Int32) -> Float32:
+        return self._logprobs(at, self.values[at, token_ids])
+
+    def _logprobs(self, at: Int64, values: Float32) -> Float32:
+        found: Float32 = logprobs(values, Totals(*self._totals[at].T))
+        return found
+
+    def top_k(self, at: Int64, k: int) -> TopKResult:
+        ids, values = np.empty((len(at), k), np.int64), np.empty((len(at), k), np.float32)
+        rows = at.astype(np.int32)
+        self._kernels.call("vs_top_k", self.values, rows, len(at), self._vocab_size, k, ids, values)
+        return TopKResult(ids, self._logprobs(at, values))
+
+    def noisy_top_k(self, at: Int64, sampling: SamplingRows, k: int) -> NoisyTopK:
+        found = NoisyTopK(np.empty((len(at), k), np.int64), *np.empty((2, len(at), k), np.float32))
+        struct = sampling_struct(sampling)
+        self._kernels.call("vs_noisy_top_k", self.values, at.astype(np.int32), self._vocab_size, struct, k, *found)
+        return found
 
 
 def fingerprint(architectures: Sequence[Architecture], options: BackendOptions) -> dict[str, str]:
@@ -460,15 +367,21 @@ def fingerprint(architectures: Sequence[Architecture], options: BackendOptions) 
     }
 
 
-def _sampling(rows: SamplingRows) -> tuple[native.Sampling, list[NDArray[np.generic]]]:
-    """The structure, and the arrays it points to."""
-    names = [field[0] for field in native.Sampling._fields_[4:]]
-    arrays = {name: np.ascontiguousarray(part) for name in names if (part := getattr(rows, name)) is not None}
-    struct = native.Sampling(
+def _row_arrays(rows: Rows, table: Int32) -> native.RowArrays:
+    arrays = {name: np.ascontiguousarray(getattr(rows, name), np.int32) for name in native.RowArrays.ROWS}
+    return native.RowArrays(
+        num_rows=len(rows), tail_width=rows.tails.shape[1], table_width=table.shape[1], table=table, **arrays
+    )
+
+
+def sampling_struct(rows: SamplingRows) -> native.Sampling:
+    arrays = {
+        name: np.ascontiguousarray(part) for name in native.Sampling.ROWS if (part := getattr(rows, name)) is not None
+    }
+    return native.Sampling(
         num_rows=len(rows),
         num_penalties=len(rows.penalty_rows),
         num_bias=len(rows.bias_rows),
         mask_words=0 if rows.allowed is None else rows.allowed.shape[1],
-        **{name: native.address(array) for name, array in arrays.items()},
+        **arrays,
     )
-    return struct, list(arrays.values())

@@ -8,8 +8,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,154 +23,112 @@ ARITHMETICS = ("cpu-1", "hopper-1")  # by the kernels' number
 ACTIVATIONS = ("silu", "gelu_tanh")  # likewise
 
 
-class Matrix(Structure):
-    """A packed matrix."""
+def address(array: NDArray[np.generic]) -> int:
+    """Where a contiguous array begins; the caller keeps it alive."""
+    if not array.flags.c_contiguous:
+        raise InputError("a native kernel needs a contiguous array")
+    return int(array.ctypes.data)
 
-    _fields_ = [("format", c_int32), ("num_out", c_int32), ("num_in", c_int32), ("data", c_void_p)]
+
+class Structure(ctypes.Structure):
+    """Fields may be given as arrays: they are passed by address, and live as long as the structure."""
+
+    def __init__(self, **fields: Any) -> None:
+        self.arrays = {name: value for name, value in fields.items() if isinstance(value, np.ndarray)}
+        super().__init__(**{**fields, **{name: address(array) for name, array in self.arrays.items()}})
+
+
+def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names.split()]
+
+
+class Matrix(Structure):
+    _fields_ = [*_fields(c_int32, "format num_out num_in"), ("data", c_void_p)]
 
 
 class StoredMatrix(Structure):
     """A matrix as its file has it; `type` is ggml's number."""
 
-    _fields_ = [
-        *((name, c_int32) for name in ("type", "num_out", "num_in", "quantises")),
-        ("rows", c_void_p),
-    ]
+    _fields_ = [*_fields(c_int32, "type num_out num_in quantises"), ("rows", c_void_p)]
 
 
 class Layer(Structure):
-    """What one layer does, and its weights."""
-
     _fields_ = [
-        *((name, Matrix) for name in ("q", "k", "v", "o", "gate", "up", "down")),
-        *(
-            (name, c_void_p)
-            for name in (
-                "attn_norm", "mlp_norm", "qkv_bias", "q_norm", "k_norm", "attn_post_norm", "mlp_post_norm", "cos_sin"
-            )
-        ),
+        *_fields(Matrix, "q k v o gate up down"),
+        *_fields(c_void_p, "attn_norm mlp_norm qkv_bias q_norm k_norm attn_post_norm mlp_post_norm cos_sin"),
         ("query_scalar", c_float),
-        ("window", c_int32),
-        ("activation", c_int32),
-    ]  # fmt: skip
+        *_fields(c_int32, "window activation"),
+    ]
 
 
 class Model(Structure):
-    """Sizes and weights."""
-
     _fields_ = [
-        *(
-            (name, c_int32)
-            for name in (
-                "arithmetic", "num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "mlp", "vocab",
-                "kv_is_half",
-            )
-        ),
-        ("norm_eps", c_float),
-        ("embed_scale", c_float),
+        *_fields(c_int32, "arithmetic num_layers hidden num_heads num_kv_heads head_dim mlp vocab kv_is_half"),
+        *_fields(c_float, "norm_eps embed_scale"),
         ("layers", POINTER(Layer)),
         ("final_norm", c_void_p),
-        ("head", Matrix),
-        ("embed", Matrix),
-    ]  # fmt: skip
+        *_fields(Matrix, "head embed"),
+    ]
 
 
 class RowArrays(Structure):
-    """The rows of a pass and the slot table."""
-
+    ROWS = ("token_ids", "positions", "slots", "seq_rows", "prefix_lens", "tails", "tail_lens")
     _fields_ = [
-        *((name, c_int32) for name in ("num_rows", "tail_width", "table_width")),
-        *(
-            (name, c_void_p)
-            for name in (
-                "token_ids", "positions", "slots", "seq_rows", "prefix_lens", "tails", "tail_lens", "table"
-            )
-        ),
-    ]  # fmt: skip
+        *_fields(c_int32, "num_rows tail_width table_width"),
+        *_fields(c_void_p, " ".join(ROWS)),
+        ("table", c_void_p),
+    ]
 
 
 class Store(Structure):
-    """K and V of all layers."""
-
-    _fields_ = [("k", c_void_p), ("v", c_void_p), ("slots_per_layer", c_int64)]
+    _fields_ = [*_fields(c_void_p, "k v"), ("slots_per_layer", c_int64)]
 
 
 class Sampling(Structure):
-    """Sampling inputs of a pass."""
-
     _fields_ = [
-        *((name, c_int32) for name in ("num_rows", "num_penalties", "num_bias", "mask_words")),
-        *(
-            (name, c_void_p)
-            for name in (
-                "seeds", "t", "sample_index", "stream", "top_k", "temperature", "top_p", "log_min_p", "penalty_rows",
-                "penalty_ids", "repetition", "penalty", "bias_rows", "bias_ids", "bias", "masks", "allowed",
-            )
-        ),
-    ]  # fmt: skip
+        *_fields(c_int32, "num_rows num_penalties num_bias mask_words"),
+        *_fields(c_void_p, "seeds t sample_index stream top_k temperature top_p log_min_p"),
+        *_fields(c_void_p, "penalty_rows penalty_ids repetition penalty bias_rows bias_ids bias masks allowed"),
+    ]
+    ROWS = tuple(field[0] for field in _fields_[4:])
 
 
 class Burst(Structure):
-    """Rounds of some sequences."""
-
     _fields_ = [
-        *((name, c_int32) for name in ("num_sequences", "num_rounds", "num_stop_ids", "max_draft")),
-        *(
-            (name, c_void_p)
-            for name in (
-                "seq_rows", "rounds", "draft_lens", "stop_ids", "min_lens", "limits", "tokens", "earlier", "t", "drawn",
-                "logprobs", "drafts", "accepted",
-            )
-        ),
-    ]  # fmt: skip
+        *_fields(c_int32, "num_sequences num_rounds num_stop_ids max_draft"),
+        *_fields(c_void_p, "seq_rows rounds draft_lens stop_ids min_lens limits tokens earlier t"),
+        *_fields(c_void_p, "drawn logprobs drafts accepted"),
+    ]
 
 
 class Drafting(Structure):
-    """What drafts in a burst."""
-
     _fields_ = [
         ("model", POINTER(Model)),
         ("store", POINTER(Store)),
-        ("skip_attention", c_void_p),
-        ("skip_mlp", c_void_p),
+        *_fields(c_void_p, "skip_attention skip_mlp"),
         ("first_rows", c_int32),
         ("least_logprob", c_float),
     ]
 
 
-_SIGNATURES = {
-    "vs_create": (c_void_p, [c_char_p, c_int]),
-    "vs_destroy": (None, [c_void_p]),
-    "vs_isa": (c_char_p, [c_void_p]),
-    "vs_pack": (c_int, [c_void_p, POINTER(StoredMatrix), c_void_p]),
-    "vs_layers": (
-        None,
-        [c_void_p, POINTER(Model), POINTER(RowArrays), POINTER(Store), *[c_void_p] * 3, c_int, c_int],
-    ),
-    "vs_logits": (None, [c_void_p, POINTER(Model), c_void_p, c_int, c_void_p, c_void_p]),
-    "vs_totals": (None, [c_void_p, c_void_p, c_int, c_int, c_void_p]),
-    "vs_draw": (None, [c_void_p, c_void_p, c_void_p, c_void_p, c_int, POINTER(Sampling), c_void_p, c_void_p]),
-    "vs_burst": (
-        None,
-        [
-            c_void_p,
-            POINTER(Model),
-            POINTER(RowArrays),
-            POINTER(Store),
-            c_void_p,
-            c_void_p,
-            POINTER(Sampling),
-            POINTER(Burst),
-            POINTER(Drafting),
-        ],
-    ),
-    "vs_top_k": (None, [c_void_p, c_void_p, c_void_p, c_int, c_int, c_int, c_void_p, c_void_p]),
-    "vs_noisy_top_k": (None, [c_void_p, c_void_p, c_void_p, c_int, POINTER(Sampling), c_int, *[c_void_p] * 3]),
-    "vs_linear": (None, [c_void_p, c_int, POINTER(Matrix), c_void_p, c_int, c_void_p]),
-    "vs_norm": (None, [c_void_p, c_void_p, c_void_p, c_int, c_int, c_float, c_void_p]),
-    "vs_activate": (None, [c_void_p, c_int, c_int, c_void_p, c_int, c_int, c_void_p]),
-    "vs_attend": (None, [c_void_p, POINTER(Model), POINTER(RowArrays), POINTER(Store), c_int, c_void_p, c_void_p]),
-    "vs_elementary": (None, [c_void_p, c_int, c_void_p, c_int64, c_void_p]),
+_TYPES = {"p": c_void_p, "i": c_int, "l": c_int64, "f": c_float, "s": c_char_p, "-": None}
+_SIGNATURES = {  # the result, then the arguments; structures and arrays go by address
+    "vs_create": "p si",
+    "vs_destroy": "- p",
+    "vs_isa": "s p",
+    "vs_pack": "i ppp",
+    "vs_layers": "- pppppppii",
+    "vs_logits": "- pppipp",
+    "vs_totals": "- ppiip",
+    "vs_draw": "- ppppippp",
+    "vs_burst": "- ppppppppp",
+    "vs_top_k": "- pppiiipp",
+    "vs_noisy_top_k": "- pppipippp",
+    "vs_linear": "- pippip",
+    "vs_norm": "- pppiifp",
+    "vs_activate": "- piipiip",
+    "vs_attend": "- ppppipp",
+    "vs_elementary": "- piplp",
 }
 
 
@@ -192,17 +151,11 @@ def load(path: Path) -> tuple[ctypes.CDLL, str]:
     library = ctypes.CDLL(str(path))
     if library.vs_abi() != ABI:
         raise InputError(f"the native kernels have interface {library.vs_abi()}, not {ABI}: install verispec again")
-    for name, (result, arguments) in _SIGNATURES.items():
+    for name, signature in _SIGNATURES.items():
+        result, arguments = signature.split()
         function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
+        function.restype, function.argtypes = _TYPES[result], [_TYPES[a] for a in arguments]
     return library, hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-
-
-def address(array: NDArray[np.generic]) -> int:
-    """Where a contiguous array begins; the caller keeps it alive."""
-    if not array.flags.c_contiguous:
-        raise InputError("a native kernel needs a contiguous array")
-    return int(array.ctypes.data)
 
 
 class Kernels:
@@ -213,20 +166,14 @@ class Kernels:
         self._handle = self._library.vs_create(isa.encode(), num_threads)
         if not self._handle:
             raise InputError(f"this CPU, or this build, has no {isa} kernels")
+        self.isa = str(self._library.vs_isa(self._handle).decode())
 
-    @property
-    def isa(self) -> str:
-        """The instruction set in use."""
-        return str(self._library.vs_isa(self._handle).decode())
-
-    def call(self, name: str, *arguments: object) -> int | None:
-        """Run one function of the library, give its result if it has one; arrays are passed by address."""
-        converted = [address(a) if isinstance(a, np.ndarray) else a for a in arguments]
-        result: int | None = getattr(self._library, name)(self._handle, *converted)
+    def call(self, name: str, *arguments: Any) -> int | None:
+        """Run one function of the library, give its result if it has one."""
+        result: int | None = getattr(self._library, name)(self._handle, *map(_passed, arguments))
         return result
 
     def close(self) -> None:
-        """End the threads."""
         if self._handle:
             self._library.vs_destroy(self._handle)
             self._handle = None
@@ -234,3 +181,9 @@ class Kernels:
     def __del__(self) -> None:
         if getattr(self, "_handle", None):
             self.close()
+
+
+def _passed(argument: Any) -> Any:
+    if isinstance(argument, np.ndarray):
+        return address(argument)
+    return ctypes.byref(argument) if isinstance(argument, Structure) else argument

@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,29 +19,19 @@ from verispec.backends.audit import CANDIDATE_SHAPES, KernelProbe
 from verispec.backends.blas import blas_name, cpu_name, single_threaded_blas
 from verispec.backends.checks import check_pass
 from verispec.backends.numpy_attention import attend, contexts
-from verispec.backends.numpy_model import Float32, NumpyModel, Reader
-from verispec.backends.options import BackendOptions, NumpyOptions
-from verispec.backends.outputs import Outputs
-from verispec.backends.probe_rows import probe_rows
-from verispec.backends.protocol import Pass, PassResult, ReadyTicket, SubLayer
+from verispec.backends.numpy_model import NumpyModel
+from verispec.backends.options import BackendOptions, LoadedModel, NumpyOptions
+from verispec.backends.outputs import HostLogits, collect
+from verispec.backends.probes import attention_probe, draw_probe
+from verispec.backends.protocol import Float32, Int32, Pass, PassResult, ReadyTicket, Rows, SubLayer
 from verispec.backends.resident import Resident
 from verispec.backends.rounds import run_rounds
 from verispec.kv import NUM_RESERVED, TARGET_STORE
 from verispec.model.architecture import Architecture
 from verispec.sampling import draw
-from verispec.sampling.rows import SampleKey, Sampler, plain_rows
 from verispec.sampling.weights import SAMPLING, totals
-from verispec.types import SamplingParams
 
 _PROBED_LENGTHS = (1, 127, 129, 300, 520)  # context lengths at which the audit measures attention
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """What the backend needs of a checkpoint: its architecture and a reader of float32 tensors."""
-
-    architecture: Architecture
-    read: Reader
 
 
 class NumpyBackend:
@@ -57,28 +48,19 @@ class NumpyBackend:
         self._models = [NumpyModel(m.architecture, m.read, context_len=context_len) for m in models]
         self._stores = [_KVStore(m.architecture, options.num_slots) for m in models]
         self.resident = Resident(self.limits)
-        self._outputs = Outputs(np)
-
-    def bind(self, seq_row: int, sampler: Sampler) -> None:
-        """A sequence takes this row of the table."""
-        self.resident.bind(seq_row, sampler)
-
-    def set_masks(self, first: int, allowed: NDArray[np.uint32]) -> None:
-        """Write rows of the mask table."""
-        self.resident.set_masks(first, allowed)
+        self.bind, self.set_masks = self.resident.bind, self.resident.set_masks
 
     def submit(self, pass_: Pass) -> ReadyTicket:
-        """Run the pass now."""
         check_pass(pass_, self.limits)
-        with single_threaded_blas(), np.errstate(all="ignore"):  # NaN is a value: the engine ends its request
+        with single_threaded_blas, np.errstate(all="ignore"):  # NaN is a value: the engine ends its request
             return ReadyTicket(run_rounds(self.resident, pass_, self.run))
 
     def run(self, pass_: Pass) -> PassResult:
         """One round of a pass that was checked."""
         streams = self._forward(pass_)
         head_rows, hidden = pass_.wanted.head_rows(), pass_.wanted.hidden
-        logits = self._logits(pass_, streams[-1][head_rows])
-        result = self._outputs.collect(pass_, self.resident, head_rows, logits)
+        logits = HostLogits(self._logits(pass_, streams[-1][head_rows]))
+        result = collect(pass_, self.resident, head_rows, logits)
         if hidden is None:
             return result
         return replace(result, hidden=np.stack([streams[i][hidden.rows] for i in hidden.layers], axis=1))
@@ -124,35 +106,22 @@ class NumpyBackend:
 
     def probes(self) -> list[KernelProbe]:
         """Every row kernel of the target's model, attention and sampling included."""
-        model = self._models[TARGET_STORE]
-        probes, arch = model.probes(), model.architecture
-        vocab_size = arch.vocab_size
-        probes += [
-            KernelProbe("attention", arch.num_heads * arch.head_dim, self._probe_attention),
-            KernelProbe("logprob", vocab_size, lambda x: np.stack(totals(np, x), axis=-1)),
-            KernelProbe("draw", vocab_size, _probe_draw),
-        ]
-        return [_as_in_a_pass(probe) for probe in probes]
+        model, vocab_size = self._models[TARGET_STORE], self.limits.vocab_size
+        arch = model.architecture
 
-    def _probe_attention(self, x: Float32) -> Float32:
-        """Attention of every kind of layer at several lengths over scratch K/V; the outputs of all are joined."""
-        arch = self._models[0].architecture
-        num_slots = min(self.limits.num_slots, self.limits.context_len, max(_PROBED_LENGTHS))
-        lengths = [min(length, num_slots) for length in _PROBED_LENGTHS]
-        rng = np.random.default_rng(1)
-        store = rng.standard_normal((2, num_slots + NUM_RESERVED, arch.num_kv_heads, arch.head_dim)).astype(np.float32)
-        store[:, :NUM_RESERVED] = 0
-        table = rng.integers(NUM_RESERVED, num_slots + NUM_RESERVED, (3, num_slots)).astype(np.int32)
-        q = x.reshape(len(x), arch.num_heads, arch.head_dim)
-        outputs = []
-        for spec in (arch.layers[i] for i in arch.distinct_layers()):
-            for turn in range(len(lengths)):
-                rows = probe_rows(x, table, lengths, turn=turn)
-                outputs.append(attend(spec, q, store[0], store[1], contexts(rows, table), rows.positions))
-        return np.concatenate(outputs, axis=1)
+        def attention(layer: int, q: Float32, k: Float32, v: Float32, rows: Rows, table: Int32) -> Float32:
+            heads = q.reshape(len(q), arch.num_heads, arch.head_dim)
+            return attend(arch.layers[layer], heads, k, v, contexts(rows, table), rows.positions)
+
+        probes = [
+            *model.probes(),
+            attention_probe(arch, self.limits, _PROBED_LENGTHS, attention, num_turns=len(_PROBED_LENGTHS)),
+            KernelProbe("logprob", vocab_size, lambda x: np.stack(totals(np, x), axis=-1)),
+            draw_probe(vocab_size, partial(draw.draw, np)),
+        ]
+        return [replace(probe, run=single_threaded_blas(probe.run)) for probe in probes]  # as in a pass
 
     def close(self) -> None:
-        """Drop weights and stores."""
         self._models, self._stores = [], []
 
 
@@ -197,29 +166,6 @@ def _elementary() -> str:
     """A hash of what exp, log, sums, sines and quotients give here: they differ by libm, compiler and vector unit."""
     x = np.linspace(-30, 30, 4099, dtype=np.float32)
     angles = np.linspace(0, 9000, 4099)
-    results = [
-        np.exp(x),
-        np.log(np.abs(x) + 1),
-        np.sum(x * x),
-        np.sqrt(x * x),
-        1 / (x + 31),
-        np.sin(angles),
-        np.cos(angles),
-    ]
+    results = [np.exp(x), np.log(np.abs(x) + 1), np.sum(x * x), np.sqrt(x * x), 1 / (x + 31)]
+    results += [np.sin(angles), np.cos(angles)]
     return hashlib.sha256(b"".join(np.asarray(r).tobytes() for r in results)).hexdigest()[:16]
-
-
-def _as_in_a_pass(probe: KernelProbe) -> KernelProbe:
-    """The probe under the conditions of `submit`."""
-
-    def run(x: Float32) -> NDArray[np.generic]:
-        with single_threaded_blas():
-            return probe.run(x)
-
-    return KernelProbe(probe.name, probe.width, run)
-
-
-def _probe_draw(logits: Float32) -> NDArray[np.generic]:
-    params = SamplingParams(temperature=0.8, top_p=0.95, top_k=40, seed=1)
-    draws = draw.draw(np, logits, plain_rows(params, SampleKey(7, 0), [5] * len(logits)))
-    return np.stack([draws.token_ids.astype(np.float64), draws.logprobs.astype(np.float64)], axis=1)

@@ -7,7 +7,6 @@ them one by one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,26 +20,29 @@ Reader = Callable[[str], Float32]
 GELU_OUTER, GELU_CUBE = np.float32(1.5957691216057308), np.float32(0.044715)  # 2 * sqrt(2 / pi)
 
 
-@dataclass(frozen=True, slots=True)
 class Layer:
-    """What one layer does, and its weights."""
+    """What one layer does, and its weights; None where it has no such thing."""
 
-    spec: LayerSpec
-    attn_norm: Float32  # [D]
-    qkv: Dense  # D -> (H + 2 * KV) * d
-    qkv_bias: Float32 | None
-    q_norm: Float32 | None  # [d]
-    k_norm: Float32 | None
-    o: Dense  # H * d -> D
-    attn_post_norm: Float32 | None  # [D]
-    mlp_norm: Float32  # [D]
-    gate_up: Dense  # D -> 2 * F
-    down: Dense  # F -> D
-    mlp_post_norm: Float32 | None  # [D]
+    def __init__(self, spec: LayerSpec, prefix: str, read_any: Reader) -> None:
+        def read(name: str) -> Float32:
+            return read_any(prefix + name)
+
+        def read_if(is_there: bool, name: str) -> Float32 | None:
+            return read(name) if is_there else None
+
+        self.spec = spec
+        self.attn_norm, self.mlp_norm = read("attn_norm"), read("mlp_norm")  # [D]
+        self.qkv = Dense(read("q"), read("k"), read("v"))  # D -> (H + 2 * KV) * d
+        self.qkv_bias = np.concatenate([read(f"{n}_bias") for n in "qkv"]) if spec.qkv_bias else None
+        self.q_norm, self.k_norm = read_if(spec.qk_norm, "q_norm"), read_if(spec.qk_norm, "k_norm")  # [d]
+        self.o = Dense(read("o"))  # H * d -> D
+        self.gate_up = Dense(read("gate"), read("up"))  # D -> 2 * F
+        self.down = Dense(read("down"))  # F -> D
+        self.attn_post_norm = read_if(spec.post_norms, "attn_post_norm")  # [D]
+        self.mlp_post_norm = read_if(spec.post_norms, "mlp_post_norm")  # [D]
 
 
 def rms_norm(x: Float32, weight: Float32, eps: float) -> Float32:
-    """Root-mean-square norm over the last axis."""
     mean = np.sum(x * x, axis=-1, keepdims=True) / np.float32(x.shape[-1])
     return np.asarray(x * (np.float32(1) / np.sqrt(mean + np.float32(eps))) * weight, np.float32)
 
@@ -54,29 +56,20 @@ def activate(gate_up: Float32, activation: Activation) -> Float32:
     half = gate_up.shape[-1] // 2
     gate = gate_up[:, :half]
     inner = gate if activation == "silu" else GELU_OUTER * (gate + GELU_CUBE * (gate * gate * gate))
-    gated = np.exp(-inner)
-    gated += np.float32(1)
-    np.divide(gate, gated, out=gated)
-    gated *= gate_up[:, half:]
-    return gated
+    return np.asarray(gate / (np.exp(-inner) + np.float32(1)) * gate_up[:, half:], np.float32)
 
 
 def rotate(x: Float32, cos: Float32, sin: Float32) -> Float32:
     """RoPE on [M, heads, d] in the half-split convention; cos and sin are [M, 1, d / 2]."""
     half = x.shape[-1] // 2
     a, b = x[..., :half], x[..., half:]
-    out = np.empty_like(x)
-    out[..., :half] = a * cos - b * sin
-    out[..., half:] = b * cos + a * sin
-    return out
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
 class NumpyModel:
-    """One model's weights and the pieces of its forward."""
-
     def __init__(self, architecture: Architecture, read: Reader, *, context_len: int) -> None:
         self.architecture = architecture
-        self.layers = [_read_layer(read, i, spec) for i, spec in enumerate(architecture.layers)]
+        self.layers = [Layer(spec, f"layers.{i}.", read) for i, spec in enumerate(architecture.layers)]
         self.final_norm = read("final_norm")
         # A tied head is kept once, as the head needs it, and serves as embedding too.
         self._head = Dense(read("embed" if architecture.tied_head else "head"))  # D -> V
@@ -92,39 +85,37 @@ class NumpyModel:
     def qkv(self, layer: Layer, x: Float32, positions: NDArray[np.int32]) -> tuple[Float32, Float32, Float32]:
         """Norm, projections, q/k norm and RoPE: q [M, H, d], k and v [M, KV, d]."""
         arch = self.architecture
-        fused = layer.qkv(rms_norm(x, layer.attn_norm, arch.norm_eps))
+        fused = layer.qkv(self._normed(x, layer.attn_norm))
         if layer.qkv_bias is not None:
             fused += layer.qkv_bias
         heads = fused.reshape(len(x), -1, arch.head_dim)
         q, k, v = np.split(heads, (arch.num_heads, arch.num_heads + arch.num_kv_heads), axis=1)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q = rms_norm(q, layer.q_norm, arch.norm_eps)
-            k = rms_norm(k, layer.k_norm, arch.norm_eps)
+        q, k = self._normed(q, layer.q_norm), self._normed(k, layer.k_norm)
         cos, sin = (table[positions][:, None] for table in self._cos_sin[layer.spec.rope])
         return rotate(q, cos, sin), rotate(k, cos, sin), v
 
     def attention_output(self, layer: Layer, attended: Float32) -> Float32:
         """Output product, and a norm where there is one: what the sub-layer adds to x."""
-        return self._post_normed(layer.o(attended), layer.attn_post_norm)
+        return self._normed(layer.o(attended), layer.attn_post_norm)
 
     def mlp(self, layer: Layer, x: Float32) -> Float32:
         """Norm, gate and up, activation, down, and a norm where there is one: what the sub-layer adds to x."""
-        hidden = layer.gate_up(rms_norm(x, layer.mlp_norm, self.architecture.norm_eps))
-        return self._post_normed(layer.down(activate(hidden, layer.spec.activation)), layer.mlp_post_norm)
+        hidden = activate(layer.gate_up(self._normed(x, layer.mlp_norm)), layer.spec.activation)
+        return self._normed(layer.down(hidden), layer.mlp_post_norm)
 
-    def _post_normed(self, x: Float32, weight: Float32 | None) -> Float32:
+    def _normed(self, x: Float32, weight: Float32 | None) -> Float32:
         return x if weight is None else rms_norm(x, weight, self.architecture.norm_eps)
 
     def logits(self, x: Float32) -> Float32:
         """Final norm and head: [R, V]"""
-        return self._head(rms_norm(x, self.final_norm, self.architecture.norm_eps))
+        return self._head(self._normed(x, self.final_norm))
 
     def probes(self) -> list[KernelProbe]:
         """The dense kernels and norms of the first layer: all layers have its shapes."""
         arch, layer = self.architecture, self.layers[0]
         width = arch.hidden_size
         return [
-            KernelProbe("norm", width, lambda x: rms_norm(x, layer.attn_norm, arch.norm_eps)),
+            KernelProbe("norm", width, lambda x: self._normed(x, layer.attn_norm)),
             KernelProbe("qkv", width, layer.qkv),
             KernelProbe("rope", width, lambda x: self._probe_rope(layer, x)),
             KernelProbe("o", arch.num_heads * arch.head_dim, layer.o),
@@ -145,23 +136,3 @@ def _cos_sin(rope: Rope, head_dim: int, context_len: int) -> tuple[Float32, Floa
     frequencies = inverse_frequencies(rope, head_dim).astype(np.float64)
     angles = np.arange(context_len, dtype=np.float64)[:, None] * frequencies
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-
-
-def _read_layer(read: Reader, index: int, spec: LayerSpec) -> Layer:
-    def tensor(name: str) -> Float32:
-        return read(f"layers.{index}.{name}")
-
-    return Layer(
-        spec=spec,
-        attn_norm=tensor("attn_norm"),
-        qkv=Dense(tensor("q"), tensor("k"), tensor("v")),
-        qkv_bias=np.concatenate([tensor(f"{n}_bias") for n in "qkv"]) if spec.qkv_bias else None,
-        q_norm=tensor("q_norm") if spec.qk_norm else None,
-        k_norm=tensor("k_norm") if spec.qk_norm else None,
-        o=Dense(tensor("o")),
-        attn_post_norm=tensor("attn_post_norm") if spec.post_norms else None,
-        mlp_norm=tensor("mlp_norm"),
-        gate_up=Dense(tensor("gate"), tensor("up")),
-        down=Dense(tensor("down")),
-        mlp_post_norm=tensor("mlp_post_norm") if spec.post_norms else None,
-    )

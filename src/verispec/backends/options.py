@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from verispec.backends.protocol import BackendLimits, HiddenShape
+from verispec.backends.protocol import BackendLimits, Float32, HiddenShape
 from verispec.errors import InputError
 from verispec.model.architecture import Architecture, check_dense
+from verispec.model.blocks import StoredTensor
 
 NUM_MASKS = 1024  # what is never written takes no memory
 AS_STORED, QUANTISED = "as-stored", "q8"
 HOPPER = "hopper-1"  # docs/cuda-arithmetic.md
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """What a backend needs of a checkpoint: float32 tensors by name, and matrices as the files have them.
+
+    Without `stored` the matrices are float32 too.
+    """
+
+    architecture: Architecture
+    read: Callable[[str], Float32]
+    stored: Callable[[str], StoredTensor] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,11 +91,7 @@ class NativeOptions(BackendOptions):
     """
 
     NAME = "native"
-    SERVES: ClassVar = {
-        "arithmetic": ("cpu-1",),
-        "weights": (AS_STORED, QUANTISED),
-        "kv_dtype": ("float16", "float32"),
-    }
+    SERVES: ClassVar = {"arithmetic": ("cpu-1",), "weights": (AS_STORED, QUANTISED), "kv_dtype": ("float16", "float32")}
 
     isa: str = ""  # the best this CPU has
 

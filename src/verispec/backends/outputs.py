@@ -1,95 +1,107 @@
-"""From the logits of a pass to exactly what was wanted, by the shared sampling code: one path for every backend.
+"""From the logits of a pass to exactly what was wanted: one path for every backend on the host.
 
-A backend with fused kernels may bypass this; the conformance suite then compares it with this.
+A backend with kernels of its own gives its own `Logits`; the conformance suite compares them with the shared code's.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
-from verispec.backends.protocol import (
-    DrawResult,
-    DrawWanted,
-    NoisyTopKResult,
-    NoisyTopKWanted,
-    Pass,
-    PassResult,
-    StaleHandleError,
-    TopKResult,
-)
+from verispec.backends.protocol import DrawWanted, Float32, Int32, NoisyTopKWanted, Pass, PassResult, StaleHandleError
 from verispec.backends.resident import Resident
 from verispec.sampling import draw
-from verispec.sampling.maths import Array
+from verispec.sampling.draw import DrawResult, NoisyTopK, TopKResult
 from verispec.sampling.rows import SamplingRows
-from verispec.sampling.weights import Totals, logprobs, totals
+
+Int64 = NDArray[np.int64]
+
+
+class Logits(Protocol):
+    """Logits of some rows, and what can be made of those at `at`."""
+
+    values: Float32  # [R, V]
+
+    def draw(self, at: Int64, sampling: SamplingRows) -> DrawResult: ...
+    def logprobs(self, at: Int64, token_ids: Int32) -> Float32: ...
+    def top_k(self, at: Int64, k: int) -> TopKResult: ...
+    def noisy_top_k(self, at: Int64, sampling: SamplingRows, k: int) -> NoisyTopK: ...
+
+
+class HostLogits:
+    """By the shared sampling code."""
+
+    def __init__(self, values: Float32) -> None:
+        self.values = values
+
+    def _of(self, at: Int64) -> Float32:
+        return self.values if np.array_equal(at, np.arange(len(self.values))) else self.values[at]
+
+    def draw(self, at: Int64, sampling: SamplingRows) -> DrawResult:
+        return draw.draw(np, self._of(at), sampling)
+
+    def logprobs(self, at: Int64, token_ids: Int32) -> Float32:
+        found: Float32 = draw.logprobs_of(np, self._of(at), token_ids)
+        return found
+
+    def top_k(self, at: Int64, k: int) -> TopKResult:
+        return draw.top_logprobs(np, self._of(at), k)
+
+    def noisy_top_k(self, at: Int64, sampling: SamplingRows, k: int) -> NoisyTopK:
+        return draw.noisy_top_k(np, self._of(at), sampling, k)
 
 
 class Handle:
     """Distributions of some rows of one pass, made from their logits when they are asked for.
 
-    `total` is given where a backend's own kernels have computed it.
+    They are not for what is committed under `match`, so the shared code will do for every backend.
     """
 
-    def __init__(self, xp: Any, logits: Array, sampling: SamplingRows, total: Totals | None = None) -> None:
-        self._xp = xp
-        self._logits: Array | None = logits
-        self._sampling = sampling
-        self._total = total
+    def __init__(self, logits: Logits, at: Int64, sampling: SamplingRows) -> None:
+        self._logits: Logits | None = logits
+        self._at, self._sampling = at, sampling
 
-    def probabilities(self) -> Array:
+    def probabilities(self) -> Float32:
         """[R, V]"""
-        return draw.probabilities(self._xp, self._alive(), self._sampling)
+        found: Float32 = draw.probabilities(np, self._alive().values[self._at], self._sampling)
+        return found
 
-    def logprobs(self, rows: Array, token_ids: Array) -> Array:
+    def logprobs(self, rows: Int64, token_ids: Int64) -> Float32:
         """Of one id at each of these rows, raw."""
-        logits = self._alive()
-        if self._total is None:
-            self._total = totals(self._xp, logits)
-        return logprobs(logits[rows, token_ids], Totals(*(part[rows] for part in self._total)))
+        return self._alive().logprobs(self._at[rows], token_ids.astype(np.int32))
 
     def release(self) -> None:
-        """Drop the logits."""
         self._logits = None
 
-    def _alive(self) -> Array:
+    def _alive(self) -> Logits:
         if self._logits is None:
             raise StaleHandleError("the distribution was released")
         return self._logits
 
 
-class Outputs:
-    """Computes results in array namespace `xp`."""
+def collect(pass_: Pass, resident: Resident, head_rows: Int32, logits: Logits) -> PassResult:
+    """Row i of the logits is that of row `head_rows[i]` of the pass; `head_rows` is ascending."""
+    wanted = pass_.wanted
+    drawn, given, top, noisy, shown = (
+        wanted.draw,
+        wanted.logprobs,
+        wanted.top_k,
+        wanted.noisy_top_k,
+        wanted.distribution,
+    )
 
-    def __init__(self, xp: Any) -> None:
-        self._xp = xp
+    def at(rows: Int32) -> Int64:
+        return np.searchsorted(head_rows, rows)
 
-    def collect(self, pass_: Pass, resident: Resident, head_rows: Any, logits: Array) -> PassResult:
-        """`logits[i]` are those of row `head_rows[i]` of the pass; `head_rows` is ascending."""
-        wanted, rows = pass_.wanted, pass_.rows
+    def sampling(part: DrawWanted | NoisyTopKWanted) -> SamplingRows:
+        return resident.sampling(pass_.rows, part.rows, part.noise)
 
-        def at(chosen: Any) -> Array:
-            return logits if len(chosen) == len(head_rows) and (chosen == head_rows).all() else logits[
-                np.searchsorted(head_rows, chosen)
-            ]  # fmt: skip
-
-        def sampling(part: DrawWanted | NoisyTopKWanted) -> SamplingRows:
-            return resident.sampling(rows, part.rows, part.noise)
-
-        xp = self._xp
-        return PassResult(
-            draw=DrawResult(*draw.draw(xp, at(wanted.draw.rows), sampling(wanted.draw))) if wanted.draw else None,
-            logprobs=draw.logprobs_of(xp, at(wanted.logprobs.rows), wanted.logprobs.token_ids)
-            if wanted.logprobs
-            else None,
-            top_k=TopKResult(*draw.top_logprobs(xp, at(wanted.top_k.rows), wanted.top_k.k)) if wanted.top_k else None,
-            noisy_top_k=NoisyTopKResult(
-                *draw.noisy_top_k(xp, at(wanted.noisy_top_k.rows), sampling(wanted.noisy_top_k), wanted.noisy_top_k.k)
-            )
-            if wanted.noisy_top_k
-            else None,
-            distribution=Handle(xp, at(wanted.distribution.rows), resident.sampling(rows, wanted.distribution.rows))
-            if wanted.distribution
-            else None,
-        )
+    return PassResult(
+        draw=drawn and logits.draw(at(drawn.rows), sampling(drawn)),
+        logprobs=logits.logprobs(at(given.rows), given.token_ids) if given else None,
+        top_k=top and logits.top_k(at(top.rows), top.k),
+        noisy_top_k=noisy and logits.noisy_top_k(at(noisy.rows), sampling(noisy), noisy.k),
+        distribution=shown and Handle(logits, at(shown.rows), resident.sampling(pass_.rows, shown.rows)),
+    )

@@ -33,7 +33,6 @@ from verispec.backends.protocol import (
 )
 from verispec.kv import DUMP_SLOT, TARGET_STORE, ZERO_SLOT
 
-PADDING_SEQ_ROW = 0  # a table row no sequence uses
 Ints = Sequence[int] | NDArray[np.generic]
 
 
@@ -66,31 +65,17 @@ def padded(
 
 
 class Wish:
-    """Rows that want one kind of result, and the noise they use where it is not the target's own."""
+    """Rows that want one kind of result; `noise` has t and stream of each where some row's is not the target's own."""
 
     def __init__(self) -> None:
         self.rows: list[int] = []
-        self._t: list[int] = []
-        self._streams: list[int] = []
+        self.noise: list[tuple[int, int]] = []
 
-    def add(self, row: int, *, t: int = 0, stream: int = 0) -> None:
-        self.rows.append(row)
-        self._t.append(t)
-        self._streams.append(stream)
-
-    def add_all(self, rows: range) -> None:
-        """Rows that use the target's noise."""
-        self.rows += rows
-        self._t += rows
-        self._streams += [0] * len(rows)
-
-    def array(self) -> NDArray[np.int32]:
-        return np.array(self.rows, np.int32)
-
-    def noise(self) -> Noise | None:
-        if not any(self._streams):
+    def own_noise(self) -> Noise | None:
+        if not any(stream for _, stream in self.noise):
             return None
-        return Noise(np.array(self._t, np.int64), np.array(self._streams, np.int64))
+        t, streams = np.array(self.noise, np.int64).T.copy()
+        return Noise(t, streams)
 
 
 class DraftRule(NamedTuple):
@@ -128,20 +113,18 @@ class PassBuilder:
         self.fed_rows: list[int] = []  # whose draws are fed back, for so many further rounds
         self.fed_rounds: list[int] = []
         self._drafts: dict[DraftRule, list[tuple[int, int]]] = {}  # by who drafts: sequences of the burst, lengths
-        self._updates: list[tuple[int, int, Sequence[int]]] = []
-        self.table_columns: tuple[list[int], list[int], list[int]] = (
-            [],
-            [],
-            [],
-        )  # of many sequences: rows, positions, slots
+        self.table_rows: list[int] = []  # what the backend's table does not have yet
+        self.table_positions: list[int] = []
+        self.table_slots: list[int] = []
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     def update_table(self, seq_row: int, start: int, slots: Sequence[int]) -> None:
-        """The slots of positions `start`.. of a sequence, which the backend's table does not have yet."""
-        if slots:
-            self._updates.append((seq_row, start, slots))
+        """The slots of positions `start`.. of a sequence."""
+        self.table_rows += [seq_row] * len(slots)
+        self.table_positions += range(start, start + len(slots))
+        self.table_slots += slots
 
     def add_chain(self, seq_row: int, start: int, token_ids: Sequence[int], slots: Sequence[int]) -> int:
         """Rows at positions `start`.. that stand in the table; returns the first one's index."""
@@ -160,7 +143,7 @@ class PassBuilder:
         self.slots += slots
         self.seq_rows += seq_rows
         rows = range(first, len(self.token_ids))
-        self.draw.add_all(rows)
+        self.draw.rows += rows
         return rows
 
     def add_node(self, seq_row: int, position: int, token_id: int, tail: Sequence[int]) -> int:
@@ -182,7 +165,7 @@ class PassBuilder:
         row = self.add_chain(seq_row, start, (token_id, *[FROM_DRAFT] * length), slots)
         self._drafts.setdefault(rule, []).append((len(self.fed_rows), length))
         self.feed_back(row, num_rounds)
-        self.draw.add_all(range(row, row + 1 + length))
+        self.draw.rows += range(row, row + 1 + length)
 
     def want_top(self, row: int, k: int) -> None:
         """The k most likely ids at a row; the largest k of a pass serves all."""
@@ -203,19 +186,13 @@ class PassBuilder:
         view: View = FULL_VIEW,
     ) -> Pass:
         """Freeze; `fit` gives the shape for a number of rows, for the layers, for the head and for further rounds."""
-        ints = np.int32
+        draw, noisy, noisy_k = self.draw, self.noisy, min(self.noisy_k, vocab_size)
         wanted = Wanted(
-            draw=DrawWanted(self.draw.array(), self.draw.noise()) if self.draw.rows else None,
-            logprobs=LogprobsWanted(np.array(self.given_rows, ints), np.array(self.given_ids, ints))
-            if self.given_rows
-            else None,
-            top_k=TopKWanted(np.unique(np.array(self.top_rows, ints)), min(self.top_k, vocab_size))
-            if self.top_rows
-            else None,
-            noisy_top_k=NoisyTopKWanted(self.noisy.array(), min(self.noisy_k, vocab_size), self.noisy.noise())
-            if self.noisy.rows
-            else None,
-            distribution=DistributionWanted(np.array(self.shown_rows, ints)) if self.shown_rows else None,
+            DrawWanted(_ints(draw.rows), draw.own_noise()) if draw.rows else None,
+            LogprobsWanted(_ints(self.given_rows), _ints(self.given_ids)) if self.given_rows else None,
+            TopKWanted(np.unique(_ints(self.top_rows)), min(self.top_k, vocab_size)) if self.top_rows else None,
+            NoisyTopKWanted(_ints(noisy.rows), noisy_k, noisy.own_noise()) if noisy.rows else None,
+            DistributionWanted(_ints(self.shown_rows)) if self.shown_rows else None,
         )
         rows = self.rows(fit(len(self)))
         num_head = len(wanted.head_rows())
@@ -223,17 +200,11 @@ class PassBuilder:
         if self.fed_rows:
             num_rows = len(self.fed_rows) + self.token_ids.count(FROM_DRAFT)
             drafts = tuple(rule.drafting(sequences) for rule, sequences in self._drafts.items())
-            burst = Burst(np.array(self.fed_rows, ints), np.array(self.fed_rounds, ints), fit(num_rows), drafts)
-        return Pass(
-            kind, rows, wanted, self._table_update(), head_shape=fit(num_head) if num_head else 0, store=store,
-            view=view, burst=burst,
-        )  # fmt: skip
+            burst = Burst(_ints(self.fed_rows), _ints(self.fed_rounds), fit(num_rows), drafts)
+        update = TableUpdate(*np.array((self.table_rows, self.table_positions, self.table_slots), np.int32))
+        head_shape = fit(num_head) if num_head else 0
+        return Pass(kind, rows, wanted, update, head_shape=head_shape, store=store, view=view, burst=burst)
 
-    def _table_update(self) -> TableUpdate:
-        seq_rows, positions, slots = self.table_columns
-        for seq_row, start, entries in self._updates:
-            seq_rows += [seq_row] * len(entries)
-            positions += range(start, start + len(entries))
-            slots += entries
-        columns = np.array((seq_rows, positions, slots), np.int32)
-        return TableUpdate(columns[0], columns[1], columns[2])
+
+def _ints(values: list[int]) -> NDArray[np.int32]:
+    return np.array(values, np.int32)

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from verispec.backends.audit import KernelProbe
 from verispec.kv import TARGET_STORE
+from verispec.sampling.draw import DrawResult, NoisyTopK, TopKResult
 from verispec.sampling.rows import Sampler
 
 Int32 = NDArray[np.int32]
@@ -55,12 +56,10 @@ class View:
 
     @property
     def skipped_attention(self) -> frozenset[int]:
-        """Layers whose attention is skipped."""
         return frozenset(s.layer for s in self.skipped if not s.is_mlp)
 
     @property
     def skipped_mlp(self) -> frozenset[int]:
-        """Layers whose MLP is skipped."""
         return frozenset(s.layer for s in self.skipped if s.is_mlp)
 
 
@@ -166,6 +165,11 @@ class Wanted:
         return np.unique(np.concatenate(rows)).astype(np.int32) if rows else np.zeros(0, np.int32)
 
 
+def first_draft_rows(store: int) -> int:
+    """Rows of a sequence in the first pass of a chain: a second model may lack the last two committed tokens."""
+    return 1 if store == TARGET_STORE else 2
+
+
 class Drafting(NamedTuple):
     """How some sequences of a burst draft: every round begins with a chain by a view of the model behind `store`.
 
@@ -186,8 +190,7 @@ class Drafting(NamedTuple):
 
     @property
     def first_rows(self) -> int:
-        """Rows of each sequence in the first pass of a round."""
-        return 1 if self.store == TARGET_STORE else 2
+        return first_draft_rows(self.store)
 
 
 class Burst(NamedTuple):
@@ -245,28 +248,6 @@ class Pass:
     start: HiddenStart | None = None
 
 
-class DrawResult(NamedTuple):
-    """Sampled tokens (NO_TOKEN where the logits are NaN) and their raw log-probabilities."""
-
-    token_ids: NDArray[np.int64]  # [R]
-    logprobs: Float32  # [R]
-
-
-class TopKResult(NamedTuple):
-    """Ids and values, best first; NO_TOKEN where fewer than k ids are possible."""
-
-    token_ids: NDArray[np.int64]  # [R, k]
-    values: Float32  # [R, k]
-
-
-class NoisyTopKResult(NamedTuple):
-    """Children of each row, best first; NO_TOKEN where fewer than k ids are possible."""
-
-    token_ids: NDArray[np.int64]  # [R, k]
-    values: Float32  # [R, k] log p + noise, p after all processing; at T = 0 without noise
-    logprobs: Float32  # [R, k] log p
-
-
 class DistributionHandle(Protocol):
     """Distributions that stay where they were computed, until whoever wanted them lets go: at the end of a step."""
 
@@ -304,7 +285,7 @@ class PassResult:
     draw: DrawResult | None = None
     logprobs: Float32 | None = None
     top_k: TopKResult | None = None
-    noisy_top_k: NoisyTopKResult | None = None
+    noisy_top_k: NoisyTopK | None = None
     distribution: DistributionHandle | None = None
     burst: BurstResult | None = None
     hidden: Any = None  # the backend's own array [R, layers, width]
@@ -324,7 +305,6 @@ class ReadyTicket:
     ready: PassResult
 
     def result(self) -> PassResult:
-        """The result."""
         return self.ready
 
 

@@ -1,7 +1,7 @@
 """What a backend knows of the sequences that run: one row of arrays each, written by `bind` and by the rows of passes.
 
     table[row]       slots by position          slot_tokens[slot]   the token whose K/V the slot holds
-    seeds[row] ...   how the sequence samples   next_token, length  where a burst left it, for rows the host cannot name
+    sampled[.][row]  how the sequence samples   next_token, length  where a burst left it, for rows the host cannot name
 
 The tokens a penalty looks at are those of the row's own context, so nothing has to be sent or undone for them: the path
 of a draft is context like everything else. Shared by the backends that compute on the host.
@@ -21,13 +21,19 @@ from verispec.backends.protocol import FROM_STATE, BackendLimits, Noise, Pass, R
 from verispec.errors import InputError
 from verispec.kv import DUMP_SLOT, NUM_RESERVED
 from verispec.sampling.draw import NO_TOKEN
-from verispec.sampling.rows import Sampler, SamplingRows, log_or_off
+from verispec.sampling.rows import NO_EDITS, Sampler, SamplingRows, log_or_off
 
 Int32 = NDArray[np.int32]
 Mask = NDArray[np.bool_]
-_Edits = tuple[NDArray[Any], ...]  # row numbers, ids and values
-_NO_IDS, _NO_VALUES = np.zeros(0, np.int64), np.zeros(0, np.float32)
-_NO_PENALTIES, _NO_BIAS = (_NO_IDS, _NO_IDS, _NO_VALUES, _NO_VALUES), (_NO_IDS, _NO_IDS, _NO_VALUES)
+_Edits = dict[str, NDArray[Any]]  # fields of SamplingRows
+_SAMPLED = {
+    "seeds": np.uint64,
+    "sample_index": np.int64,
+    "temperature": np.float32,
+    "top_k": np.int64,
+    "top_p": np.float32,
+    "log_min_p": np.float32,
+}
 
 
 class Fed(NamedTuple):
@@ -46,12 +52,7 @@ class Resident:
         self._vocab_size = limits.vocab_size
         self.table = np.zeros((count, limits.context_len), np.int32)
         self.slot_tokens = np.zeros(limits.num_slots + NUM_RESERVED, np.int32)
-        self.seeds = np.zeros(count, np.uint64)
-        self.sample_index = np.zeros(count, np.int64)
-        self.temperature = np.zeros(count, np.float32)
-        self.top_k = np.zeros(count, np.int64)
-        self.top_p = np.ones(count, np.float32)
-        self.log_min_p = np.full(count, -math.inf, np.float32)
+        self._sampled = {name: np.zeros(count, dtype) for name, dtype in _SAMPLED.items()}
         self.min_lens = np.zeros(count, np.int64)  # no stop before this length
         self.limits = np.full(count, limits.context_len, np.int64)
         self.stop_ids = np.full((count, 1), NO_TOKEN, np.int64)  # padded; wider when a sequence has more
@@ -69,18 +70,15 @@ class Resident:
     def bind(self, seq_row: int, sampler: Sampler) -> None:
         """Write everything of one sequence; nothing of the row's last owner stays."""
         params = sampler.params
-        self.seeds[seq_row] = sampler.key.seed
-        self.sample_index[seq_row] = sampler.key.sample_index
-        self.temperature[seq_row] = params.temperature
-        self.top_k[seq_row] = params.top_k
-        self.top_p[seq_row] = params.top_p
-        self.log_min_p[seq_row] = log_or_off(np.array([params.min_p], np.float32))[0]
+        log_min_p = log_or_off(np.array([params.min_p], np.float32))[0]
+        values = (*sampler.key, params.temperature, params.top_k, params.top_p, log_min_p)
+        for column, value in zip(self._sampled.values(), values, strict=True):
+            column[seq_row] = value
         self.min_lens[seq_row] = sampler.prompt_len + params.min_tokens
         self.limits[seq_row] = min(sampler.limit, self.table.shape[1])
         bias = {i: value for i, value in params.logit_bias if i < self._vocab_size}
-        self.stop_ids = _written(
-            self.stop_ids, seq_row, [i for i in sampler.stop_ids if 0 <= i < self._vocab_size], NO_TOKEN
-        )
+        stop_ids = [i for i in sampler.stop_ids if 0 <= i < self._vocab_size]
+        self.stop_ids = _written(self.stop_ids, seq_row, stop_ids, NO_TOKEN)
         self._bias_ids = _written(self._bias_ids, seq_row, [*bias], NO_TOKEN)
         self._bias = _written(self._bias, seq_row, [*bias.values()], 0)
         self._prompt_lens[seq_row] = sampler.prompt_len
@@ -90,7 +88,6 @@ class Resident:
         self.next_tokens[seq_row] = NO_TOKEN
 
     def set_masks(self, first: int, allowed: NDArray[np.uint32]) -> None:
-        """Write rows of the mask table."""
         num_masks, width = self._masks.shape
         if not num_masks:
             raise InputError("this backend has no masks")
@@ -124,35 +121,22 @@ class Resident:
         return rows
 
     def sampling(self, rows: Rows, drawn: Int32, noise: Noise | None = None) -> SamplingRows:
-        """The sampling inputs of some rows of a pass."""
         seq_rows = rows.seq_rows[drawn]
         t = rows.positions[drawn].astype(np.int64) + 1
-        penalties: _Edits = _NO_PENALTIES
-        bias: _Edits = _NO_BIAS
+        edits = NO_EDITS
         if self.has_edits[seq_rows].any():
-            penalties, bias = self._penalised(rows, drawn), self._biased(seq_rows, t)
+            edits = self._penalised(rows, drawn) | self._biased(seq_rows, t)
         return SamplingRows(
-            seeds=self.seeds[seq_rows],
+            **{name: column[seq_rows] for name, column in self._sampled.items()},
             t=t if noise is None else noise.t,
-            sample_index=self.sample_index[seq_rows],
             stream=np.zeros(len(drawn), np.int64) if noise is None else noise.stream,
-            temperature=self.temperature[seq_rows],
-            top_k=self.top_k[seq_rows],
-            top_p=self.top_p[seq_rows],
-            log_min_p=self.log_min_p[seq_rows],
-            penalty_rows=penalties[0],
-            penalty_ids=penalties[1],
-            repetition=penalties[2],
-            penalty=penalties[3],
-            bias_rows=bias[0],
-            bias_ids=bias[1],
-            bias=bias[2],
             masks=None if rows.masks is None else rows.masks[drawn].astype(np.int64),
             allowed=self._masks,
+            **edits,
         )
 
     def _penalised(self, rows: Rows, drawn: Int32) -> _Edits:
-        """Row numbers, ids, factors and amounts: of every token of the output, and for repetition of the prompt too."""
+        """Of every token of the output, and for repetition of the prompt too."""
         at = np.flatnonzero(self._has_penalties[rows.seq_rows[drawn]])
         of = drawn[at]
         seq_rows, prefix_lens = rows.seq_rows[of], rows.prefix_lens[of]
@@ -169,10 +153,11 @@ class Resident:
         e, ids = np.divmod(keys, self._vocab_size)
         repetition, presence, frequency = self._penalties[:, seq_rows[e]]
         amounts = np.where(num_output > 0, presence + frequency * num_output, 0.0)
-        return at[e], ids, repetition.astype(np.float32), amounts.astype(np.float32)
+        repetition, amounts = repetition.astype(np.float32), amounts.astype(np.float32)
+        return {"penalty_rows": at[e], "penalty_ids": ids, "repetition": repetition, "penalty": amounts}
 
     def _biased(self, seq_rows: Int32, t: NDArray[np.int64]) -> _Edits:
-        """Row numbers, ids and values; stop ids are banned before the least length, whatever their bias."""
+        """Stop ids are banned before the least length, whatever their bias."""
         rows, i = np.nonzero(self._bias_ids[seq_rows] != NO_TOKEN)
         ids, values = self._bias_ids[seq_rows[rows], i], self._bias[seq_rows[rows], i]
         early = (t < self.min_lens[seq_rows])[:, None]
@@ -182,7 +167,8 @@ class Resident:
         rows = np.concatenate([rows[kept], banned_rows])
         order = np.argsort(rows, kind="stable")
         values = np.concatenate([values[kept], np.full(len(banned), -math.inf, np.float32)])
-        return rows[order], np.concatenate([ids[kept], banned])[order], values[order]
+        ids = np.concatenate([ids[kept], banned])
+        return {"bias_rows": rows[order], "bias_ids": ids[order], "bias": values[order]}
 
     def goes_on(self, fed: Fed) -> Mask:
         """Whether sequences have a further token to draw behind these."""
@@ -194,10 +180,6 @@ class Resident:
         """Where a burst left its sequences."""
         self.next_tokens[fed.seq_rows] = np.where(self.goes_on(fed), fed.token_ids, NO_TOKEN)
         self.lengths[fed.seq_rows] = fed.t + 1
-
-    def is_padding(self, rows: Rows, drawn: Int32) -> Mask:
-        """Which of the rows stand for a sequence that had ended."""
-        return np.asarray(rows.slots[drawn] == DUMP_SLOT)
 
 
 def _written(table: NDArray[Any], row: int, values: Sequence[float], padding: int) -> NDArray[Any]:

@@ -17,7 +17,6 @@ from verispec.backends.protocol import (
     Burst,
     BurstResult,
     Drafting,
-    DrawResult,
     DrawWanted,
     Pass,
     PassResult,
@@ -26,7 +25,8 @@ from verispec.backends.protocol import (
     Wanted,
 )
 from verispec.backends.resident import Fed, Resident, copied, idled
-from verispec.sampling.draw import NO_TOKEN
+from verispec.kv import DUMP_SLOT
+from verispec.sampling.draw import NO_TOKEN, DrawResult
 
 NO_UPDATE = TableUpdate(*(np.zeros(0, np.int32) for _ in range(3)))
 Run = Callable[[Pass], PassResult]
@@ -45,7 +45,7 @@ def run_rounds(resident: Resident, pass_: Pass, run: Run, further: Further | Non
     result, wanted = run(pass_), pass_.wanted.draw
     if wanted is None or result.draw is None:
         return result
-    result.draw.token_ids[resident.is_padding(pass_.rows, wanted.rows)] = NO_TOKEN
+    result.draw.token_ids[pass_.rows.slots[wanted.rows] == DUMP_SLOT] = NO_TOKEN  # of a sequence that had ended
     if burst is None:
         return result
     fed, draws = before(pass_, burst), _draws(pass_, result.draw, burst)

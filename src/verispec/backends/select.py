@@ -10,7 +10,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from verispec.backends.audit import Progress, no_progress
-from verispec.backends.options import BackendOptions, CudaOptions, HopperOptions, NativeOptions, NumpyOptions
+from verispec.backends.options import (
+    BackendOptions,
+    CudaOptions,
+    HopperOptions,
+    LoadedModel,
+    NativeOptions,
+    NumpyOptions,
+)
 from verispec.backends.protocol import Backend
 from verispec.config import MAX_SIZE, EngineConfig
 from verispec.errors import InputError
@@ -81,19 +88,18 @@ def make_backend(
     options: BackendOptions, checkpoints: Sequence[Checkpoint], *, progress: Progress = no_progress
 ) -> Backend:
     """The backend of these options with the checkpoints' models in it: the target's first, then a draft model's."""
-    if isinstance(options, NativeOptions):
-        from verispec.backends.native_backend import NativeBackend
-        from verispec.backends.native_model import StoredModel
-
-        stored = [StoredModel(c.architecture, c.tensor, c.stored) for c in checkpoints]
-        return NativeBackend(stored, options, progress=progress)
     if isinstance(options, CudaOptions):
         from verispec.backends.cuda.load import load
 
         return load(checkpoints, options, progress=progress)
-    from verispec.backends.numpy_backend import LoadedModel, NumpyBackend
+    models = [LoadedModel(c.architecture, c.tensor, c.stored) for c in checkpoints]
+    if isinstance(options, NativeOptions):
+        from verispec.backends.native_backend import NativeBackend
 
-    return NumpyBackend([LoadedModel(c.architecture, c.tensor) for c in checkpoints], options)
+        return NativeBackend(models, options, progress=progress)
+    from verispec.backends.numpy_backend import NumpyBackend
+
+    return NumpyBackend(models, options)
 
 
 def describe(name: str, architectures: Sequence[Architecture]) -> tuple[Mapping[str, str], tuple[int, ...]]:

@@ -306,7 +306,9 @@ class Policy:
         """The cheapest canonical shape for a number of rows."""
         found = self._canonical_shapes.get(num_rows)
         if found is None:
-            found = self._canonical_shapes[num_rows] = self._cost.cheapest(m for m in self._family if m >= num_rows)
+            fitting = [m for m in self._family if m >= num_rows]
+            assert fitting, f"{num_rows} rows in a canonical pass: the policy went over its budget, {self._row_budget}"
+            found = self._canonical_shapes[num_rows] = self._cost.cheapest(fitting)
         return found
 
     def fast_shape(self, num_rows: int) -> int:

@@ -25,11 +25,29 @@ _DENSE_SHARE = 8  # noise is computed for all ids when more than 1/8 of them sur
 _NOISE_BLOCK = 2**20  # values of noise made at once: rows are taken in groups of about that size
 
 
-class Draws(NamedTuple):
+class DrawResult(NamedTuple):
     """One token per row and its log-probability under the raw logits."""
 
     token_ids: Array  # [R] int64, NO_TOKEN where there is nothing to draw
     logprobs: Array  # [R] float32, NaN there
+
+
+class TopKResult(NamedTuple):
+    """The k most likely ids of each row and their raw log-probabilities, ordered by (-logit, id)."""
+
+    token_ids: Array  # [R, k]
+    values: Array  # [R, k]
+
+
+class NoisyTopK(NamedTuple):
+    """The k largest of log p + gumbel, best first: k draws without replacement; at T = 0 without noise.
+
+    NO_TOKEN where a filter leaves fewer than k.
+    """
+
+    token_ids: Array  # [R, k]
+    values: Array  # [R, k] log p + gumbel
+    logprobs: Array  # [R, k] log p, p after all processing
 
 
 def logprobs_of(xp: Any, logits: Array, token_ids: Array) -> Array:
@@ -37,10 +55,9 @@ def logprobs_of(xp: Any, logits: Array, token_ids: Array) -> Array:
     return logprobs(logits[xp.arange(logits.shape[0]), token_ids], totals(xp, logits))
 
 
-def top_logprobs(xp: Any, logits: Array, k: int) -> tuple[Array, Array]:
-    """The k most likely ids of each row and their log-probabilities, ordered by (-logit, id)."""
+def top_logprobs(xp: Any, logits: Array, k: int) -> TopKResult:
     ids = xp.argsort(-logits, axis=-1, stable=True)[:, :k]
-    return ids, logprobs(xp.take_along_axis(logits, ids, axis=-1), totals(xp, logits))
+    return TopKResult(ids, logprobs(xp.take_along_axis(logits, ids, axis=-1), totals(xp, logits)))
 
 
 def process(xp: Any, logits: Array, rows: SamplingRows) -> Array:
@@ -140,7 +157,7 @@ def _keys(rows: SamplingRows, at: NDArray[np.int64]) -> dict[str, NDArray[np.int
     }
 
 
-def draw(xp: Any, logits: Array, rows: SamplingRows) -> Draws:
+def draw(xp: Any, logits: Array, rows: SamplingRows) -> DrawResult:
     """Sample one token per row. A row with NaN, or with nothing finite to choose from, gives NO_TOKEN.
 
     argmax gives the first of equal maxima (the array API says so): the smallest id wins a tie.
@@ -149,18 +166,7 @@ def draw(xp: Any, logits: Array, rows: SamplingRows) -> Draws:
     noisy = noisy_logits(xp, scaled_logits(xp, edited, rows), rows)
     usable = xp.isfinite(xp.max(edited, axis=-1))
     chosen = xp.argmax(noisy, axis=-1)
-    return Draws(xp.where(usable, chosen, NO_TOKEN), xp.where(usable, logprobs_of(xp, logits, chosen), xp.nan))
-
-
-class NoisyTopK(NamedTuple):
-    """The k largest of log p + gumbel, best first: k draws without replacement.
-
-    NO_TOKEN where a filter leaves fewer than k.
-    """
-
-    token_ids: Array  # [R, k]
-    values: Array  # [R, k] log p + gumbel
-    logprobs: Array  # [R, k] log p, p after all processing
+    return DrawResult(xp.where(usable, chosen, NO_TOKEN), xp.where(usable, logprobs_of(xp, logits, chosen), xp.nan))
 
 
 def noisy_top_k(xp: Any, logits: Array, rows: SamplingRows, k: int) -> NoisyTopK:

@@ -47,7 +47,6 @@ def split_seed(seed: int) -> tuple[int, int]:
 
 
 def split_seeds(seeds: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The same for an array of seeds."""
     return (seeds & np.uint64(_MASK)).astype(np.int64), (seeds >> np.uint64(32)).astype(np.int64)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,9 +65,16 @@ class SamplingRows:
         return (self.top_k > 0) | (self.top_p < 1) | (self.log_min_p > -np.inf)
 
 
+_NO_IDS, _NO_VALUES = np.zeros(0, np.int64), np.zeros(0, np.float32)
+NO_EDITS: dict[str, NDArray[Any]] = {
+    **dict.fromkeys(("penalty_rows", "penalty_ids", "bias_rows", "bias_ids"), _NO_IDS),
+    **dict.fromkeys(("repetition", "penalty", "bias"), _NO_VALUES),
+}  # fields of SamplingRows
+
+
 def plain_rows(params: SamplingParams, key: SampleKey, t: Sequence[int]) -> SamplingRows:
     """Rows of one request that draw the tokens `t`, without penalties, bias or a least length: for probes."""
-    count, no_ids, no_values = len(t), np.zeros(0, np.int64), np.zeros(0, np.float32)
+    count = len(t)
     return SamplingRows(
         seeds=np.full(count, key.seed, np.uint64),
         t=np.array(t, np.int64),
@@ -77,9 +84,8 @@ def plain_rows(params: SamplingParams, key: SampleKey, t: Sequence[int]) -> Samp
         top_k=np.full(count, params.top_k, np.int64),
         top_p=np.full(count, params.top_p, np.float32),
         log_min_p=log_or_off(np.full(count, params.min_p, np.float32)),
-        penalty_rows=no_ids, penalty_ids=no_ids, repetition=no_values, penalty=no_values,
-        bias_rows=no_ids, bias_ids=no_ids, bias=no_values,
-    )  # fmt: skip
+        **NO_EDITS,
+    )
 
 
 def log_or_off(min_p: NDArray[np.float32]) -> NDArray[np.float32]:

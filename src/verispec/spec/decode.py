@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from verispec.errors import InputError
 from verispec.spec.drafter import Curve, Held, Refusal
-from verispec.spec.rate import Fading
+from verispec.spec.rate import Rate
 from verispec.spec.turn import Pending, SequenceView, Turn
 from verispec.types import Draft
 
@@ -64,8 +64,7 @@ class DecodeDrafter:
 
     def __init__(self, config: DecodeConfig | None = None) -> None:
         self._config = config or DecodeConfig()
-        weight, prior = self._config.prior_weight, self._config.prior_acceptance
-        self._rate = Fading(weight * prior, weight, self._config.memory)
+        self._rate = Rate.fading(self._config.prior_acceptance, self._config.prior_weight, self._config.memory)
         self._windows: dict[int, _Window] = {}
 
     @property
@@ -106,7 +105,7 @@ class DecodeDrafter:
         sequence_id = turn.sequence.sequence_id
         if turn.verdict is not None:
             self._windows.pop(sequence_id, None)
-            self._rate.observe(len(turn.verdict.path), len(turn.draft))
+            self._rate.observe_chain(len(turn.verdict.path), len(turn.draft))
         elif (window := self._windows.get(sequence_id)) is not None and turn.score.draws:
             drawn = [token_id for token_id in turn.score.draws if token_id >= 0]
             window.token_ids += drawn

@@ -8,15 +8,14 @@ asks it only which curve a sequence is on. Adding one takes one file and one lin
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import partial
+from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 from verispec.backends.cost import CostTable
 from verispec.spec.speculation import AUTO
 from verispec.spec.tree import MAX_NODES, TreeShape
-from verispec.spec.turn import Pending, Recipe, SequenceView, Turn
-from verispec.types import NO_DRAFT, NO_PARENT, Draft
+from verispec.spec.turn import Drafted, Pending, Recipe, SequenceView, Turn
+from verispec.types import NO_PARENT
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -87,7 +86,7 @@ class Drafter(Protocol):
     def curves(self, key: Hashable) -> tuple[Curve, ...]:
         """What is promised to sequences in this state, one curve per shape of draft."""
 
-    def draft(self, turns: Sequence[Turn]) -> Sequence[Draft | Pending | Recipe]:
+    def draft(self, turns: Sequence[Turn]) -> Sequence[Drafted]:
         """A draft for each turn, of at most `choice.num_nodes` nodes; or one that is not ready; or how the backend
         drafts it, where the turn `is_resident`."""
 
@@ -113,11 +112,9 @@ class DrafterSet:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names a sequence can ask for."""
         return (*self._drafters, AUTO)
 
     def members(self, name: str) -> tuple[str, ...]:
-        """The drafters behind a name."""
         return self._members.get(name, (name,))
 
     def has_probabilities(self, name: str) -> bool:
@@ -125,23 +122,23 @@ class DrafterSet:
         return any(self._drafters[n].has_probabilities for n in self.members(name))
 
     def reads_text(self, name: str) -> bool:
-        """Whether the host must look at every token."""
         return any(self._drafters[n].reads_text for n in self.members(name))
 
     def version(self, name: str) -> int:
-        """Grows when a drafter's curves have changed."""
         return self._drafters[name].version
 
     def state(self, name: str, sequence: SequenceView) -> Hashable | Refusal | Held:
-        """Where a sequence stands with a drafter."""
         try:
             return self._drafters[name].state(sequence)
         except Exception:
-            return self._failed(name, Refusal("the drafter failed; see the log"))
+            return _failed(name, Refusal("the drafter failed; see the log"))
 
     def curves(self, name: str, key: Hashable) -> tuple[Curve, ...]:
         """What a drafter promises, brought into range."""
-        return self._guarded(name, (), lambda: tuple(filter(None, map(_in_range, self._drafters[name].curves(key)))))
+        try:
+            return tuple(filter(None, map(_in_range, self._drafters[name].curves(key))))
+        except Exception:
+            return _failed(name, ())
 
     def draft(self, turns: Sequence[Turn]) -> None:
         """Fill in a valid draft for every turn that was granted nodes; a drafter drafts for all its turns at once."""
@@ -150,44 +147,38 @@ class DrafterSet:
             if turn.choice.drafter:
                 wanted.setdefault(turn.choice.drafter, []).append(turn)
         for name, group in wanted.items():
-            for turn, draft in zip(group, self._draft(name, group), strict=True):
-                turn.draft = draft
+            try:
+                found = self._drafters[name].draft(group)
+                if len(found) != len(group):
+                    raise ValueError(f"{len(found)} drafts for {len(group)} sequences")
+            except Exception:
+                found = _failed(name, [])
+            for turn, draft in zip(group, found, strict=False):
+                try:
+                    self._check(turn, draft)
+                    turn.draft = draft
+                except Exception:
+                    _failed(name, None)
 
     def observe(self, turns: Sequence[Turn]) -> None:
         """Tell each drafter what became of its drafts."""
         for turn in turns:
-            if turn.choice.drafter and (isinstance(turn.draft, Pending) or len(turn.draft)):
-                name = turn.choice.drafter
+            name = turn.choice.drafter
+            if name and (isinstance(turn.draft, Pending) or len(turn.draft)):
                 try:
                     for part in turn.rounds or (turn,):
                         self._drafters[name].observe(part)
                 except Exception:
-                    self._failed(name, None)
+                    _failed(name, None)
 
     def forget(self, sequence: SequenceView) -> None:
-        """The sequence has ended."""
         for name in self.members(sequence.speculation.method):
-            self._guarded(name, None, partial(self._drafters[name].forget, sequence.sequence_id))
+            try:
+                self._drafters[name].forget(sequence.sequence_id)
+            except Exception:
+                _failed(name, None)
 
-    def _draft(self, name: str, turns: Sequence[Turn]) -> list[Draft | Pending | Recipe]:
-        def drafts() -> Sequence[Draft | Pending | Recipe]:
-            found = self._drafters[name].draft(turns)
-            if len(found) != len(turns):
-                raise ValueError(f"{len(found)} drafts for {len(turns)} sequences")
-            return found
-
-        nothing: Sequence[Draft | Pending | Recipe] = [NO_DRAFT] * len(turns)
-        found = self._guarded(name, nothing, drafts)
-        return [self._checked(name, t, d) for t, d in zip(turns, found, strict=True)]
-
-    def _checked(self, name: str, turn: Turn, draft: Draft | Pending | Recipe) -> Draft | Pending | Recipe:
-        try:
-            self._check(turn, draft)
-        except Exception:
-            return self._failed(name, NO_DRAFT)
-        return draft
-
-    def _check(self, turn: Turn, draft: Draft | Pending | Recipe) -> None:
+    def _check(self, turn: Turn, draft: Drafted) -> None:
         if isinstance(draft, Pending):
             room = len(turn.slots) - len(draft.token_ids)
             if room < 1 or not all(isinstance(t, int) and 0 <= t < self._vocab_size for t in draft.token_ids):
@@ -208,17 +199,11 @@ class DrafterSet:
         if stored and not (0 < stored.store < len(turn.store_lens) and 0 <= stored.num_tokens <= num_tokens):
             raise ValueError("the draft speaks of K/V that cannot be")
 
-    def _guarded(self, name: str, fallback: T, call: Callable[[], T]) -> T:
-        """What the drafter says, or the fallback where it fails."""
-        try:
-            return call()
-        except Exception:
-            return self._failed(name, fallback)
 
-    def _failed(self, name: str, fallback: T) -> T:
-        # Drafts are hints: a drafter's bug must cost speed, never a request. It is logged, with its traceback.
-        logger.exception("drafter %s failed; it drafts nothing this time", name)
-        return fallback
+def _failed(name: str, fallback: T) -> T:
+    # Drafts are hints: a drafter's bug must cost speed, never a request. It is logged, with its traceback.
+    logger.exception("drafter %s failed; it drafts nothing this time", name)
+    return fallback
 
 
 def _in_range(curve: Curve) -> Curve | None:

@@ -9,7 +9,7 @@ one stream per parent and round, and the distributions drawn from are kept.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -49,7 +49,6 @@ class DraftModel:
     fit: Callable[[int], int] | None = None
 
     def shape(self, num_rows: int) -> int:
-        """The shape of a pass of so many rows."""
         return self.cost.fast_shape(num_rows) if self.fit is None else self.fit(num_rows)
 
     def first_row(self, turn: Turn) -> int:
@@ -57,18 +56,12 @@ class DraftModel:
         known = len(turn.sequence.token_ids) - 1
         return known if self.store == TARGET_STORE else min(known, turn.store_lens[self.store])
 
-    @property
-    def first_rows(self) -> int:
-        """Rows of a chain's first pass where the backend drafts: a second model may lack the last two tokens."""
-        return 1 if self.store == TARGET_STORE else 2
-
     def rule(self, least_probability: float) -> DraftRule:
         """How a backend drafts with it: chains end behind a token less likely than that."""
         least = math.log(least_probability) if least_probability > 0 else -math.inf
         return DraftRule(self.store, self.view, self.kind, self.shape, least)
 
     def run(self, builder: PassBuilder) -> PassResult:
-        """One pass of the rows collected."""
         pass_ = builder.build(
             self.kind, self.shape, vocab_size=self.backend.limits.vocab_size, store=self.store, view=self.view
         )
@@ -106,7 +99,6 @@ class _Growth:
         return found[::-1]
 
     def slot(self, node: int) -> int:
-        """The leased slot of a node."""
         return self.turn.slots[self.turn.num_pending + node]
 
     def add(self, children: Sequence[_Child], paths: Paths | None, stops: Exit) -> None:
@@ -125,7 +117,6 @@ class _Growth:
             self.paths = Paths(paths.phi[going], paths.log_tau[going])
 
     def draft(self, store: int) -> Draft:
-        """What has grown."""
         committed_len = len(self.turn.sequence.token_ids)
         return Draft(
             tuple(self.token_ids),
@@ -147,12 +138,14 @@ def grow(model: DraftModel, turns: Sequence[Turn], shapes: Sequence[TreeShape], 
         if not live:
             break
         builder = PassBuilder()
-        for growth in live:
-            _add_frontier(builder, growth, level, model)
-            growth.turn.num_draft_passes += 1
+        firsts = [_add_frontier(builder, growth, level, model) for growth in live]
         result = model.run(builder)
-        _note_proposals(live, result)
-        for growth, (children, paths) in zip(live, _children(live, level, result), strict=True):
+        for growth, (first, first_shown) in zip(live, firsts, strict=True):
+            growth.turn.num_draft_passes += 1
+            if growth.turn.sequence.uses_probabilities:  # it is judged by what its children are drawn from
+                rows = enumerate(growth.frontier, first_shown)
+                growth.proposals += [Proposal(node, result.distribution, row) for row, node in rows]
+            children, paths = _children(growth, level, result, slice(first, first + len(growth.frontier)))
             growth.add(children, paths, stops if growth.shape.is_chain else never)
     return [g.draft(model.store) for g in growths]
 
@@ -175,12 +168,15 @@ def _add_committed(builder: PassBuilder, turn: Turn, positions: range) -> int:
     return len(builder) - 1
 
 
-def _add_frontier(builder: PassBuilder, growth: _Growth, level: int, model: DraftModel) -> None:
-    """Add the rows of the nodes whose children are wanted. Chains draw, trees take the k best."""
+def _add_frontier(builder: PassBuilder, growth: _Growth, level: int, model: DraftModel) -> tuple[int, int]:
+    """Add the rows of the nodes whose children are wanted. Chains draw, trees take the k best.
+
+    Returns where its results begin among those of its kind, and where its distributions do.
+    """
     turn, sequence = growth.turn, growth.turn.sequence
     committed_len = len(sequence.token_ids)
-    own_noise = sequence.uses_probabilities
     wish = builder.draw if growth.shape.is_chain else builder.noisy
+    first, first_shown = len(wish.rows), len(builder.shown_rows)
     for node in growth.frontier:
         path = growth.path(node)
         if path:
@@ -188,44 +184,28 @@ def _add_frontier(builder: PassBuilder, growth: _Growth, level: int, model: Draf
             row = builder.add_node(turn.seq_row, committed_len + level - 1, growth.token_ids[node], tail)
         else:
             row = _add_committed(builder, turn, range(model.first_row(turn), committed_len))
-        t = committed_len if own_noise else committed_len + len(path)
-        wish.add(row, t=t, stream=stream(Domain.DRAFT, 1 + node) if own_noise else 0)
-        if own_noise:
+        wish.rows.append(row)
+        if sequence.uses_probabilities:
+            wish.noise.append((committed_len, stream(Domain.DRAFT, 1 + node)))
             builder.shown_rows.append(row)
+        else:
+            wish.noise.append((committed_len + len(path), stream(Domain.TOKEN)))
     if not growth.shape.is_chain:
         builder.noisy_k = max(builder.noisy_k, growth.shape.branching[level])
+    return first, first_shown
 
 
-def _note_proposals(live: Sequence[_Growth], result: PassResult) -> None:
-    """Keep the distributions that children are drawn from, for those who are judged by them."""
-    row = 0
-    for growth in live:
-        if growth.turn.sequence.uses_probabilities:
-            for node in growth.frontier:
-                growth.proposals.append(Proposal(node, result.distribution, row))
-                row += 1
-
-
-def _children(live: Sequence[_Growth], level: int, result: PassResult) -> Iterator[tuple[list[_Child], Paths | None]]:
-    """The next level of each draft, in the order of its rows; of a beam also its paths."""
-    next_drawn = next_branched = 0
-    for growth in live:
-        count = len(growth.frontier)
-        if growth.shape.is_chain:
-            assert result.draw is not None
-            drawn = slice(next_drawn, next_drawn + count)
-            next_drawn += count
-            tokens, logprobs = result.draw.token_ids[drawn], result.draw.logprobs[drawn]
-            yield _existing(growth.frontier, tokens[:, None], logprobs[:, None]), None
-            continue
-        assert result.noisy_top_k is not None
-        rows, k = slice(next_branched, next_branched + count), growth.shape.branching[level]
-        next_branched += count
-        offered = NoisyTopK(*(part[rows, :k] for part in result.noisy_top_k))
-        if growth.shape.kind == "beam":
-            yield _beam(growth, offered, growth.shape.keep[level])
-        else:
-            yield _existing(growth.frontier, offered.token_ids, offered.logprobs), None
+def _children(growth: _Growth, level: int, result: PassResult, rows: slice) -> tuple[list[_Child], Paths | None]:
+    """The next level of a draft, in the order of its rows; of a beam also its paths."""
+    if growth.shape.is_chain:
+        assert result.draw is not None
+        tokens, logprobs = result.draw.token_ids[rows], result.draw.logprobs[rows]
+        return _existing(growth.frontier, tokens[:, None], logprobs[:, None]), None
+    assert result.noisy_top_k is not None
+    offered = NoisyTopK(*(part[rows, : growth.shape.branching[level]] for part in result.noisy_top_k))
+    if growth.shape.kind == "beam":
+        return _beam(growth, offered, growth.shape.keep[level])
+    return _existing(growth.frontier, offered.token_ids, offered.logprobs), None
 
 
 def _existing(parents: Sequence[int], token_ids: np.ndarray, logprobs: np.ndarray) -> list[_Child]:
@@ -240,7 +220,6 @@ def _existing(parents: Sequence[int], token_ids: np.ndarray, logprobs: np.ndarra
 
 
 def _beam(growth: _Growth, offered: NoisyTopK, width: int) -> tuple[list[_Child], Paths]:
-    """The children that stay in the beam."""
     rank = race_level if growth.turn.sequence.params.temperature else greedy_level
     kept = rank(growth.paths, offered, width=width)
     there = np.flatnonzero(kept.parents != NOBODY)

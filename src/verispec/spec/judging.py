@@ -1,4 +1,9 @@
-"""Verdicts of a step: by the target's draws, or by probabilities where a request asks for that."""
+"""Verdicts of a step: by the target's draws, or by probabilities where a request asks for that.
+
+Rule `match`: at each node the target has drawn its own token with the position's noise; if a child carries that token,
+descend, otherwise the token is the bonus. Every committed token is the target's own draw, whatever the drafter offered.
+The rules by probabilities are in `sampling/recursive.py`.
+"""
 
 from __future__ import annotations
 
@@ -7,85 +12,84 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from verispec.sampling.judge import judge_by_draws
 from verispec.sampling.recursive import Distributions, RoundKeys, judge_recursive
 from verispec.spec.turn import Turn
 from verispec.types import NO_PARENT, Draft, Proposal, Verdict
 
+_Judged = list[tuple[Turn, Draft]]
+
 
 def judge(turns: Sequence[Turn]) -> Sequence[Turn]:
     """Fill in the verdicts of turns whose rows are complete. Distributions end here: nothing after this needs them."""
-    drafted: list[Turn] = []
+    by_probability: _Judged = []
+    drafted: _Judged = []
     for turn in turns:
         draft = turn.draft
         if not turn.completes or not isinstance(draft, Draft):
             continue
         if len(draft):
-            drafted.append(turn)
+            drafted.append((turn, draft))
+        if len(draft) and turn.judges_by_probability:
+            by_probability.append((turn, draft))
         else:
-            turn.verdict = Verdict((), turn.score.draws[0])
-    if drafted:
-        _judge_drafts(drafted)
+            turn.verdict = match(draft, turn.score.draws)
+    if by_probability:
+        _judge_by_probability(by_probability)
+    for turn, draft in drafted:
+        if turn.sequence.is_traced:
+            turn.score.node_logprobs = tuple(_logprobs(turn, draft.parents, draft.token_ids))
+    for turn, draft in drafted:  # only now: turns of one pass share a handle
+        for handle in (turn.score.distribution, *(p.handle for p in draft.proposals)):
+            if handle is not None:
+                handle.release()
     return turns
 
 
-def _judge_drafts(turns: Sequence[Turn]) -> None:
-    by_draw = [t for t in turns if not t.judges_by_probability]
-    by_probability = [t for t in turns if t.judges_by_probability]
-    drafts: list[Draft] = [t.draft for t in by_draw]  # type: ignore[misc]
-    for turn, verdict in zip(by_draw, judge_by_draws(drafts, [t.score.draws for t in by_draw]), strict=True):
-        turn.verdict = verdict
-    for turn, verdict in zip(by_probability, _by_probability(by_probability), strict=True):
-        turn.verdict = verdict
-        _take_verdict(turn, verdict)
-    for turn in turns:
-        if turn.sequence.is_traced:
-            _note_nodes(turn)
-    for turn in turns:  # only now: turns of one pass share a handle
-        _release(turn)
+def match(draft: Draft, draws: Sequence[int]) -> Verdict:
+    """`draws[0]` is the target's token behind the committed ones, `draws[1 + i]` the one behind node i.
+
+    Children stand behind their parents; among duplicate siblings the first is taken. For drafts of a few dozen nodes a
+    walk costs less than arrays over all drafts.
+    """
+    node, drawn, path = NO_PARENT, draws[0], []
+    for i, parent in enumerate(draft.parents):
+        if parent == node and draft.token_ids[i] == drawn:
+            node, drawn = i, draws[i + 1]
+            path.append(i)
+    return Verdict(tuple(path), drawn)
 
 
-def _take_verdict(turn: Turn, verdict: Verdict) -> None:
-    """The verdict's tokens in place of the target's draws, where probabilities judged."""
-    draft, score = turn.draft, turn.score
-    assert isinstance(draft, Draft)
+def _logprobs(turn: Turn, nodes: Sequence[int], token_ids: Sequence[int]) -> list[float]:
+    """The target's raw log-probabilities of one token behind each of these nodes."""
+    score = turn.score
     assert score.distribution is not None
-    nodes = (NO_PARENT, *verdict.path)
-    tokens = (*(draft.token_ids[node] for node in verdict.path), verdict.bonus_id)
     rows = np.array([score.first_row + 1 + node for node in nodes], np.int64)
-    values = score.distribution.logprobs(rows, np.maximum(0, np.array(tokens, np.int64)))
-    for node, token_id, value in zip(nodes, tokens, values.tolist(), strict=True):
-        score.draws[node + 1], score.logprobs[node + 1] = token_id, value
+    values: list[float] = score.distribution.logprobs(rows, np.maximum(0, np.array(token_ids, np.int64))).tolist()
+    return values
 
 
-def _note_nodes(turn: Turn) -> None:
-    """The target's log-probabilities of all nodes, to be shown."""
-    draft, score = turn.draft, turn.score
-    assert isinstance(draft, Draft)
-    assert score.distribution is not None
-    rows = np.array([score.first_row + 1 + parent for parent in draft.parents], np.int64)
-    values = score.distribution.logprobs(rows, np.array(draft.token_ids, np.int64))
-    score.node_logprobs = tuple(values.tolist())
-
-
-def _by_probability(turns: Sequence[Turn]) -> list[Verdict]:
-    if not turns:
-        return []
-    drafts: list[Draft] = [t.draft for t in turns]  # type: ignore[misc]
-    width = 1 + max(map(len, drafts))
-    target = _Gathered(len(turns), width)
-    proposal = _Gathered(len(turns), width)
-    for s, (turn, draft) in enumerate(zip(turns, drafts, strict=True)):
+def _judge_by_probability(judged: _Judged) -> None:
+    """The verdicts, with their tokens in place of the target's draws."""
+    width = 1 + max(len(draft) for _, draft in judged)
+    target, proposal = _Gathered(len(judged), width), _Gathered(len(judged), width)
+    for s, (turn, draft) in enumerate(judged):
         for node in range(-1, len(draft)):
             target.add(s, Proposal(node, turn.score.distribution, turn.score.first_row + 1 + node))
         for offered in draft.proposals:
             proposal.add(s, offered)
+    sequences = [turn.sequence for turn, _ in judged]
     round_keys = RoundKeys(
-        np.array([t.sequence.sample_key.seed for t in turns], np.uint64),
-        np.array([t.sequence.sample_key.sample_index for t in turns], np.int64),
-        np.array([len(t.sequence.token_ids) for t in turns], np.int64),
+        np.array([s.sample_key.seed for s in sequences], np.uint64),
+        np.array([s.sample_key.sample_index for s in sequences], np.int64),
+        np.array([len(s.token_ids) for s in sequences], np.int64),
     )
-    return judge_recursive(drafts, target.build(), proposal.build(), round_keys)
+    verdicts = judge_recursive([draft for _, draft in judged], target.build(), proposal.build(), round_keys)
+    for (turn, draft), verdict in zip(judged, verdicts, strict=True):
+        turn.verdict = verdict
+        nodes = (NO_PARENT, *verdict.path)
+        tokens = (*(draft.token_ids[node] for node in verdict.path), verdict.bonus_id)
+        for node, token_id, value in zip(nodes, tokens, _logprobs(turn, nodes, tokens), strict=True):
+            turn.score.draws[node + 1], turn.score.logprobs[node + 1] = token_id, value
 
 
 class _Gathered:
@@ -108,10 +112,3 @@ class _Gathered:
 
     def build(self) -> Distributions:
         return Distributions(np.concatenate(self._values), self._rows)
-
-
-def _release(turn: Turn) -> None:
-    assert isinstance(turn.draft, Draft)
-    for handle in (turn.score.distribution, *(p.handle for p in turn.draft.proposals)):
-        if handle is not None:
-            handle.release()

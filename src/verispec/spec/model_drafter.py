@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from verispec.backends.protocol import first_draft_rows
 from verispec.errors import InputError
-from verispec.spec.draft_exit import DraftExit
 from verispec.spec.drafter import Curve, Level, Refusal
 from verispec.spec.growth import DraftModel, compute, grow, never
 from verispec.spec.rate import Acceptance
@@ -61,6 +61,39 @@ class Source:
     sampled_agreement: float
 
 
+@dataclass(slots=True)
+class DraftExit:
+    """Adaptive draft exit, as published: stop drafting once the draft is unsure, with a threshold that follows
+    acceptance. `gamma` is the threshold on a token's raw draft probability, `rate` the smoothed acceptance that moves
+    it: by at most a thousandth a round, so one state serves all sequences.
+    """
+
+    gamma: float = 0.6
+    rate: float = 0.0
+    target: float = 0.9
+    step: float = 0.01
+    rate_memory: float = 0.5
+    gamma_memory: float = 0.9
+
+    def stops(self, probability: float) -> bool:
+        """Whether drafting ends behind such a token, which is still verified."""
+        return not probability >= self.gamma
+
+    def observe(self, *, matched: int, drafted: int, most: int) -> None:
+        """Learn from a round that drafted `drafted` of at most `most` tokens, of which `matched` were accepted."""
+        if not drafted:
+            return
+        self.rate = self.rate_memory * self.rate + (1 - self.rate_memory) * matched / drafted
+        if self.rate < self.target:
+            wanted = self.gamma + self.step
+        elif drafted == most:
+            wanted = self.gamma
+        else:
+            wanted = self.gamma - self.step
+        gamma = self.gamma_memory * self.gamma + (1 - self.gamma_memory) * wanted
+        self.gamma = min(1.0, max(0.0, gamma))  # beyond these nothing changes, but the way back would be long
+
+
 class ModelDrafter:
     """`what` names its drafts, `find` gives the source when drafts are first wanted, or why there is none."""
 
@@ -75,7 +108,6 @@ class ModelDrafter:
 
     @property
     def version(self) -> int:
-        """Grows as acceptance moves."""
         return 0 if isinstance(self._source, str) else sum(a.version for a in self._acceptances)
 
     @cached_property
@@ -105,7 +137,6 @@ class ModelDrafter:
         return _Key(speculation.tree, is_free, sequence.params.temperature > 0, is_forced)
 
     def curves(self, key: Hashable) -> tuple[Curve, ...]:
-        """One per shape."""
         assert isinstance(key, _Key)
         assert isinstance(self._source, Source)
         offered = key.tree or TreeShape.chain(self._config.max_draft)
@@ -142,7 +173,7 @@ class ModelDrafter:
         room = _MOST_CAUGHT_UP
         for i, turn in enumerate(turns):
             last, first = len(turn.sequence.token_ids) - 1, model.first_row(turn)
-            if turn.is_resident and last - first < model.first_rows <= last + 1:
+            if turn.is_resident and last - first < first_draft_rows(model.store) <= last + 1:
                 drafts[i] = Recipe(turn.choice.num_nodes, model.rule(self._exit.gamma if self._config.exits else 0.0))
             elif last - first < _CAUGHT_UP_AT_ONCE:
                 ready.append(i)

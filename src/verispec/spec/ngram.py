@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 
 from verispec.errors import InputError
 from verispec.spec.drafter import Curve, Refusal
-from verispec.spec.rate import Fading
+from verispec.spec.rate import Rate
 from verispec.spec.turn import SequenceView, Turn
 from verispec.types import Draft
+
+_PRIOR_WEIGHT = 4.0  # tokens that the prior acceptance counts for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +57,7 @@ class NgramDrafter:
         self._lengths = range(self._config.max_match, self._config.min_match - 1, -1)
         self._indices: dict[int, _Index] = {}
         prior, memory = self._config.prior_acceptance, self._config.memory
-        self._rates = {n: Fading(accepted=4 * prior, tried=4.0, memory=memory) for n in self._lengths}
+        self._rates = {n: Rate.fading(prior, _PRIOR_WEIGHT, memory) for n in self._lengths}
         self._nothing = Refusal(f"the last {self._config.min_match} tokens occurred nowhere before")
 
     @property
@@ -71,7 +73,6 @@ class NgramDrafter:
         return (Curve.chain(self._config.max_draft, self._rates[key].value),)
 
     def draft(self, turns: Sequence[Turn]) -> list[Draft]:
-        """The chain that followed each match."""
         return [self._follow(t.sequence, t.choice.num_nodes) for t in turns]
 
     def _follow(self, sequence: SequenceView, num_nodes: int) -> Draft:
@@ -87,7 +88,7 @@ class NgramDrafter:
         """Update the acceptance of the match length this draft came from."""
         index = self._indices.get(turn.sequence.sequence_id)
         if index is not None and index.match[0] and turn.verdict is not None:
-            self._rates[index.match[0]].observe(len(turn.verdict.path), len(turn.draft))
+            self._rates[index.match[0]].observe_chain(len(turn.verdict.path), len(turn.draft))
 
     def forget(self, sequence_id: int) -> None:
         self._indices.pop(sequence_id, None)

@@ -19,7 +19,7 @@ class NoDrafter:
     def __init__(self, reason: str = "drafter none") -> None:
         self._refusal = Refusal(reason)
 
-    def state(self, sequence: SequenceView) -> Refusal:
+    def state(self, sequence: SequenceView) -> int | Refusal:
         return self._refusal
 
     def curves(self, key: Hashable) -> tuple[Curve, ...]:

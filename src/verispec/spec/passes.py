@@ -11,6 +11,7 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,18 +23,29 @@ from verispec.types import Draft, Stored, TokenLogprob, Verdict
 
 Fit = Callable[[int], int]
 Observe = Callable[[Pass, float], None]
-_Start = tuple[int, int, int]  # a turn's first draw, first given row and first row that is shown
 _Records = tuple[Sequence[Turn], Sequence[Cohort]]
+
+
+class _Mark(NamedTuple):
+    """How many results of each kind a pass was asked for so far: where those of the next turn begin."""
+
+    draws: int
+    given: int
+    shown: int
+
+    @classmethod
+    def of(cls, builder: PassBuilder) -> _Mark:
+        return cls(len(builder.draw.rows), len(builder.given_rows), len(builder.shown_rows))
 
 
 @dataclass(slots=True)
 class _Part:
-    """One pass of a flight: its turns, where their results begin, its cohorts behind them, and the ticket."""
+    """One pass of a flight: its turns, where their results begin and end, its cohorts behind them, and the ticket."""
 
     turns: list[Turn]
     cohorts: list[Cohort]
     builder: PassBuilder
-    starts: list[_Start]
+    marks: list[_Mark]
     pass_: Pass
     submitted: float
     ticket: Ticket
@@ -49,7 +61,6 @@ class Flight:
         self._observe = observe
 
     def collect(self) -> Step:
-        """The step, with its scores."""
         for part in self._parts:
             result = part.ticket.result()
             seconds = self._clock() - part.submitted
@@ -103,7 +114,6 @@ class Passes:
         self.newest: Pass | None = None  # submitted last
 
     def submit(self, step: Step) -> Flight:
-        """Start the step's passes."""
         canonical: tuple[list[Turn], list[Cohort]] = ([], [])
         fast: tuple[list[Turn], list[Cohort]] = ([], [])
         for turn in step.turns:
@@ -128,16 +138,15 @@ class Passes:
 
     def _submit(self, kind: PassKind, turns: list[Turn], cohorts: list[Cohort], fit: Fit) -> _Part:
         builder = PassBuilder()
-        starts: list[_Start] = []
+        marks = [_Mark.of(builder)]
         for turn in turns:
-            starts.append((len(builder.draw.rows), len(builder.given_rows), len(builder.shown_rows)))
             add_turn(builder, turn)
-        starts.append((len(builder.draw.rows), len(builder.given_rows), len(builder.shown_rows)))
+            marks.append(_Mark.of(builder))
         for cohort in cohorts:
             add_cohort(builder, cohort)
         pass_ = builder.build(kind, fit, vocab_size=self._backend.limits.vocab_size)
         self.newest = pass_
-        return _Part(turns, cohorts, builder, starts, pass_, self._clock(), self._backend.submit(pass_))
+        return _Part(turns, cohorts, builder, marks, pass_, self._clock(), self._backend.submit(pass_))
 
 
 def _num_rows(turns: Sequence[Turn], cohorts: Sequence[Cohort]) -> int:
@@ -152,11 +161,10 @@ def add_cohort(builder: PassBuilder, cohort: Cohort) -> None:
         tokens, positions = [FROM_STATE] * len(seq_rows), [0] * len(seq_rows)
     else:
         tokens, positions = [s.token_ids[-1] for s in cohort.sequences], cohort.positions
-    table_rows, table_positions, table_slots = builder.table_columns
-    table_rows += seq_rows * count
+    builder.table_rows += seq_rows * count
     for i in range(count):
-        table_positions += [position + i for position in cohort.positions]
-    table_slots += slots
+        builder.table_positions += [position + i for position in cohort.positions]
+    builder.table_slots += slots
     rows = builder.add_columns(seq_rows, positions, tokens, slots[: len(seq_rows)])
     if count > 1 or cohort.feeds:
         builder.fed_rows += rows
@@ -171,7 +179,7 @@ def add_turn(builder: PassBuilder, turn: Turn) -> None:
         behind = len(draft.token_ids)
         token_id = draft.token_ids[-1] if behind else sequence.token_ids[-1]
         row = builder.add_chain(turn.seq_row, turn.start + behind, (token_id,), (turn.slots[behind],))
-        builder.draw.add(row)
+        builder.draw.rows.append(row)
         builder.feed_back(row, turn.num_rounds)
         return
     if isinstance(draft, Recipe):
@@ -207,7 +215,7 @@ def _add_nodes(builder: PassBuilder, turn: Turn, draft: Draft) -> None:
 
 
 def _want_draws(builder: PassBuilder, turn: Turn, rows: range) -> None:
-    builder.draw.add_all(rows)
+    builder.draw.rows += rows
     if turn.shows_distributions:
         builder.shown_rows += rows
     if turn.sequence.params.logprobs:
@@ -230,7 +238,7 @@ def _fill(part: _Part, result: PassResult) -> None:
     """Cut the pass's flat results into scores."""
     if part.turns:
         _fill_turns(part, result)
-    first, num_fed = part.starts[-1][0], sum(t.is_fed for t in part.turns)
+    first, num_fed = part.marks[-1].draws, sum(t.is_fed for t in part.turns)
     for cohort in part.cohorts:
         assert result.draw is not None
         end, count = first + len(cohort.sequences), cohort.num_rounds
@@ -265,9 +273,8 @@ def _rounds(turn: Turn, recipe: Recipe, burst: BurstResult, index: int) -> list[
 def _round(turn: Turn, recipe: Recipe, first: int, drafted: list[int], draws: list[int], logprobs: list[float]) -> Turn:
     """One round, which began `first` tokens behind the turn. The last token drafted never had a row of its own."""
     start, room, store = turn.start + first, turn.room - first, recipe.rule.store
-    stored = (
-        Stored(store, start + 1, frozenset(range(len(drafted) - 1))) if store != TARGET_STORE and room > 0 else None
-    )
+    has_stored = store != TARGET_STORE and room > 0
+    stored = Stored(store, start + 1, frozenset(range(len(drafted) - 1))) if has_stored else None
     return replace(
         turn,
         start=start,
@@ -290,9 +297,8 @@ def _fill_turns(part: _Part, result: PassResult) -> None:
     if result.top_k is not None:
         for row, ids, values in zip(sorted(set(builder.top_rows)), *result.top_k, strict=True):
             top[row] = tuple(zip(ids.tolist(), values.tolist(), strict=True))
-    for i, turn in enumerate(part.turns):
-        start, end = part.starts[i], part.starts[i + 1]
-        score = Score(tokens[start[0] : end[0]], logprobs[start[0] : end[0]])
+    for turn, start, end in zip(part.turns, part.marks[:-1], part.marks[1:], strict=True):
+        score = Score(tokens[start.draws : end.draws], logprobs[start.draws : end.draws])
         if isinstance(turn.draft, Recipe):
             assert result.burst is not None
             turn.score = score
@@ -306,13 +312,13 @@ def _fill_turns(part: _Part, result: PassResult) -> None:
         num_fed += turn.is_fed
         kept = turn.sequence.params.logprobs
         if kept and isinstance(turn.draft, Draft):
-            score.alternatives = [top.get(row, ())[:kept] for row in builder.draw.rows[start[0] : end[0]]]
-        if end[1] > start[1]:
+            score.alternatives = [top.get(row, ())[:kept] for row in builder.draw.rows[start.draws : end.draws]]
+        if end.given > start.given:
             kept = turn.sequence.params.prompt_logprobs or 0
             score.prompt_logprobs = tuple(
                 TokenLogprob(builder.given_ids[i], given[i], top.get(builder.given_rows[i], ())[:kept])
-                for i in range(start[1], end[1])
+                for i in range(start.given, end.given)
             )
-        if end[2] > start[2]:
-            score.distribution, score.first_row = result.distribution, start[2]
+        if end.shown > start.shown:
+            score.distribution, score.first_row = result.distribution, start.shown
         turn.score = score

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from verispec.types import NO_PARENT, Draft, Verdict
 
@@ -12,52 +12,49 @@ _MOST_RANKS = 16
 
 
 @dataclass(slots=True)
-class Fading:
-    """Accepted over tried nodes of whole drafts, older ones fading by `memory`. `version` grows as the value moves."""
-
-    accepted: float
-    tried: float
-    memory: float
-    version: int = 0
-    _published: float = -1.0
-
-    @property
-    def value(self) -> float:
-        """The estimate, from 0 to 1."""
-        return self.accepted / self.tried
-
-    def observe(self, num_accepted: int, num_drafted: int) -> None:
-        """One draft; nodes behind the first rejection were never tried."""
-        self.accepted = self.accepted * self.memory + num_accepted
-        self.tried = self.tried * self.memory + min(num_drafted, num_accepted + 1)
-        if abs(self.value - self._published) > _NOTICEABLE:
-            self._published = self.value
-            self.version += 1
-
-
-@dataclass(slots=True)
 class Rate:
-    """`prior` counts as `weight` tries, always; what is observed fades by `memory` with each try."""
+    """`prior` counts as `weight` tries, always; what is observed fades by `memory` with each observation.
+
+    `version` grows when the value has moved noticeably.
+    """
 
     prior: float
     weight: float
     memory: float
     accepted: float = 0.0
     tried: float = 0.0
+    version: int = 0
+    _published: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._published = self.value
+
+    @classmethod
+    def fading(cls, prior: float, weight: float, memory: float) -> Rate:
+        """One whose prior is as if it had been observed, and fades with it."""
+        return cls(0.0, 0.0, memory, prior * weight, weight)
 
     @property
     def value(self) -> float:
-        """The estimate, from 0 to 1."""
         return (self.prior * self.weight + self.accepted) / (self.weight + self.tried)
 
-    def observe(self, is_accepted: bool) -> None:
-        """One try."""
-        self.accepted = self.accepted * self.memory + is_accepted
-        self.tried = self.tried * self.memory + 1
+    def observe(self, num_accepted: int, num_tried: int = 1) -> None:
+        """One try, or those of a whole chain."""
+        self._set(self.accepted * self.memory + num_accepted, self.tried * self.memory + num_tried)
+
+    def observe_chain(self, num_accepted: int, num_drafted: int) -> None:
+        """Nodes behind the first rejection were never tried."""
+        self.observe(num_accepted, min(num_drafted, num_accepted + 1))
 
     def fade(self) -> None:
         """Trust what was observed half as much: something new begins."""
-        self.accepted, self.tried = self.accepted / 2, self.tried / 2
+        self._set(self.accepted / 2, self.tried / 2)
+
+    def _set(self, accepted: float, tried: float) -> None:
+        self.accepted, self.tried = accepted, tried
+        if abs(self.value - self._published) > _NOTICEABLE:
+            self._published = self.value
+            self.version += 1
 
 
 class Acceptance:
@@ -65,13 +62,16 @@ class Acceptance:
 
     def __init__(self, prior: float, *, weight: float = 32.0, memory: float = 0.98) -> None:
         self._ranks: list[Rate] = []
-        self.version = 0  # grows when the estimates have moved noticeably
-        self._published = prior
         missed = 1.0
         for rank in range(_MOST_RANKS):
             share = prior if rank == 0 else _LATER_SHARE
             self._ranks.append(Rate(missed * share, weight, memory))
             missed *= 1 - share
+
+    @property
+    def version(self) -> int:
+        """That of the first child's."""
+        return self._ranks[0].version
 
     def reach(self, num_children: int) -> float:
         """The chance that one of so many children is accepted."""
@@ -85,15 +85,7 @@ class Acceptance:
         for parent, accepted in zip((NO_PARENT, *verdict.path), (*verdict.path, None), strict=True):
             for rate, child in zip(self._ranks, children.get(parent, ()), strict=False):
                 rate.observe(child == accepted)
-        self._publish()
 
     def fade(self) -> None:
-        """Something new begins."""
         for rate in self._ranks:
             rate.fade()
-        self._publish()
-
-    def _publish(self) -> None:
-        if abs(self._ranks[0].value - self._published) > _NOTICEABLE:
-            self._published = self._ranks[0].value
-            self.version += 1

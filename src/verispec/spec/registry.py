@@ -41,18 +41,12 @@ class DraftSetup:
     draft_cost: CostTable | None = None
     force: bool = False
 
+    def length(self, default: int) -> int:
+        return default if self.draft_len is None else self.draft_len
+
     def config(self, default_len: int, *, exits: bool = False) -> ModelDrafterConfig:
         """For a drafter whose chains have so many tokens unless the user says otherwise."""
-        length = default_len if self.draft_len is None else self.draft_len
-        return ModelDrafterConfig(max_draft=length, exits=exits, force=self.force)
-
-
-def _ngram(setup: DraftSetup) -> Drafter:
-    return NgramDrafter(None if setup.draft_len is None else NgramConfig(max_draft=setup.draft_len))
-
-
-def _decode(setup: DraftSetup) -> Drafter:
-    return DecodeDrafter(None if setup.draft_len is None else DecodeConfig(window_len=setup.draft_len))
+        return ModelDrafterConfig(max_draft=self.length(default_len), exits=exits, force=self.force)
 
 
 def _skip(setup: DraftSetup) -> Drafter:
@@ -71,8 +65,8 @@ def _model(setup: DraftSetup) -> Drafter:
 
 DRAFTERS: dict[str, Callable[[DraftSetup], Drafter]] = {
     "none": lambda setup: NoDrafter(),
-    "ngram": _ngram,
-    "decode": _decode,
+    "ngram": lambda setup: NgramDrafter(NgramConfig(max_draft=setup.length(NgramConfig().max_draft))),
+    "decode": lambda setup: DecodeDrafter(DecodeConfig(window_len=setup.length(DecodeConfig().window_len))),
     SKIP_DRAFTER: _skip,
     MODEL_DRAFTER: _model,
 }
@@ -80,11 +74,9 @@ DRAFTER_NAMES = (*DRAFTERS, AUTO)
 
 
 def check_method(method: str) -> None:
-    """Raise InputError unless a drafter has this name."""
     if method not in DRAFTER_NAMES:
         raise InputError(f"unknown drafter {method!r}; known: {', '.join(DRAFTER_NAMES)}")
 
 
 def make_drafters(setup: DraftSetup | None = None) -> dict[str, Drafter]:
-    """One of each."""
     return {name: make(setup or DraftSetup()) for name, make in DRAFTERS.items()}

@@ -7,15 +7,12 @@ model's files, the backend's fingerprint and the device. One that is unreadable 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
-import math
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from verispec.backends import kept
 from verispec.backends.cost import CostTable
 from verispec.backends.protocol import View
 
@@ -25,6 +22,7 @@ WORTH_IT = 1.05  # a smaller predicted speed-up is not worth drafting
 TYPICAL_CONTEXT = 256
 GREEDY, BAYES = "greedy", "bayes"  # what finds skip sets
 _SUB_LAYERS = ("attention", "mlp")
+_PARTS = ("full", *_SUB_LAYERS, "head")
 
 
 def expected_tokens(acceptance: float, draft_len: int) -> float:
@@ -98,8 +96,6 @@ def _seconds(cost: CostTable, num_rows: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """A predicted speed-up, and the draft length it is for."""
-
     speedup: float
     draft_len: int
 
@@ -118,7 +114,6 @@ class MenuEntry:
 
     @property
     def num_skipped(self) -> int:
-        """Sub-layers skipped."""
         return len(self.view.skipped)
 
 
@@ -148,26 +143,20 @@ class MenuKey:
     """Everything a menu depends on; `model` is the digest of the model's files."""
 
     model: str
-    fingerprint: tuple[tuple[str, str], ...]
-    device: tuple[tuple[str, str], ...]
-
-    @classmethod
-    def of(cls, model: str, fingerprint: Mapping[str, str], device: Mapping[str, str]) -> MenuKey:
-        """With the mappings in a fixed order."""
-        return cls(model, tuple(sorted(fingerprint.items())), tuple(sorted(device.items())))
+    fingerprint: Mapping[str, str]
+    device: Mapping[str, str]
 
     def path(self, cache_dir: Path) -> Path:
-        """Where the menu is kept."""
-        text = json.dumps([FORMAT, asdict(self)], sort_keys=True)
-        return cache_dir / f"skip-{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+        pairs = {name: sorted(getattr(self, name).items()) for name in ("fingerprint", "device")}
+        return cache_dir / kept.file_name("skip", FORMAT, {"model": self.model, **pairs})
 
 
 def has_menus(cache_dir: Path, fingerprint: Mapping[str, str], device: Mapping[str, str]) -> bool:
     """Whether a menu of any model is kept for this fingerprint and device. A whole key takes reading the model."""
     for path in cache_dir.glob("skip-*.json"):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            key = json.loads(path.read_text(encoding="utf-8"))["key"]
-            if key["fingerprint"] == dict(fingerprint) and key["device"] == dict(device):
+            key = kept.read(path)["key"]
+            if key["fingerprint"] == fingerprint and key["device"] == device:
                 return True
     return False
 
@@ -175,8 +164,8 @@ def has_menus(cache_dir: Path, fingerprint: Mapping[str, str], device: Mapping[s
 def read_menu(cache_dir: Path, key: MenuKey) -> SkipMenu | None:
     """The menu kept for exactly this model, fingerprint and device; None if there is none that can be trusted."""
     try:
-        data = json.loads(key.path(cache_dir).read_text(encoding="utf-8"))
-        if data["format"] != FORMAT or data["key"] != _plain(key):
+        data = kept.read(key.path(cache_dir))
+        if data["format"] != FORMAT or data["key"] != asdict(key):
             return None
         menu = SkipMenu(
             profile=_profile(data["profile"]),
@@ -195,48 +184,25 @@ def write_menu(cache_dir: Path, key: MenuKey, menu: SkipMenu) -> Path:
     """Keep a menu, whole or not at all; raises OSError where the cache cannot be written."""
     data = {
         "format": FORMAT,
-        "key": _plain(key),
+        "key": asdict(key),
         "search": menu.search,
         "num_tokens": menu.num_tokens,
         "profile": _plain_profile(menu.profile),
         "entries": [_plain_entry(e) for e in menu.entries],
     }
     path = key.path(cache_dir)
-    partial = path.with_suffix(f".{os.getpid()}.partial")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        partial.write_text(json.dumps(data), encoding="utf-8")
-        partial.replace(path)
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
+    kept.write(path, data)
     return path
 
 
-def _plain(key: MenuKey) -> dict[str, Any]:
-    return {"model": key.model, "fingerprint": dict(key.fingerprint), "device": dict(key.device)}
-
-
 def _plain_profile(profile: SkipProfile) -> dict[str, Any]:
-    tables = {name: _plain_cost(getattr(profile, name)) for name in ("full", *_SUB_LAYERS)}
-    return {**tables, "head": None if profile.head is None else _plain_cost(profile.head)}
+    tables = {name: getattr(profile, name) for name in _PARTS}
+    return {name: None if table is None else table.to_data() for name, table in tables.items()}
 
 
 def _profile(data: Mapping[str, Any]) -> SkipProfile:
-    full, attention, mlp = (_cost(data[name]) for name in ("full", *_SUB_LAYERS))
-    return SkipProfile(full, attention, mlp, None if data["head"] is None else _cost(data["head"]))
-
-
-def _plain_cost(cost: CostTable) -> dict[str, tuple[float, ...]]:
-    return {"shapes": cost.shapes, "base": cost.base, "per_context_token": cost.per_context_token}
-
-
-def _cost(data: Mapping[str, list[float]]) -> CostTable:
-    shapes, base, slope = (tuple(data[name]) for name in ("shapes", "base", "per_context_token"))
-    seconds = (*base, *slope)
-    if not shapes or len(seconds) != 2 * len(shapes) or not all(0 <= s < math.inf for s in seconds):
-        raise ValueError("a cost table is malformed")
-    return CostTable(tuple(map(int, shapes)), base, slope)
+    full, attention, mlp = (CostTable.from_data(data[name]) for name in ("full", *_SUB_LAYERS))
+    return SkipProfile(full, attention, mlp, None if data["head"] is None else CostTable.from_data(data["head"]))
 
 
 def _plain_entry(entry: MenuEntry) -> dict[str, Any]:

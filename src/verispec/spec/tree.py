@@ -26,12 +26,10 @@ class TreeShape:
 
     @classmethod
     def chain(cls, length: int) -> TreeShape:
-        """Nodes in a row."""
         return cls((1,) * length, (1,) * length)
 
     @classmethod
     def branch(cls, *children: int) -> TreeShape:
-        """Constant branching."""
         keep, width = [], 1
         for count in children:
             width *= count
@@ -40,7 +38,6 @@ class TreeShape:
 
     @classmethod
     def beam(cls, width: int, depth: int) -> TreeShape:
-        """The best sequences of each level."""
         return cls((width,) * depth, (width,) * depth, "beam")
 
     @classmethod
@@ -64,17 +61,14 @@ class TreeShape:
 
     @property
     def depth(self) -> int:
-        """Levels."""
         return len(self.keep)
 
     @property
     def num_nodes(self) -> int:
-        """Nodes of the whole tree."""
         return sum(self.keep)
 
     @property
     def is_chain(self) -> bool:
-        """Whether every level is one node."""
         return all(count == 1 for count in self.keep)
 
     def within(self, max_nodes: int, max_depth: int) -> TreeShape:

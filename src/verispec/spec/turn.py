@@ -75,6 +75,9 @@ class Recipe:
         return self.num_nodes
 
 
+Drafted = Draft | Pending | Recipe
+
+
 class Choice(NamedTuple):
     """What the policy chose for a sequence: up to `num_nodes` nodes of a drafter. `reason` says why not more.
 
@@ -149,7 +152,7 @@ class Turn:
     choice: Choice = PLAIN
     num_rounds: int = 1
     # Filled in by drafters,
-    draft: Draft | Pending | Recipe = NO_DRAFT
+    draft: Drafted = NO_DRAFT
     num_draft_passes: int = 0
     note: str = ""  # why nothing was drafted after all
     exit_state: tuple[float, float] | None = None  # threshold and rate of the adaptive exit

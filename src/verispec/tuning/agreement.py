@@ -98,7 +98,7 @@ class Evaluator:
         for i, (line, position) in enumerate(places):
             self._runner.backend.bind(line.seq_row, Sampler(_SAMPLED, SampleKey(SEED, line.seq_row)))
             row = builder.add_node(line.seq_row, position, line.token_ids[position], (scratch + i,))
-            builder.draw.add(row)
+            builder.draw.rows.append(row)
             builder.want_top(row, 1)
         pass_ = self._runner.build(builder)
         drawn = self._draw(pass_, FULL_VIEW)

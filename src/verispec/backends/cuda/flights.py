@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from verispec.backends.cuda.compiler import CudaError
 from verispec.backends.cuda.device import Device
 from verispec.backends.cuda.steps import StepState
-from verispec.backends.protocol import BurstResult, DrawResult, PassResult
+from verispec.backends.protocol import BurstResult, PassResult
 from verispec.errors import BackendDeadError, DeviceMemoryError
+from verispec.sampling.draw import DrawResult
 
 Int32 = NDArray[np.int32]
 _FIRST_WORDS = 1 << 12

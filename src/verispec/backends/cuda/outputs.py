@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 
 from verispec.backends.cuda.device import Device
 from verispec.backends.cuda.drawing import DrawInputs
-from verispec.backends.outputs import Outputs
-from verispec.backends.protocol import DrawResult, Pass, PassResult, TopKResult
+from verispec.backends.outputs import HostLogits, collect
+from verispec.backends.protocol import Pass, PassResult
 from verispec.backends.resident import Resident
+from verispec.sampling.draw import DrawResult, TopKResult
 from verispec.sampling.maths import log_f32
 from verispec.sampling.rows import SamplingRows
 from verispec.sampling.weights import WEIGHT_BITS, Totals, logprobs
@@ -30,7 +31,6 @@ class DeviceOutputs:
 
     def __init__(self, device: Device, draws: Any) -> None:
         self._device, self._draws = device.name, draws
-        self._on_host = Outputs(np)
 
     def collect(self, pass_: Pass, resident: Resident, head_rows: Int32, logits: torch.Tensor) -> PassResult:
         """`logits[i]` are those of row `head_rows[i]` of the pass; `head_rows` is ascending."""
@@ -41,7 +41,7 @@ class DeviceOutputs:
         result = PassResult()
         if len(rows):
             here = logits[self._at(head_rows, rows)].cpu().numpy()
-            result = self._on_host.collect(replace(pass_, wanted=rest), resident, rows, here)
+            result = collect(replace(pass_, wanted=rest), resident, rows, HostLogits(here))
         if draw is not None:
             sampling = resident.sampling(pass_.rows, draw.rows, draw.noise)
             result = replace(result, draw=self._draw(logits[self._at(head_rows, draw.rows)], sampling))

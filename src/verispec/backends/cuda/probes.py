@@ -13,7 +13,7 @@ from verispec.backends.cuda.device import Device
 from verispec.backends.cuda.drawing import DrawInputs
 from verispec.backends.cuda.forward import DeviceModel, Plan
 from verispec.backends.cuda.kernels import ALL_FEW, RowInputs
-from verispec.backends.probe_rows import probe_rows
+from verispec.backends.probes import probe_rows
 from verispec.backends.protocol import BackendLimits
 from verispec.kv import NUM_RESERVED
 

@@ -1,17 +1,16 @@
-"""The batched rule `match` against a walk in plain Python, on random trees with duplicates."""
+"""The rule `match` against a descent from child to child, on random trees with duplicates."""
 
 from __future__ import annotations
 
-import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.scale import scaled
-from verispec.sampling.judge import judge_by_draws
+from verispec.spec.judging import match
 from verispec.types import NO_PARENT, Draft, Verdict
 
 
-def walk(draft: Draft, draws: list[int]) -> Verdict:
+def descent(draft: Draft, draws: list[int]) -> Verdict:
     node, path = NO_PARENT, []
     while True:
         children = [i for i, p in enumerate(draft.parents) if p == node and draft.token_ids[i] == draws[node + 1]]
@@ -31,15 +30,14 @@ def scored_drafts(draw: st.DrawFn) -> tuple[Draft, list[int]]:
 
 
 @settings(max_examples=scaled(500), deadline=None)
-@given(st.lists(scored_drafts(), max_size=6))
-def test_judge_equals_the_walk(batch: list[tuple[Draft, list[int]]]) -> None:
-    found = judge_by_draws([d for d, _ in batch], [np.array(draws, np.int64) for _, draws in batch])
-    assert found == [walk(draft, draws) for draft, draws in batch]
+@given(scored_drafts())
+def test_match_equals_the_descent(scored: tuple[Draft, list[int]]) -> None:
+    assert match(*scored) == descent(*scored)
 
 
 def test_a_chain_is_accepted_up_to_the_first_difference() -> None:
     draft = Draft.chain([1, 2, 3, 4])
-    assert judge_by_draws([draft], [np.array([1, 2, 9, 4, 5])]) == [Verdict((0, 1), 9)]
-    assert judge_by_draws([draft], [np.array([1, 2, 3, 4, 5])]) == [Verdict((0, 1, 2, 3), 5)]
-    assert judge_by_draws([draft], [np.array([7, 2, 3, 4, 5])]) == [Verdict((), 7)]
-    assert judge_by_draws([Draft()], [np.array([7])]) == [Verdict((), 7)]
+    assert match(draft, [1, 2, 9, 4, 5]) == Verdict((0, 1), 9)
+    assert match(draft, [1, 2, 3, 4, 5]) == Verdict((0, 1, 2, 3), 5)
+    assert match(draft, [7, 2, 3, 4, 5]) == Verdict((), 7)
+    assert match(Draft(), [7]) == Verdict((), 7)
