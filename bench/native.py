@@ -158,6 +158,7 @@ def _lse(logits: np.ndarray) -> np.ndarray:
 
 def _distributions(llm: LLM, ids: list[int]) -> np.ndarray:
     """Logits after each token but the last, float64, straight from the backend: [tokens - 1, V]."""
+    from verispec.backends.native_backend import NativeBackend
     from verispec.backends.pass_builder import padded
     from verispec.backends.protocol import Pass, PassKind, TableUpdate, Wanted
     from verispec.kv import NUM_RESERVED
@@ -168,10 +169,12 @@ def _distributions(llm: LLM, ids: list[int]) -> np.ndarray:
     rows = padded(ids[:count], positions, positions + NUM_RESERVED, np.ones(count), shape=256)
     update = TableUpdate(np.ones(count, np.int32), positions, positions + NUM_RESERVED)
     pass_ = Pass(PassKind.CANONICAL, rows, Wanted(), update, head_shape=0)
-    hidden = backend._forward(backend.resident.take(pass_))[:count]  # type: ignore[attr-defined]
-    if hasattr(backend, "_kernels"):
-        return backend._logits(0, hidden)[0].astype(np.float64)  # type: ignore[attr-defined]
-    return backend._models[0].logits(hidden).astype(np.float64)  # type: ignore[attr-defined]
+    pass_ = backend.resident.take(pass_)  # type: ignore[attr-defined]
+    if isinstance(backend, NativeBackend):
+        hidden, _ = backend.forward(pass_)
+        return backend.logits(0, hidden[:count]).values.astype(np.float64)
+    hidden = backend._forward(pass_)[-1]  # type: ignore[attr-defined]
+    return backend._models[0].logits(hidden[:count]).astype(np.float64)  # type: ignore[attr-defined]
 
 
 def memory(bench: Bench) -> Iterator[str]:
