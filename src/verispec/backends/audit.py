@@ -5,8 +5,6 @@ moved and its neighbours replaced (random, huge, zero, NaN, Inf), and compares b
 form a family. One family is chosen by a fixed rule, never by timing; timing chooses only within it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Which BLAS numpy runs on, and how to keep it to one thread: what products' bits depend on."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import platform

@@ -1,7 +1,5 @@
 """Checks of a pass at a backend's door, shared by all backends: bad arrays raise, they never corrupt memory."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from verispec.backends.protocol import FROM_DRAFT, BackendLimits, Burst, DrawWanted, Pass, Rows

@@ -3,8 +3,6 @@
 The models and passes are those of the CUDA backend's own test; `steps` gives what the passes leave to be seen.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING

@@ -1,7 +1,5 @@
 """Files of what was measured on this machine: written whole or not at all, and named after all that they depend on."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -6,8 +6,6 @@ weights in the file's blocks to draws, and every bit has to be as it was when th
 SHAKE-256, so that they are the same everywhere.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -3,8 +3,6 @@
 The structures mirror native/api.h field by field; `ABI` tells a library that was built from another version.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import hashlib

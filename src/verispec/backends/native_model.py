@@ -6,8 +6,6 @@ value. Nothing is requantised, except on request. The layouts are described in n
 native/pack.cpp. The arrays live here; the structures hold their addresses, so neither may outlive this object.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 from typing import NamedTuple

@@ -5,8 +5,6 @@ tiles summed in order from +0. So the bits of a row depend on its own query and 
 beside it, and not on how many tiles are masked behind its end or before its window (they add exact zeros).
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

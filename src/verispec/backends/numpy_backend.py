@@ -4,8 +4,6 @@ Canonical and fast passes run the same code; what makes a pass canonical is its 
 of the layers and that of the head.
 """
 
-from __future__ import annotations
-
 import hashlib
 import platform
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ without repacking, a block stays in the cache for all rows, and since the shape 
 rows the pass has, neither do its bits.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

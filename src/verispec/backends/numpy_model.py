@@ -4,8 +4,6 @@ Products are `Dense` layers, fused where they share their input. Each function h
 them one by one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

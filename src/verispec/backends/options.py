@@ -1,7 +1,5 @@
 """How a backend is set up: one frozen class per backend, which says what it serves. Imports no backend."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

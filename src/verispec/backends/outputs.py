@@ -3,8 +3,6 @@
 A backend with kernels of its own gives its own `Logits`; the conformance suite compares them with the shared code's.
 """
 
-from __future__ import annotations
-
 from typing import Protocol
 
 import numpy as np

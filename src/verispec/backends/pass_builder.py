@@ -4,8 +4,6 @@ Rows of a chain (a prompt, plain decoding, a draft without branches) stand in th
 nodes of a tree do. Padding rows are ordinary rows that write to the dump slot.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple

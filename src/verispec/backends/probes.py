@@ -4,8 +4,6 @@ A row's context follows from its own content, so that it is the same wherever th
 of borders, some contexts end in a tail, and about half of the neighbours stand in the same sequence.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

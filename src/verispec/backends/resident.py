@@ -7,8 +7,6 @@ The tokens a penalty looks at are those of the row's own context, so nothing has
 of a draft is context like everything else. Shared by the backends that compute on the host.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

@@ -4,8 +4,6 @@ A round is: draft (a pass per token), verify (one pass), keep what the target dr
 that do not draft have rounds without the first part.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -4,8 +4,6 @@ one that is named.
 Imports a backend only when it is asked for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 

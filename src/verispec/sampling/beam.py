@@ -12,8 +12,6 @@ minimum is that of the best child, which is always among those drawn; W children
 With a drafter's own noise (rule `recursive`) and with the target's (rule `match`) the ranking is the same function.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -8,8 +8,6 @@ is added up over the vocabulary is integers (`weights.py`), so a row's bits depe
 Written against the Python array API, plus assignment through indices.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

@@ -4,8 +4,6 @@ Library functions differ in the last bit from one library, vector unit or device
 anywhere. `docs/determinism.md` writes them out for those who make kernels, and `native/maths.h` has them in C++.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 Array = Any  # an array of the namespace `xp`, which follows the Python array API (numpy itself, or torch behind a shim)

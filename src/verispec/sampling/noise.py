@@ -5,8 +5,6 @@ array library. The logarithm is the project's own (`maths.py`): every CPU gives 
 promise. The tail is bounded: u is never 0 and never 1, so the noise is always finite.
 """
 
-from __future__ import annotations
-
 from enum import IntEnum
 from typing import Any
 

@@ -10,8 +10,6 @@ has the coin COIN + 256 i; the draw that ends the round at node i has RESIDUAL +
 round commits at least one token and judges a node at most once, so nothing is ever used twice.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

@@ -4,8 +4,6 @@ A `Sampler` is told once per sequence; a backend makes `SamplingRows` of it for 
 are sparse: one entry per (row, vocabulary id).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple

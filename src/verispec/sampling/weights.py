@@ -7,8 +7,6 @@ device, and the log-probability and the nucleus that follow from it have the sam
 The noise spans less than 25.8, so a token of weight 0 is never drawn: filters and the draw agree about it.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from verispec.sampling.maths import Array, exp_f32, log_f32

@@ -10,8 +10,6 @@ Where the rows of a pass do not suffice for a whole window, its front is verifie
 Windows are dropped, never repaired: when their slots were lost (`draft_epoch`), or when a draw failed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 

@@ -6,8 +6,6 @@ with the target's own noise, which makes them likely to be the target's draws to
 one stream per parent and round, and the distributions drawn from are kept.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

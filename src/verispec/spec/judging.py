@@ -5,8 +5,6 @@ descend, otherwise the token is the bonus. Every committed token is the target's
 The rules by probabilities are in `sampling/recursive.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -4,8 +4,6 @@ Which model that is, a view of the target or a second one, is the `Source`'s bus
 this class with different sources. What it drafts is a hint; what it costs is known, so it drafts where that pays.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass

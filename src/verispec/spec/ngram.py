@@ -5,8 +5,6 @@ costs a dictionary look-up. Acceptance is tracked per match length over all sequ
 a match is worth; it decides speed only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """The drafter that drafts nothing: plain decoding, or the stand-in for one that cannot draft here."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 
 from verispec.spec.drafter import Curve, Refusal

@@ -4,8 +4,6 @@ It is for the one sequence of an engine of its own, and no user can name it. Lik
 where the recording is wrong, the target commits its own token, and the replay has found the difference.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 
 from verispec.spec.drafter import Curve, Refusal

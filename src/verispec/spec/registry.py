@@ -1,7 +1,5 @@
 """Every drafter by name. Adding a drafter is one line here."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ committed tokens and write their own, approximate, into leased slots that verifi
 write nothing. Which view, and whether it pays at all, is what `verispec tune` measured.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
