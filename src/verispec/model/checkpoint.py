@@ -6,9 +6,8 @@ misshapen or unknown tensor is reported before anything large is read. Knows not
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -28,16 +27,14 @@ from verispec.model.tensor_names import Description
 T = TypeVar("T", bound=np.generic)
 
 
-@dataclass(frozen=True, slots=True)
-class GGUFTokenizerSource:
+class GGUFTokenizerSource(NamedTuple):
     """The tokenizer is in the metadata of this GGUF file, under the keys tokenizer.*"""
 
     path: Path
     metadata: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class FolderTokenizerSource:
+class FolderTokenizerSource(NamedTuple):
     """The tokenizer is in files of this folder: tokenizer.json, tokenizer_config.json."""
 
     folder: Path

@@ -33,15 +33,11 @@ class HubModel:
     licence: str
 
 
-HUB_MODELS: Mapping[str, HubModel] = MappingProxyType(
-    {
-        model.name: model
-        for model in (
-            HubModel(name="Qwen/Qwen2.5-1.5B-Instruct", nbytes=3_090_000_000, licence="Apache-2.0"),
-            HubModel(name="HuggingFaceTB/SmolLM2-1.7B-Instruct", nbytes=3_420_000_000, licence="Apache-2.0"),
-        )
-    }
+_MODELS = (
+    HubModel(name="Qwen/Qwen2.5-1.5B-Instruct", nbytes=3_090_000_000, licence="Apache-2.0"),
+    HubModel(name="HuggingFaceTB/SmolLM2-1.7B-Instruct", nbytes=3_420_000_000, licence="Apache-2.0"),
 )
+HUB_MODELS: Mapping[str, HubModel] = MappingProxyType({model.name: model for model in _MODELS})
 
 
 def is_hub_id(name: str) -> bool:

