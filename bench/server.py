@@ -3,16 +3,17 @@
     python bench/server.py                              # all parts but the peer, about 8 minutes
     python bench/server.py --part overhead --peer PATH  # also llama-server, which is at PATH
 
-`overhead`: streams against `LLM.generate` on the same prompts, and against the peer on the same model. `instant`: 32
-streams of an engine whose backend answers at once, a token a commit and in bursts of 8; also the CPU time of the server
-per token. `overload`: three times as many clients as there are places, against exactly as many. `memory`: resident
-memory over 20,000 requests. The client is a process of its own (`load_client.py`). Runs are interleaved, figures are
-medians.
+`overhead`: streams against `LLM.generate` and streams without HTTP, and against the peer on the same model. `instant`:
+32 streams of an engine whose backend answers at once, a token a commit and in bursts of 8; also the CPU time of the
+server per token, and of whole requests for one token. `overload`: three times as many clients as there are places,
+against exactly as many. `memory`: resident memory over 20,000 requests. The client is a process of its own
+(`load_client.py`). Runs are interleaved, figures are medians.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import socket
 import statistics
@@ -28,6 +29,7 @@ from typing import Any, NamedTuple
 
 from host import bare_engine
 
+from verispec.async_llm import AsyncLLM, Stream
 from verispec.llm import LLM
 from verispec.model import resolve
 from verispec.server.core import Core
@@ -80,6 +82,27 @@ def generated(llm: LLM, count: int, num_tokens: int) -> Run:
     done = llm.generate(prompts, SamplingParams(max_tokens=num_tokens, ignore_eos=True))
     seconds = time.perf_counter() - start
     return Run(count * num_tokens / seconds, statistics.median(c.stats.time_to_first_token or 0.0 for c in done))
+
+
+def streamed_here(llm: LLM, count: int, num_tokens: int) -> Run:
+    """The same as streams, without HTTP."""
+    params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
+
+    async def first_tokens() -> list[float]:
+        model = AsyncLLM(llm)
+        streams = [model.stream(PROMPT.replace("{i}", str(i)), params) for i in range(count)]
+        return await asyncio.gather(*map(first_token, streams))
+
+    async def first_token(stream: Stream) -> float:
+        found = None
+        async for _ in stream:
+            found = found or time.perf_counter() - start
+        assert found is not None
+        return found
+
+    start = time.perf_counter()
+    firsts = asyncio.run(first_tokens())
+    return Run(count * num_tokens / (time.perf_counter() - start), statistics.median(firsts))
 
 
 @contextmanager
@@ -139,23 +162,25 @@ def row(*values: object) -> None:
 
 
 def overhead(asked: argparse.Namespace) -> None:
-    table("streams", "by", "tokens/s", "of the library's", "first token", "added")
+    table("streams", "by", "tokens/s", "of LLM.generate's", "first token", "added")
     fields = {"max_tokens": asked.tokens, "seed": 1, "verispec": {"speculative": False}}
     with LLM(asked.model, drafter="none", prefix_cache=False) as llm, served(llm) as port:
         for count in asked.streams:
-            runs: dict[str, list[Run]] = {"library": [], "HTTP": [], "llama-server": []}
+            runs: dict[str, list[Run]] = {"LLM.generate": [], "AsyncLLM.stream": [], "HTTP": [], "llama-server": []}
             for _ in range(asked.repeats):
-                runs["library"].append(generated(llm, count, asked.tokens))
+                runs["LLM.generate"].append(generated(llm, count, asked.tokens))
+                runs["AsyncLLM.stream"].append(streamed_here(llm, count, asked.tokens))
                 runs["HTTP"].append(streamed(port, count, **fields))
                 if asked.peer:
                     with peer(asked.peer, asked.model, count) as other:
                         runs["llama-server"].append(streamed(other, count, max_tokens=asked.tokens, cache_prompt=False))
-            base = median(runs["library"])
+            base = median(runs["AsyncLLM.stream"])
             for name, each in runs.items():
                 if each:
                     found = median(each)
                     share = statistics.median(
-                        a.tokens_per_second / b.tokens_per_second for a, b in zip(each, runs["library"], strict=True)
+                        a.tokens_per_second / b.tokens_per_second
+                        for a, b in zip(each, runs["LLM.generate"], strict=True)
                     )
                     added = f"{1000 * (found.first_token - base.first_token):.1f} ms"
                     row(count, name, f"{found.tokens_per_second:.1f}", f"{share:.3f}",
@@ -176,12 +201,16 @@ def instant_llm(model: str, burst: int) -> Iterator[LLM]:
 
 def instant(asked: argparse.Namespace) -> None:
     table("commits of", "tokens/s", "server's CPU time per token")
-    for burst, num_tokens in ((1, 500), (8, 1500)):
-        with instant_llm(asked.model, burst) as llm, served(llm, max_pending=2**20) as port:
+    for name, burst, num_tokens, num_streams in (
+        ("1", 1, 500, 32),
+        ("8", 8, 1500, 32),
+        ("1, a request each", 1, 1, 250),
+    ):
+        with instant_llm(asked.model, burst) as llm, served(llm, max_pending=2**20, max_waiting=1000) as port:
             fields = {"prompt": [5, 6, 7], "seed": 1, "max_tokens": num_tokens}
             streamed(port, 4, **fields)
-            found = median([streamed(port, NUM_STREAMS, **fields) for _ in range(asked.repeats)])
-        row(burst, f"{found.tokens_per_second:,.0f}", f"{1e6 * found.cpu_per_token:.1f} us")
+            found = median([streamed(port, num_streams, **fields) for _ in range(asked.repeats)])
+        row(name, f"{found.tokens_per_second:,.0f}", f"{1e6 * found.cpu_per_token:.1f} us")
 
 
 def overload(asked: argparse.Namespace) -> None:

@@ -204,7 +204,7 @@ class Answer:
 
     def extension(self, index: int | None = None) -> dict[str, Any]:
         """What only this server reports, of the whole answer or, at its end, of one choice."""
-        found: dict[str, Any] = {"seed": self.seed, "profile": self.core.llm.profile}
+        found: dict[str, Any] = {"seed": self.seed, "profile": self.core.profile}
         if index is None:
             return found
         output = self.choices[index].output
@@ -266,6 +266,7 @@ class Core:
         self.metrics = Metrics(settings.metrics_prefix, llm.status)
         self.receipts = ReceiptStore(settings.max_receipts)
         self.is_draining = False
+        self.profile = llm.profile  # a hash, made anew whenever it is asked for
         self.fingerprint = _fingerprint(llm)
         self._async = AsyncLLM(llm)
         self._answers: dict[Answer, int] = {}

@@ -43,7 +43,7 @@ async def metrics(core: Core, received: Received) -> Reply:
 
 async def version(core: Core, received: Received) -> Reply:
     """Which software, and which numbers."""
-    return json_reply({"version": __version__, "profile": core.llm.profile, "system_fingerprint": core.fingerprint})
+    return json_reply({"version": __version__, "profile": core.profile, "system_fingerprint": core.fingerprint})
 
 
 async def models(core: Core, received: Received) -> Reply:
