@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -50,8 +50,9 @@ class Letters:
         return bytes([ord("a") + token_id])
 
 
+@cache
 def letters(*stop: str) -> Callable[[], TextStream]:
-    """What makes the text of each sample, with these stop strings."""
+    """What makes the text of each sample, with these stop strings; one object, by which the oracle knows a request."""
     return partial(TextStream, Letters(), stop)
 
 
