@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.support.fake_backend import FakeBackend
+from tests.support.scale import scaled
 from tests.support.skipping import fake_setup
 from verispec.engine import Engine, Request
 from verispec.spec.registry import DRAFTERS, make_drafters
@@ -23,6 +24,7 @@ VOCAB = 4
 PROMPT = [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
 NUM_TOKENS = 3
 NUM_REQUESTS = 6000
+NUM_COMPARED = min(NUM_REQUESTS, scaled(NUM_REQUESTS))
 
 
 def run(requests: list[Request]) -> list[SampleOutput]:
@@ -69,11 +71,12 @@ def sample(drafter: str, seeds: list[int]) -> list[SampleOutput]:
 @pytest.mark.parametrize("drafter", list(DRAFTERS))
 def test_the_sampled_distribution_is_the_targets(drafter: str, expected: np.ndarray) -> None:
     assert expected.sum() == pytest.approx(1.0, abs=1e-4)
-    outputs = sample(drafter, list(range(NUM_REQUESTS)))
+    outputs = sample(drafter, list(range(NUM_COMPARED)))
     assert p_value(outputs, expected) > 1e-6
     assert (sum(o.stats.accepted for o in outputs) > 0) == (drafter != "none")
 
 
+@pytest.mark.slow
 def test_control_a_reused_seed_is_noticed(expected: np.ndarray) -> None:
     seeds = [0 if i % 10 == 0 else i for i in range(NUM_REQUESTS)]
     assert p_value(sample("ngram", seeds), expected) < 1e-6

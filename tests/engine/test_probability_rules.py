@@ -213,6 +213,7 @@ def control(case: Case, num: int = 5000, *, told: NDArray[np.float64] | None = N
     return p
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tree", ["chain:3", "beam:2,2"])
 def test_control_a_coin_for_all_nodes(tree: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def one_for_all_nodes(ids: Any, *, stream: Any, **key: Any) -> Any:
@@ -222,6 +223,7 @@ def test_control_a_coin_for_all_nodes(tree: str, monkeypatch: pytest.MonkeyPatch
     assert control(Case(tree)) < LIMIT
 
 
+@pytest.mark.slow
 def test_control_token_noise_for_the_draft_and_for_what_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
     """A draft of one token: it, and the token in its place if it is rejected, come from one vector of noise."""
 
@@ -243,12 +245,14 @@ def test_control_token_noise_for_the_draft_and_for_what_is_added(monkeypatch: py
     assert control(Case("chain:1", chains="apart"), 4000) < LIMIT
 
 
+@pytest.mark.slow
 def test_control_cousins_that_share_noise_under_a_beam(monkeypatch: pytest.MonkeyPatch) -> None:
     """One stream for all nodes of a level; right as in CASES, wrong here."""
     monkeypatch.setattr(growth, "stream", lambda domain, node=0: noise.stream(domain, min(node, 1)))
     assert control(Case("beam:2,2", "model", 1.0, "cousins")) < LIMIT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tree", ["chain:3", "beam:2,2"])
 def test_control_another_p_than_was_drawn_from(tree: str) -> None:
     assert control(Case(tree), told=at(chains_of("random").p, 1.5)) < LIMIT
