@@ -73,6 +73,14 @@ class Speed(NamedTuple):
     drafted: int
     accepted: int
 
+    def faster(self, other: Speed) -> Speed:
+        """The shorter of both times up to first tokens, and of both whole times; decoding is the difference, so that a
+        busy moment while prompts were timed does not make it look fast.
+        """
+        prompt_seconds = min(self.prompt_seconds, other.prompt_seconds)
+        seconds = min(each.prompt_seconds + each.decode_seconds for each in (self, other))
+        return self._replace(prompt_seconds=prompt_seconds, decode_seconds=seconds - prompt_seconds)
+
     @property
     def prompt_rate(self) -> float:
         return self.prompt_tokens / self.prompt_seconds
@@ -162,11 +170,7 @@ def _measure(
                 for name, known in requests.items():
                     indices = [i % len(known) for i in range(-(-_MIN_REQUESTS // size) * size)]
                     speed = _run(llm, name, [known[i] for i in indices], size, digests, indices)
-                    old = best.get((name, size), speed)
-                    best[name, size] = speed._replace(
-                        prompt_seconds=min(old.prompt_seconds, speed.prompt_seconds),
-                        decode_seconds=min(old.decode_seconds, speed.decode_seconds),
-                    )
+                    best[name, size] = speed.faster(best.get((name, size), speed))
                     display.advance()
     return list(best.values()), digests
 
