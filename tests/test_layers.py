@@ -45,7 +45,7 @@ HOMES = {
     "safetensors": {"model"},
     "optuna": {"tuning"},
     "matplotlib": {"tuning", "cli"},
-    "torch": {"backends/cuda"},
+    "torch": {"backends/cuda", "backends/torch_backend.py"},
     "cuda": {"backends/cuda"},
     "nvidia": {"backends/cuda"},
 }
@@ -58,7 +58,10 @@ def layer_of(path: Path) -> str:
 
 
 def home_of(path: Path) -> str:
-    return "backends/cuda" if path.is_relative_to(ROOT / "backends" / "cuda") else layer_of(path)
+    """The file itself, the folder backends/cuda, or else the layer: whichever is some package's home."""
+    name = path.relative_to(ROOT).as_posix()
+    homes = (name, "backends/cuda" if name.startswith("backends/cuda/") else layer_of(path))
+    return next((home for home in homes if any(home in names for names in HOMES.values())), homes[1])
 
 
 def imports_of(source: str) -> set[str]:

@@ -133,7 +133,9 @@ class Runtime:
                 architectures = [c.architecture for c in checkpoints]
                 fitting = fitting_slots(architectures, device=device, gpu_memory=gpu_memory)
                 self._config = replace(self._config, num_slots=fitting)
-            own: dict[str, Any] = {"device": device, "cache_folder": cache_dir() / "cuda"} if backend == "cuda" else {}
+            own: dict[str, Any] = {"device": device} if backend in ("cuda", "torch") else {}
+            if backend == "cuda":
+                own["cache_folder"] = cache_dir() / "cuda"
             options = OPTIONS[backend](
                 num_slots=self._config.num_slots, num_seq_rows=self._config.max_running, threads=threads,
                 context_len=self._config.num_slots,  # each token takes a slot: tables by position can end there

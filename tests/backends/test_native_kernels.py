@@ -426,8 +426,8 @@ def test_without_a_library_numpy_serves_and_one_line_says_what_is_lost(
 
     monkeypatch.setattr(native, "PATH", tmp_path / "missing.so")
     assert select.default_backend() == "numpy"
-    assert "was not built" in str(select.what_is_lost())
+    assert "was not built" in str(select.what_is_lost("numpy"))
     with pytest.raises(InputError, match="backend native: the native backend is missing"):
         select.check_name("native")
     (tmp_path / "missing.so").write_bytes(b"not a library")
-    assert "cannot be loaded" in str(select.what_is_lost())
+    assert "cannot be loaded" in str(select.what_is_lost("numpy"))

@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 
 from tests.support.tiny_models import TinyConfig, make_tensors
+from verispec.backends import select
+from verispec.backends.cuda import available
 from verispec.backends.native_backend import NativeBackend
 from verispec.backends.numpy_backend import NumpyBackend
 from verispec.backends.options import LoadedModel, NativeOptions, NumpyOptions
@@ -55,3 +57,19 @@ def test_experts_are_refused(options: NumpyOptions | NativeOptions) -> None:
         use(dense)
         with pytest.raises(UnsupportedModelError, match="mixture of 8 experts"):
             use(replace(dense, layers=layers))
+
+
+@pytest.mark.parametrize(("num_devices", "has_torch"), [(1, True), (1, False), (0, True)])
+def test_on_another_gpu_torch_serves_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, num_devices: int, has_torch: bool
+) -> None:
+    monkeypatch.setattr(available, "why_not", lambda index=0: "device 0 has compute capability 8.0")
+    monkeypatch.setattr(available, "num_devices", lambda: num_devices)
+    monkeypatch.setattr(select, "_has_torch", lambda: has_torch)
+    name = select.default_backend()
+    assert (name == "torch") is bool(num_devices and has_torch)
+    lost = select.what_is_lost(name)
+    assert ("capability 8.0. torch serves" in str(lost)) is (name == "torch")
+    if not has_torch:
+        with pytest.raises(InputError, match="torch is missing"):
+            select.check_name("torch")

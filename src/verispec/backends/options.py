@@ -103,6 +103,17 @@ class HopperOptions(NativeOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TorchOptions(BackendOptions):
+    """The torch backend, on GPU number `device`, or on the CPU where torch has no GPU; weights are of `kv_dtype`, too.
+    Its arithmetic is whatever torch does there."""
+
+    NAME = "torch"
+    SERVES: ClassVar = {"arithmetic": ("torch-1",), "weights": (AS_STORED,), "kv_dtype": ("bfloat16", "float32")}
+
+    device: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class CudaOptions(BackendOptions):
     """The CUDA backend, on GPU number `device`; `cache_folder` is where it keeps compiled kernels."""
 

@@ -1,9 +1,10 @@
-"""Which backend runs a model: CUDA where there is a GPU for it, else native where it was built, else numpy; or the
-one that is named.
+"""Which backend runs a model: CUDA where there is a GPU for it, torch where there is another GPU, else native where it
+was built, else numpy; or the one that is named.
 
 Imports a backend only when it is asked for.
 """
 
+import importlib.util
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
@@ -15,6 +16,7 @@ from verispec.backends.options import (
     LoadedModel,
     NativeOptions,
     NumpyOptions,
+    TorchOptions,
 )
 from verispec.backends.protocol import Backend
 from verispec.config import MAX_SIZE, EngineConfig
@@ -23,17 +25,19 @@ from verispec.model.architecture import Architecture
 from verispec.model.checkpoint import Checkpoint
 
 OPTIONS: Mapping[str, type[BackendOptions]] = {
-    options.NAME: options for options in (NativeOptions, NumpyOptions, CudaOptions, HopperOptions)
+    options.NAME: options for options in (NativeOptions, NumpyOptions, CudaOptions, HopperOptions, TorchOptions)
 }
 
 
 def default_backend() -> str:
     """The fastest backend there is here."""
-    from verispec.backends.cuda.available import why_not
+    from verispec.backends.cuda.available import num_devices, why_not
     from verispec.backends.native_library import why_missing
 
     if why_not() is None:
         return "cuda"
+    if num_devices() and _has_torch():
+        return "torch"
     return "numpy" if why_missing() else "native"
 
 
@@ -47,12 +51,20 @@ def serving(arithmetic: str) -> str | None:
     return None
 
 
-def what_is_lost() -> str | None:
-    """One line about the native backend if it is missing; None if it is not."""
+def _has_torch() -> bool:
+    return importlib.util.find_spec("torch") is not None
+
+
+def what_is_lost(backend: str) -> str | None:
+    """One line about the backend that this one stands in for, if it does."""
+    from verispec.backends.cuda.available import why_not
     from verispec.backends.native_library import why_missing
 
-    reason = why_missing()
-    return None if reason is None else f"the native backend is missing: {reason}. numpy serves, several times slower"
+    if backend == "torch" and (reason := why_not()) is not None:
+        return f"the CUDA backend is missing: {reason}. torch serves, slower, in the shapes that the audit finds pure"
+    if backend == "numpy" and (reason := why_missing()) is not None:
+        return f"the native backend is missing: {reason}. numpy serves, several times slower"
+    return None
 
 
 def engine_defaults(name: str) -> EngineConfig:
@@ -73,13 +85,15 @@ def check_name(name: str, device: int = 0) -> None:
     """Raise InputError for a backend that does not exist, or not here."""
     if name not in OPTIONS:
         raise InputError(f"unknown backend {name!r}; known: {', '.join(OPTIONS)}")
-    if issubclass(OPTIONS[name], NativeOptions) and (lost := what_is_lost()):
+    if issubclass(OPTIONS[name], NativeOptions) and (lost := what_is_lost("numpy")):
         raise InputError(f"backend {name}: {lost}")
     if name == "cuda":
         from verispec.backends.cuda.available import why_not
 
         if (reason := why_not(device)) is not None:
             raise InputError(f"backend cuda: {reason}")
+    if name == "torch" and not _has_torch():
+        raise InputError("backend torch: torch is missing: pip install 'verispec[cuda]'")
 
 
 def make_backend(
@@ -91,6 +105,10 @@ def make_backend(
 
         return load(checkpoints, options, progress=progress)
     models = [LoadedModel(c.architecture, c.tensor, c.stored) for c in checkpoints]
+    if isinstance(options, TorchOptions):
+        from verispec.backends.torch_backend import TorchBackend
+
+        return TorchBackend(models, options)
     if isinstance(options, NativeOptions):
         from verispec.backends.native_backend import NativeBackend
 
@@ -103,6 +121,10 @@ def make_backend(
 def describe(name: str, architectures: Sequence[Architecture]) -> tuple[Mapping[str, str], tuple[int, ...]]:
     """Fingerprint and candidate shapes of a backend with default options, whose models need not be loaded for it."""
     options = OPTIONS[name](num_slots=1, num_seq_rows=1)
+    if isinstance(options, TorchOptions):
+        from verispec.backends import torch_backend
+
+        return torch_backend.fingerprint(architectures, options), torch_backend.TorchBackend.shapes
     if name == "numpy":
         from verispec.backends import numpy_backend
 

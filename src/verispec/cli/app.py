@@ -127,7 +127,7 @@ def _version() -> str:
 
     name = default_backend()
     lines = [f"verispec {__version__}", f"backend: {name}{_kernels(name)}; {cpu_name()}"]
-    if name != "cuda" and (lost := what_is_lost()) is not None:
+    if (lost := what_is_lost(name)) is not None:
         lines.append(f"note: {lost}")
     return "\n".join([*lines, f"profile: {_default_profile(name)}"])
 
@@ -137,10 +137,10 @@ def _kernels(name: str) -> str:
         from verispec.backends.blas import blas_name
 
         return f" on {blas_name()}"
-    if name == "cuda":
-        from verispec.backends.options import CudaOptions
+    if name in ("cuda", "torch"):
+        from verispec.backends.select import OPTIONS
 
-        return f" in arithmetic {CudaOptions.SERVES['arithmetic'][0]}"
+        return f" in arithmetic {OPTIONS[name].SERVES['arithmetic'][0]}"
     from verispec.backends.native_library import Kernels
 
     return f" with {Kernels(1).isa} kernels"

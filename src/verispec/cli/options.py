@@ -54,9 +54,9 @@ class Loading:
         "(org/name)",
     )  # fmt: skip
     backend: str | None = option(
-        None, metavar="NAME", values=lambda: ("cuda", "native", "numpy", "hopper"),
+        None, metavar="NAME", values=lambda: ("cuda", "native", "numpy", "hopper", "torch"),
         help="cuda: an NVIDIA GPU. native: C++ kernels, the same bits on every CPU. numpy: float32. hopper: the bits "
-        "of cuda on a CPU, slowly. Default: the first that can serve here",
+        "of cuda on a CPU, slowly. torch: any GPU that torch has. Default: the best that can serve here",
     )  # fmt: skip
     weights: str = option(
         "as-stored", metavar="KIND", values=lambda: ("as-stored", "q8"),
@@ -215,7 +215,7 @@ def _note_backend(loading: Loading) -> None:
     from verispec.backends.options import QUANTISED
     from verispec.backends.select import default_backend, what_is_lost
 
-    lost = what_is_lost() if loading.backend is None and default_backend() != "cuda" else None
+    lost = what_is_lost(default_backend()) if loading.backend is None else None
     if lost is not None:
         terminal.note(lost)
     if loading.weights == QUANTISED:

@@ -11,6 +11,17 @@ _MAJOR, _MINOR = 75, 76  # attributes of the driver's interface
 
 
 @cache
+def num_devices() -> int:
+    """How many GPUs the driver knows; 0 without a driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int()
+    return count.value if driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 else 0
+
+
+@cache
 def why_not(index: int = 0) -> str | None:
     """Why the CUDA backend cannot serve on this device, and what to do, in one sentence; None if it can."""
     try:
@@ -19,10 +30,9 @@ def why_not(index: int = 0) -> str | None:
         return "no NVIDIA driver was found: install one, or use the native backend"
     if (code := driver.cuInit(0)) != 0:
         return f"the NVIDIA driver does not start (error {code}): look at nvidia-smi, or use the native backend"
-    count, value, device = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
-    driver.cuDeviceGetCount(ctypes.byref(count))
-    if not 0 <= index < count.value:
-        return f"there is no CUDA device {index}: this machine has {count.value}"
+    value, device = ctypes.c_int(), ctypes.c_int()
+    if not 0 <= index < num_devices():
+        return f"there is no CUDA device {index}: this machine has {num_devices()}"
     driver.cuDeviceGet(ctypes.byref(device), index)
     found = []
     for attribute in (_MAJOR, _MINOR):
