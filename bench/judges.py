@@ -254,7 +254,7 @@ def main() -> int:
     asked.folder.mkdir(parents=True, exist_ok=True)
     names = [word for name in (asked.model, *NAMES) for word in ("--served-model-name", name)]
     command = [sys.executable, "-m", "verispec", "serve", "-m", asked.model, "--port", "0", "--timeout", "120", *names]
-    server = subprocess.Popen([*command, "--max-len", "256", "--log-level", "error"], stdout=subprocess.PIPE, text=True)
+    server = subprocess.Popen([*command, "--max-len", "128", "--log-level", "error"], stdout=subprocess.PIPE, text=True)
     rows: list[tuple[str, Outcome]] = []
     try:
         assert server.stdout is not None

@@ -2,9 +2,9 @@
 
     python bench/load_client.py PORT PATH STREAMS [SECONDS] < body.json
 
-Sends the body on every connection, all at once, and reads the answers; with SECONDS, again and again until then, with a
-pause after a refusal. {i} in the body is the number of the stream. Prints a JSON object: the seconds that all took, and
-of each request its status, its tokens, and the seconds to its first token and to its end.
+Sends the body on every connection, all at once, and reads the answers; with SECONDS, again and again until then, after
+a refusal when Retry-After says so. {i} in the body is the number of the stream. Prints a JSON object: the seconds that
+all took, and of each request its status, its tokens, and the seconds to its first token and to its end.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import re
 import sys
 import time
 
-PAUSE = 0.05
 # Our frames tell how many tokens there are so far; others have a token each.
 _EVENT, _FRAME = re.compile(rb"id: 0\.(\d+)\n"), re.compile(rb"data: \{")
+_RETRY = re.compile(rb"retry-after: (\d+)", re.IGNORECASE)
 
 
 async def one(port: int, path: str, body: bytes) -> dict[str, float | int | None]:
@@ -25,9 +25,11 @@ async def one(port: int, path: str, body: bytes) -> dict[str, float | int | None
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**20)
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
     writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-    first, tail, num_tokens, num_frames, status = None, b"", 0, 0, 0
+    first, tail, num_tokens, num_frames, status, retry = None, b"", 0, 0, 0, 0
     while part := await reader.read(2**18):
         status = status or int(part[9:12])
+        if status != 200 and (after := _RETRY.search(part)):
+            retry = int(after[1])
         num_frames += len(_FRAME.findall(part))
         tail = tail[-100:] + part
         found = _EVENT.findall(tail)
@@ -36,7 +38,7 @@ async def one(port: int, path: str, body: bytes) -> dict[str, float | int | None
             first = time.perf_counter() - start
     writer.close()
     seconds = time.perf_counter() - start
-    return {"status": status, "tokens": num_tokens or num_frames, "first": first, "seconds": seconds}
+    return {"status": status, "tokens": num_tokens or num_frames, "first": first, "seconds": seconds, "retry": retry}
 
 
 async def main(port: str, path: str, num_streams: str, seconds: str = "0") -> None:
@@ -47,8 +49,7 @@ async def main(port: str, path: str, num_streams: str, seconds: str = "0") -> No
         own = body.replace("{i}", str(i)).encode()
         found = [await one(int(port), path, own)]
         while time.perf_counter() - start < float(seconds):
-            if found[-1]["status"] != 200:
-                await asyncio.sleep(PAUSE)
+            await asyncio.sleep(found[-1]["retry"] or 0)
             found.append(await one(int(port), path, own))
         return found
 

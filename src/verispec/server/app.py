@@ -40,6 +40,11 @@ class Route(NamedTuple):
     handler: Callable[[Core, Received], Awaitable[Reply]]
     body: type[msgspec.Struct] | None = None
 
+    @property
+    def generates(self) -> bool:
+        """Whether it hands requests to the engine, and can stream what comes of them."""
+        return self.body is not None and "stream" in self.body.__struct_fields__
+
 
 async def page_file(core: Core, received: Received) -> Reply:
     """A file of the page."""
@@ -90,6 +95,13 @@ ROUTES = (
 )
 
 
+async def _with_room(route: Route, core: Core, received: Received) -> Reply:
+    """The route's answer, if it generates nothing or something can be generated: a refusal has to be cheap."""
+    if route.generates:
+        core.check_room()
+    return await route.handler(core, received)
+
+
 def make_app(core: Core) -> ASGIApp:
     """The server as an ASGI application."""
     settings = core.settings
@@ -104,7 +116,7 @@ def make_app(core: Core) -> ASGIApp:
         StarletteRoute(
             route.path,
             Endpoint(
-                partial(route.handler, core),
+                partial(_with_room, route, core),
                 max_nbytes=settings.max_body_nbytes,
                 body_timeout=settings.body_timeout,
                 on_error=partial(on_error, route.body),

@@ -289,25 +289,28 @@ class Core:
     def start(self, call: Call) -> Answer:
         """Hand a call to the engine. Raises what is wrong with it, and QueueFullError when there is no room."""
         settings = self.settings
-        if self.is_draining:
-            raise ApiError(503, "the server is stopping", code="stopping")
         if call.num_choices > settings.max_samples:
             raise InputError(f"prompt and n ask for {call.num_choices} samples; at most {settings.max_samples} fit")
-        if self.num_samples + call.num_choices > settings.max_samples:
-            self.metrics.refused.inc()
-            raise QueueFullError(f"{self.num_samples} samples run or wait already; try again later")
+        self.check_room(call.num_choices)
         requests = [self._request(call, ids) for ids in call.prompts]
         answer = Answer(self, call, self._async.open(requests, max_pending=settings.max_pending), requests)
         self._answers[answer] = call.num_choices
         return answer
 
+    def check_room(self, num_samples: int = 1) -> None:
+        """Raise unless so many more samples can be taken now."""
+        if self.is_draining:
+            raise ApiError(503, "the server is stopping", code="stopping")
+        if self.num_samples + num_samples > self.settings.max_samples:
+            self.metrics.refused.inc()
+            raise QueueFullError(f"{self.num_samples} samples run or wait already; try again later")
+
     @contextmanager
     def audit(self, num_samples: int, *, max_audits: int) -> Iterator[None]:
         """Count an audit as so many samples, as long as it runs. Raises QueueFullError when there is no room."""
-        if self.is_draining:
-            raise ApiError(503, "the server is stopping", code="stopping")
-        if len(self._audits) >= max_audits or self.num_samples + num_samples > self.settings.max_samples:
-            raise QueueFullError("too many requests run or wait already; try again later")
+        if len(self._audits) >= max_audits:
+            raise QueueFullError(f"{len(self._audits)} receipts are being checked already; try again later")
+        self.check_room(num_samples)
         token = object()
         self._audits[token] = num_samples
         try:

@@ -76,7 +76,7 @@ def _path(route: Route) -> dict[str, Any]:
     if route.body is None:
         return {"get": operation}
     schema = {"$ref": _TEMPLATE.format(name=route.body.__name__)}
-    if any(name == "stream" for name in route.body.__struct_fields__):
+    if route.generates:
         operation["responses"]["200"]["content"]["text/event-stream"] = {}
     operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
     return {"post": operation}
