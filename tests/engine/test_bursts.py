@@ -375,6 +375,37 @@ def test_preemption_waits_until_nothing_is_in_the_air(num_rounds: int) -> None:
     assert bursts.late.most_in_air == 2
 
 
+def test_prompts_do_not_empty_the_air() -> None:
+    """Whoever decodes goes on while a prompt is in the air, and rows of other prompts are planned meanwhile."""
+    bursts = Bursts(4, depth=2, row_budget=8, max_running=4)
+    none = Speculation("none")
+    bursts.watched.ask((6, 6), replace(PLAIN, max_tokens=60), speculation=none)
+    bursts.fill_the_air()
+    for i in range(3):
+        bursts.watched.ask((i, 1) * 10, PLAIN, speculation=none)
+    for _ in range(8):  # 60 rows of prompts, at most 7 in a step
+        bursts.watched.step()
+        assert bursts.late.num_in_air == 1
+    bursts.watched.finish()
+    assert bursts.late.most_in_air == 2
+
+
+def test_where_nobody_streams_prompts_come_first() -> None:
+    """All sequences decode together then. Streams must not wait: whoever is ready decodes beside the prompts."""
+    num_passes = {}
+    for is_streamed in (False, True):
+        bursts = Bursts(1, depth=2, row_budget=8, max_running=5, prefix_cache=False)
+        engine, ended = bursts.watched.engine, {}
+        requests = [Request((i, 1) * 10, PLAIN, Speculation("none"), is_streamed=is_streamed) for i in range(5)]
+        ids = [engine.add(request) for request in requests]
+        while engine.has_work:
+            ended |= {event.request_id: event.output for event in engine.step() if event.output is not None}
+        for request_id, request in zip(ids, requests, strict=True):
+            assert ended[request_id].token_ids == oracle(request)[0].token_ids
+        num_passes[is_streamed] = len(bursts.late.rounds)
+    assert num_passes[False] < num_passes[True]
+
+
 @pytest.mark.parametrize("num_rounds", [1, 4])
 def test_what_ends_with_two_flights_in_the_air_is_published_as_it_was_committed(num_rounds: int) -> None:
     """A stop string ends a sequence whose next rounds are in the air. `Watched` looks at every cached slot."""

@@ -17,6 +17,7 @@ from verispec.spec.speculation import OFF
 from verispec.spec.turn import PLAIN, Choice, Cohort, Step, Turn
 
 _Plain = Mapping[bool, SequenceOf[Sequence]]  # by whether their passes are canonical
+_NOBODY: _Plain = {True: (), False: ()}
 _Resting = dict[bool, list[tuple[Sequence, Choice]]]  # the same, with what kept them from drafting
 
 
@@ -26,7 +27,7 @@ _LOOK_AGAIN = 4  # rounds: who has drafted nothing for n of them looks for a dra
 class _Parts(NamedTuple):
     """The running sequences: those that only decode, those that decode and may draft, and those that do neither."""
 
-    plain: dict[bool, list[Sequence]]
+    plain: _Plain
     single: list[Sequence]
     others: list[Sequence]
 
@@ -51,8 +52,10 @@ class Scheduler:
     def plan(self) -> Step:
         """The next step, with slots leased for all of its rows. Nothing is in the air."""
         self._roster.admit()
-        parts = self._part()
-        cohorts = [self._cohort(group, is_canonical=kind) for kind, group in parts.plain.items() if group]
+        parts = self._part(self._roster.running)
+        if self._prompts_come_first(parts.others):
+            parts = parts._replace(plain=_NOBODY)
+        cohorts = self._cohorts(parts.plain)
         if not parts.single and not parts.others:
             count = self._num_rounds(parts.plain)
             for cohort in cohorts:
@@ -76,6 +79,50 @@ class Scheduler:
         rested = [sequence for group in resting.values() for sequence, _ in group]
         patience = min((1 + s.num_rested // _LOOK_AGAIN for s in rested), default=1)
         count = 1 if 0 in granted.values() else self._num_rounds(parts.plain, turns, rested, patience)
+        self._go_on(turns, cohorts, count, patience)
+        return Step(turns, cohorts)
+
+    def plan_ahead(self) -> Step:
+        """A step behind those in the air: further rounds of their cohorts, and rows of whoever is in none of them.
+
+        Only for sequences that decode without the host. Nothing is preempted for it; lengths are upper bounds: the
+        backend knows better. A sequence whose prompt is in the air waits for its commit, and the others for it.
+        """
+        self._roster.admit()
+        running = self._roster.running
+        if not all(s.is_plain for s in running):
+            return Step()
+        is_awaited = any(s.kv.num_flights and not s.kv.num_ahead for s in running)
+        going = [s for s in running if s.kv.num_ahead and s.committed_len + s.kv.num_ahead < s.max_len]
+        ahead: _Plain = {kind: [s for s in going if self._is_canonical(s) is kind] for kind in (True, False)}
+        parts = self._part([s for s in running if not s.kv.num_flights])
+        if self._prompts_come_first(parts.others):
+            ahead, parts = _NOBODY, parts._replace(plain=_NOBODY)
+        plain = {kind: [*ahead[kind], *fresh] for kind, fresh in parts.plain.items()}
+        if not self._roster.make_room(len(plain[True]) + len(plain[False])):
+            return Step()
+        cohorts = self._cohorts(ahead, is_ahead=True) + self._cohorts(parts.plain)
+        granted = self._grants(parts._replace(plain=plain))
+        turns = [self._turn(s) for s in parts.others if granted[s.sequence_id] and self._roster.take(s, 1)]
+        for turn in turns:
+            self._extend_prompt(turn, granted[turn.sequence.sequence_id], 0)
+        self._go_on(turns, cohorts, 1 if is_awaited or 0 in granted.values() else self._num_rounds(plain, turns))
+        return Step(turns, cohorts)
+
+    def _prompts_come_first(self, others: SequenceOf[Sequence]) -> bool:
+        """Whether those that decode wait, because nobody streams and prompts alone fill more than a pass.
+
+        They start together then, and stay together in large passes to the end.
+        """
+        num_rows = sum(s.num_pending for s in others if s.num_pending > 1)
+        return (
+            num_rows > self._row_budget
+            and not any(s.is_streamed for s in self._roster.running)
+            and self._roster.make_room(self._row_budget + len(self._roster.running))
+        )
+
+    def _go_on(self, turns: SequenceOf[Turn], cohorts: SequenceOf[Cohort], count: int, patience: int = 1) -> None:
+        """Fix what runs: up to `count` rounds for whoever needs no host in between, `patience` for the resting."""
         for turn in turns:
             if turn.choice.grows:
                 turn.num_rounds = min(count, turn.choice.num_nodes - turn.choice.num_drawn)
@@ -86,43 +133,23 @@ class Scheduler:
             self._freeze(turn)
         for cohort in cohorts:
             self._lengthen(cohort, min(count, patience) if cohort.choices else count)
-        return Step(turns, cohorts)
 
-    def plan_ahead(self) -> Step:
-        """Further rounds of the cohorts in the air, if they are all there is: nothing else may need the host.
-
-        Nothing is admitted or preempted for them, and lengths are upper bounds: the backend knows better.
-        """
-        if self._roster.departing or self._roster.may_admit:
-            return Step()
-        if not self._roster.running or not all(s.kv.num_ahead for s in self._roster.running):
-            return Step()
-        going = [s for s in self._roster.running if s.committed_len + s.kv.num_ahead < s.max_len]
-        groups = {kind: [s for s in going if self._is_canonical(s) is kind] for kind in (True, False)}
-        count = self._num_rounds(groups)
-        if not going or not self._roster.make_room(len(going) * count):
-            return Step()
-        cohorts = [self._cohort(group, is_canonical=kind) for kind, group in groups.items() if group]
-        for cohort in cohorts:
-            cohort.is_ahead = True
-            self._lengthen(cohort, count)
-        return Step((), cohorts)
-
-    def _part(self) -> _Parts:
-        """The running sequences, by what their next step is.
+    def _part(self, sequences: SequenceOf[Sequence]) -> _Parts:
+        """Sequences of which nothing is in the air, by what their next step is.
 
         When slots are short every sequence is seen to one by one, oldest first.
         """
-        parts = _Parts({True: [], False: []}, [], [])
-        if not self._roster.make_room(len(self._roster.running)):
-            return parts._replace(others=list(self._roster.running))
-        for sequence in self._roster.running:
+        plain: dict[bool, list[Sequence]] = {True: [], False: []}
+        parts = _Parts(plain, [], [])
+        if not self._roster.make_room(len(sequences)):
+            return parts._replace(others=list(sequences))
+        for sequence in sequences:
             kv = sequence.kv
             num_held = len(kv.held)
             if not sequence.prompt_len <= num_held == len(sequence.token_ids) - 1 == kv.synced_len:
                 parts.others.append(sequence)
             elif sequence.is_plain:
-                parts.plain[self._has_family and sequence.params.deterministic].append(sequence)
+                plain[self._has_family and sequence.params.deterministic].append(sequence)
             elif sequence.has_single_rows:
                 parts.single.append(sequence)
             else:
@@ -200,6 +227,12 @@ class Scheduler:
         )
         count = self._policy.num_rounds(load, self.host_seconds)
         return min(count, patience) if patience > 1 else count
+
+    def _cohorts(self, groups: _Plain, *, is_ahead: bool = False) -> list[Cohort]:
+        found = [self._cohort(group, is_canonical=kind) for kind, group in groups.items() if group]
+        for cohort in found:
+            cohort.is_ahead = is_ahead
+        return found
 
     def _cohort(self, sequences: SequenceOf[Sequence], *, is_canonical: bool) -> Cohort:
         """One round of plain decoding, with a slot leased for each sequence."""
