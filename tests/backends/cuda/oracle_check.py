@@ -29,7 +29,8 @@ def requests_of(llm: LLM, prompts: Path, num_tokens: int, count: int) -> list[Re
             ids, SamplingParams(temperature=temperature, max_tokens=num_tokens, seed=100 * i + seed), is_streamed=False,
             eos_ids=llm.tokenizer.eos_ids,
         )
-        for temperature, seed in ((0.0, SEEDS[0]), (1.0, SEEDS[1]))
+        for temperature in (0.0, 1.0)
+        for seed in SEEDS
         for i, ids in enumerate(texts)
     ]  # fmt: skip
 
@@ -68,7 +69,7 @@ def check(llm: LLM, prompts: Path, num_tokens: int, count: int) -> bool:
         "in a batch": {"max_running": many, "depth": 1, "max_burst": 1, "prefix_cache": False},
         "bursts of 16": {"max_running": many, "depth": 1, "max_burst": 16, "prefix_cache": False},
         "bursts of 5": {"max_running": many, "depth": 1, "max_burst": 5, "prefix_cache": False},
-        "depth 2": {"max_running": many, "depth": 2, "max_burst": 16, "prefix_cache": False},
+        "depth 2": {"max_running": 480, "depth": 2, "max_burst": 16, "prefix_cache": False},
         "depth 2, bursts of 3, 40 at once": {"max_running": 40, "depth": 2, "max_burst": 3},
         "after preemption": {"max_running": 64, "depth": 2, "max_burst": 7, "num_slots": 64 * 200},
         "prompts of 96 rows a pass": {"max_running": 33, "depth": 2, "row_budget": 96},

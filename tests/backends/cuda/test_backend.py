@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 from tests.backends import test_bursts as bursts  # noqa: E402
 from tests.backends import test_conformance as conformance  # noqa: E402
 from tests.backends import test_drafted_bursts as drafted  # noqa: E402
+from tests.backends import test_provisions as provisions  # noqa: E402
 from tests.backends.cuda import backend_check  # noqa: E402
 from tests.support.cuda_stand_in import StandIn  # noqa: E402
 from tests.support.passes import Tape  # noqa: E402
@@ -63,6 +64,8 @@ test_from_state = bursts.test_a_burst_goes_on_from_where_the_last_left_it
 test_ended_rows = bursts.test_an_ended_row_disturbs_nobody_and_writes_nothing
 test_the_tables_end = bursts.test_a_burst_ends_with_the_table
 test_bad_bursts = bursts.test_bad_bursts_raise
+test_masks = provisions.test_masks_decide_what_is_drawn_and_nothing_else
+test_nothing_allowed = provisions.test_where_nothing_is_allowed_nothing_is_drawn
 test_two_drafters = drafted.test_two_drafters_and_none_in_one_burst
 
 

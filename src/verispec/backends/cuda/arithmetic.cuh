@@ -19,11 +19,10 @@ __device__ __forceinline__ float to_float(bf16 v) { return __bfloat162float(v); 
 __device__ __forceinline__ bf16 to_bf16(float v) { return __float2bfloat16_rn(v); }
 __device__ __forceinline__ float rounded(float v) { return to_float(to_bf16(v)); }
 
-// 2^x: 0 below -126, 2^126 above 126; NaN stays NaN. Relative error below 2e-7; 2^0 is 1.
-__device__ __forceinline__ float exp2_ieee(float x) {
-  const float c = x > 126.0f ? 126.0f : x;
-  const float shifted = add(c, 12582912.0f);  // 1.5 * 2^23: the nearest whole number stands in the low bits
-  const float f = sub(c, sub(shifted, 12582912.0f));
+// 2^x for x up to 126: 0 below -126; NaN stays NaN. Relative error below 2e-7; 2^0 is 1.
+__device__ __forceinline__ float exp2_at_most_126(float x) {
+  const float shifted = add(x, 12582912.0f);  // 1.5 * 2^23: the nearest whole number stands in the low bits
+  const float f = sub(x, sub(shifted, 12582912.0f));
   float p = 1.3264726149e-3f;
   p = fused(p, f, 9.6715129912e-3f);
   p = fused(p, f, 5.5507335812e-2f);
@@ -31,9 +30,11 @@ __device__ __forceinline__ float exp2_ieee(float x) {
   p = fused(p, f, 6.9314700365e-1f);
   p = fused(p, f, 1.0f);
   const float scale = __int_as_float((__float_as_int(shifted) - 0x4B400000 + 127) << 23);
-  const float y = mul(p, scale);
-  return x < -126.0f ? 0.0f : y;
+  return x < -126.0f ? 0.0f : mul(p, scale);
 }
+
+// The same for any x: 2^126 above 126.
+__device__ __forceinline__ float exp2_ieee(float x) { return exp2_at_most_126(x > 126.0f ? 126.0f : x); }
 
 __device__ __forceinline__ float silu(float g) { return div(g, add(1.0f, exp2_ieee(mul(g, -kLog2e)))); }
 

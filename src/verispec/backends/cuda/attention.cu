@@ -47,16 +47,20 @@ __device__ __forceinline__ int k_offset(int row, int chunk) {
 __device__ __forceinline__ int v_offset(int row, int chunk) { return row * kRowBytes + ((chunk ^ (row & 7 & kMask)) << 4); }
 
 // One store's positions [begin, end) into rows [begin - origin, end - origin) of a tile; zeros from `len` on.
-// slots[j - origin] holds the slot of position j.
+// slots[j - origin] holds the slot of position j. A thread keeps its chunk of a row, and so its place in the swizzle.
 template <bool KEYS, int THREADS>
 __device__ __forceinline__ void fetch(const bf16* store, const int* slots, int kv_head, int origin, int begin, int end,
                                       int len, unsigned to) {
+  constexpr int kActive = THREADS / (8 * kChunks) * 8 * kChunks, kStep = kActive / kChunks;
+  static_assert(kStep > 0 && kStep % 8 == 0, "rows a multiple of eight apart are swizzled alike");
+  if (kActive < THREADS && threadIdx.x >= kActive) return;
+  const int chunk = threadIdx.x % kChunks;
+  const bf16* from = store + kv_head * HEAD_DIM + chunk * 8;
+  int row = begin - origin + static_cast<int>(threadIdx.x) / kChunks;
+  to += KEYS ? k_offset(row, chunk) : v_offset(row, chunk);
 #pragma unroll 4
-  for (int i = threadIdx.x; i < (end - begin) * kChunks; i += THREADS) {
-    const int j = begin + i / kChunks, chunk = i % kChunks;
-    const int64 from = (static_cast<int64>(slots[j - origin]) * KV_HEADS + kv_head) * HEAD_DIM + chunk * 8;
-    copy16(to + (KEYS ? k_offset(j - origin, chunk) : v_offset(j - origin, chunk)), store + from, j < len);
-  }
+  for (; row < end - origin; row += kStep, to += kStep * kRowBytes)
+    copy16(to, from + static_cast<int64>(slots[row]) * (KV_HEADS * HEAD_DIM), origin + row < len);
 }
 
 // s = chain(q, k) of 16 query rows and 8 COUNT positions. q holds columns 4 t .. 4 t + 3 of each 16.
@@ -96,8 +100,10 @@ __device__ __forceinline__ void load_values(unsigned* v, unsigned values, int fi
 __device__ __forceinline__ float masked(float s, float scale, int j, int len, int window) {
   return j < len && j >= len - window ? mul(s, scale) : neg_inf();
 }
-__device__ __forceinline__ float weight(float s, float m) { return m == neg_inf() ? 0.0f : exp2_ieee(sub(s, m)); }
-__device__ __forceinline__ float decay(float m, float next) { return next == neg_inf() ? 1.0f : exp2_ieee(sub(m, next)); }
+// Weights behind a maximum of -inf are 0, so any finite number may stand for it.
+__device__ __forceinline__ float subtracted(float m) { return m == neg_inf() ? 0.0f : m; }
+__device__ __forceinline__ float weight(float s, float m) { return exp2_at_most_126(sub(s, m)); }
+__device__ __forceinline__ float decay(float m, float next) { return next == neg_inf() ? 1.0f : exp2_at_most_126(sub(m, next)); }
 __device__ __forceinline__ unsigned packed(float low, float high) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
   return *reinterpret_cast<const unsigned*>(&pair);
@@ -127,7 +133,7 @@ __device__ __forceinline__ void merge_spans(const Args& a, int64 pair, int i, in
       m = m_other, sum = l_other, value = o_other;
       continue;
     }
-    const float top = fmaxf(m, m_other), mine_by = exp2_ieee(sub(m, top)), other_by = exp2_ieee(sub(m_other, top));
+    const float top = fmaxf(m, m_other), mine_by = exp2_at_most_126(sub(m, top)), other_by = exp2_at_most_126(sub(m_other, top));
     value = add(mul(value, mine_by), mul(o_other, other_by));
     sum = add(mul(sum, mine_by), mul(l_other, other_by));
     m = top;
@@ -138,7 +144,7 @@ __device__ __forceinline__ void merge_spans(const Args& a, int64 pair, int i, in
 constexpr int kRowWarps = 8, kRowThreads = 32 * kRowWarps, kShare = kSpan / kRowWarps, kShareTiles = kShare / 8;
 constexpr int kPerTile = kTile / kShare;  // warps that share a tile's scores
 
-// grid (rows, KV_HEADS, spans), 8 warps: one span of one row. The scores of the whole span at once, then the maxima in
+// grid (spans, KV_HEADS, rows), 8 warps: one span of one row. The scores of the whole span at once, then the maxima in
 // tile order, then each warp continues the chains over the span for its share of the columns. The last block of a row to
 // arrive merges the spans in ascending order.
 extern "C" __global__ void __launch_bounds__(kRowThreads) attention_rows(const Args a) {
@@ -146,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(kRowThreads) attention_rows(const A
   __shared__ float share_max[kRowWarps][16];
   __shared__ int slots[kSpan], last;
   constexpr int kStride = kSpan + 8, kOwn = (kColumns + kRowWarps - 1) / kRowWarps;
-  const int row = a.first_row + blockIdx.x, kv_head = blockIdx.y, span = blockIdx.z, origin = span * kSpan;
+  const int span = blockIdx.x, kv_head = blockIdx.y, row = a.first_row + blockIdx.z, origin = span * kSpan;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, t = lane & 3;
   const int len = a.positions[row] + 1, first_span = max(0, len - a.window) / kSpan, spans = (len + kSpan - 1) / kSpan;
   const int prefix_len = a.prefix_lens[row], ready_len = a.ready_lens[row];
@@ -208,6 +214,7 @@ extern "C" __global__ void __launch_bounds__(kRowThreads) attention_rows(const A
 #pragma unroll
     for (int i = 1; i < kTiles; ++i)
       if (i == tile) low = m_low[i], high = m_high[i];
+    low = subtracted(low), high = subtracted(high);
 #pragma unroll
     for (int n = 0; n < kShareTiles; ++n) {
       const int at = warp * kShare + n * 8 + 2 * t;
@@ -282,13 +289,14 @@ extern "C" __global__ void __launch_bounds__(kRowThreads) attention_rows(const A
 }
 
 // grid (groups, KV_HEADS, spans), 4 warps: one span of up to 64 / kGroup consecutive rows of one sequence whose contexts
-// are prefixes of the last row's; a warp holds 16 pairs of row and head. With more than one span, attention_merge follows.
-extern "C" __global__ void __launch_bounds__(128) attention_groups(const Args a) {
+// are prefixes of the last row's; a warp holds 16 pairs of row and head. For rows with several spans attention_merge follows.
+extern "C" __global__ void __launch_bounds__(128, 3) attention_groups(const Args a) {
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ int slots[3][kTile];  // of the tiles in hand, on their way, and behind them
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, t = lane & 3, kv_head = blockIdx.y;
   const int first = a.groups[2 * blockIdx.x], count = a.groups[2 * blockIdx.x + 1], final_row = first + max(count, 1) - 1;
-  const int longest = a.positions[final_row] + 1, first_tile = max(0, a.positions[first] + 1 - a.window) / kTile;
+  const int shortest = a.positions[first] + 1, longest = a.positions[final_row] + 1;
+  const int first_tile = max(0, shortest - a.window) / kTile;
   const int first_span = first_tile / kTiles, spans = (longest + kSpan - 1) / kSpan, span = blockIdx.z;
   release_next();
   if (count == 0 || span < first_span || span >= spans) return;  // a captured launch may have more groups than a pass
@@ -334,11 +342,13 @@ extern "C" __global__ void __launch_bounds__(128) attention_groups(const Args a)
     float s[8][4];
     scores<8>(s, q, memory + stage * kStage, g, t);
     float top[2] = {neg_inf(), neg_inf()};
+    const bool whole = (tile + 1) * kTile <= shortest && tile * kTile >= longest - a.window;  // every row sees all of it
 #pragma unroll
     for (int n = 0; n < 8; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        s[n][e] = masked(s[n][e], a.scale, tile * kTile + n * 8 + 2 * t + (e & 1), len[e / 2], a.window);
+        s[n][e] = whole ? mul(s[n][e], a.scale)
+                        : masked(s[n][e], a.scale, tile * kTile + n * 8 + 2 * t + (e & 1), len[e / 2], a.window);
         top[e / 2] = fmaxf(top[e / 2], s[n][e]);
       }
 #pragma unroll
@@ -352,9 +362,10 @@ extern "C" __global__ void __launch_bounds__(128) attention_groups(const Args a)
     }
     unsigned p[8][2];
 #pragma unroll
-    for (int n = 0; n < 8; ++n) {
-      p[n][0] = packed(weight(s[n][0], m[0]), weight(s[n][1], m[0]));
-      p[n][1] = packed(weight(s[n][2], m[1]), weight(s[n][3], m[1]));
+    for (int i = 0; i < 2; ++i) {
+      const float by = subtracted(m[i]);
+#pragma unroll
+      for (int n = 0; n < 8; ++n) p[n][i] = packed(weight(s[n][2 * i], by), weight(s[n][2 * i + 1], by));
     }
     const unsigned values = base + stage * kStage + kStage / 2;
 #pragma unroll
@@ -381,10 +392,11 @@ extern "C" __global__ void __launch_bounds__(128) attention_groups(const Args a)
     __syncthreads();
   }
 
-  const bool alone = a.spans == 1;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    if (q_row[i] == nullptr) continue;
+    const int own_first = max(0, len[i] - a.window) / kSpan, own_spans = (len[i] + kSpan - 1) / kSpan;
+    if (q_row[i] == nullptr || span < own_first || span >= own_spans) continue;
+    const bool alone = own_spans - own_first == 1;
     const int pair = warp * 16 + i * 8 + g;
     const int64 at = static_cast<int64>(first + pair / kGroup) * KV_HEADS + kv_head;
     float* record = a.partial + ((at * a.spans + span) * kGroup + pair % kGroup) * kRecord;
@@ -406,6 +418,7 @@ extern "C" __global__ void __launch_bounds__(128) attention_merge(const Args a) 
   const int row = a.first_row + blockIdx.x, kv_head = blockIdx.y, len = a.positions[row] + 1;
   const int first_span = max(0, len - a.window) / kSpan, spans = (len + kSpan - 1) / kSpan;
   bf16* out = a.out + (static_cast<int64>(row) * HEADS + kv_head * kGroup) * HEAD_DIM;
+  if (spans - first_span == 1) return;
   wait_for_previous();
   for (int i = threadIdx.x; i < kGroup * HEAD_DIM; i += 128)
     merge_spans(a, static_cast<int64>(row) * KV_HEADS + kv_head, i, first_span, spans, out);

@@ -2,7 +2,7 @@
 
 A pass that only draws is one copy to the device, one graph per round and one copy back, none of which the host waits
 for; rounds behind the first need no host at all. For what few requests want (log-probabilities of given tokens,
-alternatives, distributions, penalties and bias) the host waits, round by round.
+alternatives, distributions, penalties, bias, masks) the host waits, round by round.
 Every row has the bits of `docs/cuda-arithmetic.md`, whatever else is in its pass: the family is every number of rows.
 """
 
@@ -50,7 +50,7 @@ from verispec.backends.cuda.steps import (
     record_of,
 )
 from verispec.backends.native_backend import fingerprint
-from verispec.backends.options import CudaOptions
+from verispec.backends.options import NUM_MASKS, CudaOptions
 from verispec.backends.protocol import (
     FROM_STATE,
     BackendLimits,
@@ -70,7 +70,7 @@ from verispec.model.architecture import Architecture, inverse_frequencies
 from verispec.sampling.draw import NO_TOKEN
 from verispec.sampling.rows import Sampler
 
-_MAX_ROW_SPANS = 32768  # rows times spans of one pass: 2048 rows with contexts of 4096
+_SPANS_NBYTES = 33 << 24  # results of spans that are merged: 2048 rows with contexts of 4096 of an 8B model
 Int32 = NDArray[np.int32]
 
 
@@ -100,8 +100,9 @@ class CudaBackend:
         if num_seq_rows > MAX_HEAD_ROWS:
             raise InputError(f"the CUDA backend runs up to {MAX_HEAD_ROWS} sequences at once, not {num_seq_rows}")
         self.limits = BackendLimits(
-            arch.vocab_size, context_len, num_slots, num_seq_rows, max_tail, len(models), prepares=True
-        )
+            arch.vocab_size, context_len, num_slots, num_seq_rows, max_tail, len(models), num_masks=NUM_MASKS,
+            prepares=True,
+        )  # fmt: skip
         self._device = device
         self._architectures = [m.architecture for m in models]
         with device.current():
@@ -109,6 +110,7 @@ class CudaBackend:
                 _loaded(m, device, self.limits, partial(_report, progress, i, len(models)))
                 for i, m in enumerate(models)
             ]
+            self._max_row_spans = min(_row_spans(Shapes.of(arch)) for arch in self._architectures)
             self._state = StepState(self.limits, MAX_PLACES, device.name)
             self._graphs = Graphs(device, self._models, self._state, MAX_HEAD_ROWS)
         self.resident = Resident(self.limits)
@@ -131,7 +133,7 @@ class CudaBackend:
         self._reach[seq_row] = 0
 
     def set_masks(self, first: int, allowed: NDArray[np.uint32]) -> None:
-        """Refused: `limits` says that there are no masks."""
+        """Masks `first`.. are these from now on. They travel with the passes that use them."""
         self.resident.set_masks(first, allowed)
 
     def submit(self, pass_: Pass) -> Ticket:
@@ -156,14 +158,14 @@ class CudaBackend:
         width = 0
         if not is_cohort:
             arranged = arrange(pass_.rows, len(_drawn(pass_)), self._models[pass_.store].kernels.rows_per_group)
-            if arranged.columns.shape[1] * spans > _MAX_ROW_SPANS:
+            if arranged.columns.shape[1] * spans > self._max_row_spans:
                 return None
             rounds.append(self._graphs.get(self._key(pass_, arranged, spans, draw)))
             self._put_rows(parcel, arranged, _drawn(pass_), pass_.wanted.draw and pass_.wanted.draw.noise)
             width = arranged.head
         if burst is not None and (is_cohort or num_rounds):
             size = at_least(ROW_SIZES, len(burst.rows))
-            if size * spans > _MAX_ROW_SPANS:
+            if size * spans > self._max_row_spans:
                 return None
             sizes = StepSizes(size, size, is_round=True)
             further = self._graphs.get(GraphKey(pass_.store, pass_.view, sizes, size, spans, draw))
@@ -186,7 +188,8 @@ class CudaBackend:
         if wanted.logprobs or wanted.top_k or wanted.noisy_top_k or wanted.distribution or len(rows) > MAX_ROWS:
             return None
         seq_rows = rows.seq_rows[_drawn(pass_)]
-        if len(seq_rows) > MAX_HEAD_ROWS:
+        is_masked = rows.masks is not None and rows.masks[_drawn(pass_)].any()
+        if len(seq_rows) > MAX_HEAD_ROWS or is_masked:
             return None
         if self._by_hand[seq_rows].any() or (burst is not None and (burst.drafts or burst.num_rounds > MAX_ROUNDS)):
             return None
@@ -297,7 +300,7 @@ class CudaBackend:
     def _pieces(self, rows: Rows) -> list[NDArray[np.int64]]:
         """The rows in parts that fit, contexts first: within a part the order is the pass's."""
         spans = spans_of(int(rows.positions.max()) + 1)
-        most = min(MAX_ROWS, _MAX_ROW_SPANS // spans) // 2
+        most = min(MAX_ROWS, self._max_row_spans // spans) // 2
         if len(rows) <= most:
             return [np.arange(len(rows))]
         order = np.argsort(rows.positions, kind="stable")
@@ -377,7 +380,7 @@ def update_columns(update: TableUpdate) -> tuple[Int32, Int32, Int32]:
 def _some(rows: Rows, at: NDArray[np.int64]) -> Rows:
     return Rows(
         rows.token_ids[at], rows.positions[at], rows.slots[at], rows.seq_rows[at], rows.prefix_lens[at], rows.tails[at],
-        rows.tail_lens[at],
+        rows.tail_lens[at], None if rows.masks is None else rows.masks[at],
     )  # fmt: skip
 
 
@@ -387,8 +390,13 @@ def _loaded(model: CudaModel, device: Device, limits: BackendLimits, loaded: Cal
     return DeviceModel(
         Shapes.of(arch), arch.num_layers, model.read, cos, sin, num_slots=limits.num_slots + NUM_RESERVED,
         max_rows=MAX_PLACES, context_len=limits.context_len, tied=arch.tied_head, device=device,
-        max_row_spans=_MAX_ROW_SPANS, head_rows=MAX_HEAD_ROWS, loaded=loaded,
+        max_row_spans=_row_spans(Shapes.of(arch)), head_rows=MAX_HEAD_ROWS, loaded=loaded,
     )  # fmt: skip
+
+
+def _row_spans(shapes: Shapes) -> int:
+    """The most rows times spans of one pass."""
+    return _SPANS_NBYTES // (4 * shapes.heads * (shapes.head_dim + 2))
 
 
 def _report(progress: Progress, index: int, num_models: int, share: float) -> None:

@@ -31,6 +31,7 @@ _STAGE_ROW_NBYTES = 128
 # Shared memory for rings: as much of an SM's 227 KiB as leaves room for the next kernel's first blocks.
 _SM_RING_NBYTES, _BLOCK_RING_NBYTES = 160 * 1024, 96 * 1024
 _MIN_STAGES, _MAX_STAGES = 4, 16
+_MAX_ROW_THREADS = 256
 NO_WINDOW = 1 << 30
 
 
@@ -141,7 +142,7 @@ class Buffers:
             return torch.empty(size, dtype=dtype, device=device)
 
         layers = ((shapes.qkv, shapes.width), (shapes.width, shapes.attention), (2 * shapes.mlp, shapes.width))
-        widest = max(n * num_parts(n, k) for n, k in (*layers, (shapes.width, shapes.mlp)))
+        widest = max(_product_words(n, num_parts(n, k)) for n, k in (*layers, (shapes.width, shapes.mlp)))
         group = shapes.heads // shapes.kv_heads
         return cls(
             x=empty(rows, shapes.width),
@@ -155,6 +156,11 @@ class Buffers:
             arrived=torch.zeros(rows, shapes.kv_heads, dtype=torch.int32, device=device),
             not_finite=torch.zeros(rows, dtype=torch.int32, device=device),
         )
+
+
+def _product_words(outputs: int, parts: int) -> int:
+    """Of one row: one part is kept as bf16, several as float32."""
+    return parts * outputs if parts > 1 else -(-outputs // 2)
 
 
 @contextmanager
@@ -207,7 +213,7 @@ class Kernels:
             RowArgs(), out=b.x, gain=gain, scaled=b.scaled, nodes_out=b.nodes, row_ids=inputs.token_ids, table=table,
             rows=rows, not_finite=b.not_finite,
         )  # fmt: skip
-        self._rows_kernel("embed_rows", 1).launch((rows, 1, 1), 128, args, stream=current_stream())
+        self._rows_kernel("embed_rows", 1).launch(self._eighths(rows), 128, args, stream=current_stream())
 
     def qkv(
         self, layer: Layer, k: torch.Tensor, v: torch.Tensor, inputs: RowInputs, b: Buffers, rows: int, *, many: bool
@@ -229,8 +235,7 @@ class Kernels:
             args = filled(LinearArgs(), x=b.scaled, w=layer.qkv, out=y, rows=rows)
             self._linear(Kind.PLAIN, layer.qkv, rows, args)
         args = filled(RowArgs(), y=y, q_gain=layer.q_gain, k_gain=layer.k_gain, **common)
-        heads = shapes.heads + 2 * shapes.kv_heads
-        self._rows_kernel("qkv_rows", parts).launch((rows, -(-heads // 4), 1), 128, args, stream=current_stream())
+        self._row_by_row("qkv_rows", parts, rows, shapes.qkv // 16, args)
 
     def attend_rows(
         self, k: torch.Tensor, v: torch.Tensor, inputs: RowInputs, b: Buffers, *, first_row: int, rows: int, spans: int,
@@ -239,7 +244,7 @@ class Kernels:
         """Attention of rows of any kind, each by itself; `spans` is at least what the longest of them needs."""
         args = self._attention_args(k, v, inputs, b, window)
         filled(args, first_row=first_row, spans=spans)
-        grid = (rows, self.shapes.kv_heads, spans)
+        grid = (spans, self.shapes.kv_heads, rows)  # short spans run beside whole ones
         two_buffers = rows * self.shapes.kv_heads * spans <= 2 * self._num_sms
         store = SPAN * self.shapes.head_dim * 2
         shared = (2 if two_buffers else 1) * store + 16 * (SPAN + 8) * 2
@@ -277,7 +282,7 @@ class Kernels:
             return
         y, parts = self._product(x.view(-1, w.shape[1])[:rows], w, b)
         args = filled(RowArgs(), y=y, **common)
-        self._rows_kernel("residual_rows", parts).launch((rows, 1, 1), 128, args, stream=current_stream())
+        self._rows_kernel("residual_rows", parts).launch(self._eighths(rows), 128, args, stream=current_stream())
 
     def gate_up(self, layer: Layer, b: Buffers, rows: int, *, many: bool) -> None:
         """h = silu(gate) up"""
@@ -288,8 +293,7 @@ class Kernels:
             return
         y, parts = self._product(b.scaled[:rows], layer.gate_up, b)
         args = filled(RowArgs(), y=y, **common)
-        grid = (rows, -(-self.shapes.mlp // 512), 1)
-        self._rows_kernel("gate_up_rows", parts).launch(grid, 128, args, stream=current_stream())
+        self._row_by_row("gate_up_rows", parts, rows, self.shapes.mlp // 8, args)
 
     def plain(self, x: torch.Tensor, w: torch.Tensor, *, many: bool) -> torch.Tensor:
         """Y = bf16(y) of any product, in either form: for the audit."""
@@ -336,6 +340,16 @@ class Kernels:
         kernel = self._kernel("linear.cu", "linear", defines)
         warps = tiles * parts + (row_tiles if kind in (Kind.QKV, Kind.GATE_UP, Kind.HEAD) else 0)
         kernel.launch((blocks, row_blocks, 1), 32 * warps, args, stream=current_stream(), shared=stages * stage)
+
+    def _eighths(self, rows: int) -> tuple[int, int, int]:
+        """Blocks of 128 threads, each of which has eight values of the residual stream."""
+        return (-(-rows * self.shapes.width // (8 * 128)), 1, 1)
+
+    def _row_by_row(self, name: str, parts: int, rows: int, threads: int, args: ctypes.Structure) -> None:
+        """So many threads for each row, in as few blocks as can be."""
+        blocks = -(-threads // _MAX_ROW_THREADS)
+        per_block = -(-threads // (32 * blocks)) * 32
+        self._rows_kernel(name, parts).launch((rows, blocks, 1), per_block, args, stream=current_stream())
 
     def _product(self, x: torch.Tensor, w: torch.Tensor, b: Buffers) -> tuple[torch.Tensor, int]:
         rows, (outputs, columns) = len(x), w.shape

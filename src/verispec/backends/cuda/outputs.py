@@ -1,7 +1,7 @@
 """From the logits of a pass, on the device, to what was wanted, while the host waits: what no captured graph gives.
 
-Draws with penalties and bias, given log-probabilities and alternatives are computed on the device, with the bits of
-`verispec.sampling`; distributions and children of draft nodes by that code itself, from downloaded rows.
+Draws with penalties, bias and masks, given log-probabilities and alternatives are computed on the device, with the
+bits of `verispec.sampling`; distributions and children of draft nodes by that code itself, from downloaded rows.
 """
 
 from __future__ import annotations
@@ -75,8 +75,9 @@ class DeviceOutputs:
         return DrawResult(tokens.astype(np.int64), found.copy())
 
     def _edited(self, logits: torch.Tensor, sampling: SamplingRows) -> torch.Tensor | None:
-        """Penalties, bias and bans applied, as `draw.process` does."""
-        if not len(sampling.penalty_rows) and not len(sampling.bias_rows):
+        """Penalties, bias, bans and masks applied, as `draw.process` does."""
+        masked = np.flatnonzero(() if sampling.masks is None else sampling.masks)
+        if not len(sampling.penalty_rows) and not len(sampling.bias_rows) and not len(masked):
             return None
         edited = logits.clone()
         at = self._sent(sampling.penalty_rows), self._sent(sampling.penalty_ids)
@@ -84,6 +85,14 @@ class DeviceOutputs:
         edited[at] = torch.where(value > 0, value / repetition, value * repetition) - self._sent(sampling.penalty)
         at = self._sent(sampling.bias_rows), self._sent(sampling.bias_ids)
         edited[at] = edited[at] + self._sent(sampling.bias)
+        if len(masked):
+            assert sampling.masks is not None
+            assert sampling.allowed is not None
+            part = edited[self._sent(masked)]
+            packed = self._sent(sampling.allowed[sampling.masks[masked]].view(np.uint8)).int()  # [masked, V / 8]
+            bits = (packed[:, :, None] >> torch.arange(8, device=self._device)) & 1
+            banned = torch.where(part < torch.inf, -torch.inf, torch.nan)  # a mask makes no row usable
+            edited[self._sent(masked)] = torch.where(bits.flatten(1)[:, : part.shape[1]] > 0, part, banned)
         return edited
 
     def _inputs(self, sampling: SamplingRows) -> DrawInputs:

@@ -29,159 +29,193 @@ struct Args {
   int width;              // N of the head
 };
 
-__device__ __forceinline__ float output(const Args& a, int n_total, int row, int n) {
+__device__ __forceinline__ void unpack(uint4 packed, float* v) {
+  const bf16* values = reinterpret_cast<const bf16*>(&packed);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) v[i] = to_float(values[i]);
+}
+
+__device__ __forceinline__ uint4 pack(const float* v) {
+  uint4 packed;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) reinterpret_cast<bf16*>(&packed)[i] = to_bf16(v[i]);
+  return packed;
+}
+
+// Eight neighbouring outputs of a row, rounded to bf16, from `n` on, which is a multiple of eight.
+__device__ __forceinline__ void load_outputs(const Args& a, int n_total, int row, int n, float* y) {
   const int64 at = static_cast<int64>(row) * n_total + n;
 #if PARTS == 1
-  return to_float(static_cast<const bf16*>(a.y)[at]);
+  unpack(*reinterpret_cast<const uint4*>(static_cast<const bf16*>(a.y) + at), y);
 #else
-  float parts[PARTS];
+  float4 v[PARTS][2];
 #pragma unroll
   for (int p = 0; p < PARTS; ++p)
-    parts[p] = static_cast<const float*>(a.y)[at + static_cast<int64>(p) * a.rows * n_total];
-  return rounded(tree_of_parts<PARTS>(parts));
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      v[p][i] = reinterpret_cast<const float4*>(static_cast<const float*>(a.y) + at + static_cast<int64>(p) * a.rows * n_total)[i];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    float parts[PARTS];
+#pragma unroll
+    for (int p = 0; p < PARTS; ++p) parts[p] = reinterpret_cast<const float*>(v[p])[i];
+    y[i] = rounded(tree_of_parts<PARTS>(parts));
+  }
 #endif
 }
 
+// The factor of the block's row: by its first warp, for all; the others go on up to the barrier.
 __device__ __forceinline__ float row_factor(const Args& a, int row) {
-  const float* nodes = a.nodes_in + static_cast<int64>(row) * (WIDTH / 16);
-  float ss;
-  sums_of_nodes<WIDTH, 1>(&nodes, &ss, threadIdx.x % 32);
-  return norm_factor(ss, 1.0f / WIDTH, a.eps);
+  __shared__ float factor;
+  if (threadIdx.x < 32) {
+    const float* nodes = a.nodes_in + static_cast<int64>(row) * (WIDTH / 16);
+    float ss;
+    sums_of_nodes<WIDTH, 1>(&nodes, &ss, threadIdx.x);
+    if (threadIdx.x == 0) factor = norm_factor(ss, 1.0f / WIDTH, a.eps);
+  }
+  __syncthreads();
+  return factor;
 }
 
-// Weight rows stand in tiles of 16: eight first elements of pairs, then their eight partners.
-__device__ __forceinline__ int first_of_pair(int pair) { return pair / 8 * 16 + pair % 8; }
-
-// grid (rows, heads / 4): a warp finishes one head of q, k or v of one row.
-extern "C" __global__ void __launch_bounds__(128) qkv_rows(const Args a) {
-  constexpr int kHalf = HEAD_DIM / 2, kPer = kHalf < 32 ? 1 : kHalf / 32, kTotal = (HEADS + 2 * KV_HEADS) * HEAD_DIM;
-  const int row = blockIdx.x, head = blockIdx.y * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
+// grid (rows, heads per block): HEAD_DIM / 16 threads finish one head of q, k or v of one row, each a tile of eight first
+// elements of pairs and their eight partners. Threads of a head are neighbours in a warp where a norm needs whole heads.
+extern "C" __global__ void __launch_bounds__(256) qkv_rows(const Args a) {
+  constexpr int kHalf = HEAD_DIM / 2, kPer = HEAD_DIM / 16, kHeads = HEADS + 2 * KV_HEADS;
+  const int row = blockIdx.x, at = blockIdx.y * blockDim.x + threadIdx.x;
   release_next();
   wait_for_previous();
-  if (head >= HEADS + 2 * KV_HEADS) return;
-  const float s = row_factor(a, row);
-  float v0[kPer], v1[kPer], square0[kPer], square1[kPer];
-#pragma unroll
-  for (int i = 0; i < kPer; ++i) {
-    const int pair = lane * kPer + i;
-    v0[i] = v1[i] = 0.0f;
-    if (pair < kHalf) {
-      v0[i] = mul(output(a, kTotal, row, head * HEAD_DIM + first_of_pair(pair)), s);
-      v1[i] = mul(output(a, kTotal, row, head * HEAD_DIM + first_of_pair(pair) + 8), s);
-      if (a.bias != nullptr) {
-        v0[i] = add(v0[i], a.bias[head * HEAD_DIM + pair]);
-        v1[i] = add(v1[i], a.bias[head * HEAD_DIM + pair + kHalf]);
-      }
-    }
-    square0[i] = mul(v0[i], v0[i]);
-    square1[i] = mul(v1[i], v1[i]);
-  }
+  const bool valid = at < kHeads * kPer;
+  const int head = valid ? at / kPer : 0, first = at % kPer * 8;
   const bool turns = head < HEADS + KV_HEADS;
-  const float* gain = head < HEADS ? a.q_gain : turns ? a.k_gain : nullptr;
-  if (gain != nullptr) {
-    const float ss = add(warp_tree(register_tree<kPer>(square0)), warp_tree(register_tree<kPer>(square1)));
-    const float factor = norm_factor(ss, 1.0f / HEAD_DIM, a.eps);
+  const int64 place = turns ? static_cast<int64>(a.positions[row]) * kHalf + first : 0, slot = head < HEADS ? 0 : a.slots[row];
+  float v0[8], v1[8], c[8], si[8];
+  load_outputs(a, kHeads * HEAD_DIM, row, head * HEAD_DIM + 2 * first, v0);
+  load_outputs(a, kHeads * HEAD_DIM, row, head * HEAD_DIM + 2 * first + 8, v1);
 #pragma unroll
-    for (int i = 0; i < kPer; ++i) {
-      const int pair = min(lane * kPer + i, kHalf - 1);
-      v0[i] = mul(mul(v0[i], factor), gain[pair]);
-      v1[i] = mul(mul(v1[i], factor), gain[pair + kHalf]);
+  for (int i = 0; i < 8; i += 4) {
+    *reinterpret_cast<float4*>(c + i) = *reinterpret_cast<const float4*>(a.cosines + place + i);
+    *reinterpret_cast<float4*>(si + i) = *reinterpret_cast<const float4*>(a.sines + place + i);
+  }
+  const float s = row_factor(a, row);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    v0[i] = mul(v0[i], s), v1[i] = mul(v1[i], s);
+    if (a.bias != nullptr) {
+      v0[i] = add(v0[i], a.bias[head * HEAD_DIM + first + i]);
+      v1[i] = add(v1[i], a.bias[head * HEAD_DIM + first + i + kHalf]);
     }
   }
+  if (a.q_gain != nullptr) {  // HEAD_DIM is a power of two here
+    float square0[8], square1[8];
 #pragma unroll
-  for (int i = 0; i < kPer; ++i) {
-    const int pair = lane * kPer + i;
-    if (pair >= kHalf) continue;
-    if (turns) {
-      const int64 at = static_cast<int64>(a.positions[row]) * kHalf + pair;
-      const float c = a.cosines[at], si = a.sines[at], first = v0[i];
-      v0[i] = fused(-v1[i], si, mul(first, c));
-      v1[i] = fused(first, si, mul(v1[i], c));
+    for (int i = 0; i < 8; ++i) square0[i] = mul(v0[i], v0[i]), square1[i] = mul(v1[i], v1[i]);
+    float low = register_tree<8>(square0), high = register_tree<8>(square1);
+#pragma unroll
+    for (int step = 1; step < kPer; step *= 2) {
+      low = add(low, __shfl_xor_sync(0xffffffffu, low, step));
+      high = add(high, __shfl_xor_sync(0xffffffffu, high, step));
     }
-    bf16* to = static_cast<bf16*>(a.out) + (static_cast<int64>(row) * HEADS + head) * HEAD_DIM;
-    if (head >= HEADS) {
-      v0[i] = rounded(v0[i]);
-      v1[i] = rounded(v1[i]);
-      if (!(fabsf(v0[i]) <= 3.4e38f) || !(fabsf(v1[i]) <= 3.4e38f)) {
-        a.not_finite[row] = 1;
-        v0[i] = v1[i] = 0.0f;
+    const float factor = norm_factor(add(low, high), 1.0f / HEAD_DIM, a.eps);
+    const float* gain = head < HEADS ? a.q_gain : a.k_gain;
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      if (turns) {
+        v0[i] = mul(mul(v0[i], factor), gain[first + i]);
+        v1[i] = mul(mul(v1[i], factor), gain[first + i + kHalf]);
       }
-      to = (turns ? a.k_store : a.v_store) +
-           (static_cast<int64>(a.slots[row]) * KV_HEADS + (head - HEADS) % KV_HEADS) * HEAD_DIM;
-    }
-    to[pair] = to_bf16(v0[i]);
-    to[pair + kHalf] = to_bf16(v1[i]);
   }
+  if (!valid) return;
+  bool finite = true;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    if (turns) {
+      const float before = v0[i];
+      v0[i] = fused(-v1[i], si[i], mul(before, c[i]));
+      v1[i] = fused(before, si[i], mul(v1[i], c[i]));
+    }
+    if (head < HEADS) continue;
+    v0[i] = rounded(v0[i]);
+    v1[i] = rounded(v1[i]);
+    if (!(fabsf(v0[i]) <= 3.4e38f) || !(fabsf(v1[i]) <= 3.4e38f)) finite = false, v0[i] = v1[i] = 0.0f;
+  }
+  if (!finite) a.not_finite[row] = 1;
+  bf16* to = head < HEADS ? static_cast<bf16*>(a.out) + (static_cast<int64>(row) * HEADS + head) * HEAD_DIM
+                          : (turns ? a.k_store : a.v_store) + (slot * KV_HEADS + (head - HEADS) % KV_HEADS) * HEAD_DIM;
+  *reinterpret_cast<uint4*>(to + first) = pack(v0);
+  *reinterpret_cast<uint4*>(to + first + kHalf) = pack(v1);
 }
 
-// One thread makes one node: 16 neighbours of the residual stream, their scaled form and the tree of their squares.
-__device__ __forceinline__ void write_node(const Args& a, int row, int node, float* v) {
-  const int64 at = static_cast<int64>(row) * WIDTH + node * 16;
-  bf16* x = static_cast<bf16*>(a.out) + at;
-  alignas(16) bf16 plain[16], scaled[16];
-  float square[16];
+// Eight neighbours of the residual stream and their scaled form; two threads, lanes 2 i and 2 i + 1, make one node, the tree
+// of the squares of 16. All lanes take part.
+__device__ __forceinline__ void write_eight(const Args& a, int row, int n, bool valid, const float* v) {
+  const int64 at = static_cast<int64>(row) * WIDTH + n;
+  float scaled[8], square[8];
 #pragma unroll
-  for (int i = 0; i < 16; ++i) {
-    plain[i] = to_bf16(v[i]);
-    scaled[i] = to_bf16(mul(v[i], a.gain[node * 16 + i]));
+  for (int i = 0; i < 8; ++i) {
+    scaled[i] = mul(v[i], a.gain[n + i]);
     square[i] = mul(v[i], v[i]);
   }
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    reinterpret_cast<uint4*>(x)[i] = reinterpret_cast<uint4*>(plain)[i];
-    reinterpret_cast<uint4*>(a.scaled + at)[i] = reinterpret_cast<uint4*>(scaled)[i];
-  }
-  a.nodes_out[static_cast<int64>(row) * (WIDTH / 16) + node] = register_tree<16>(square);
+  const float half = register_tree<8>(square), node = add(half, __shfl_xor_sync(0xffffffffu, half, 1));
+  if (!valid) return;
+  *reinterpret_cast<uint4*>(static_cast<bf16*>(a.out) + at) = pack(v);
+  *reinterpret_cast<uint4*>(a.scaled + at) = pack(scaled);
+  if (n % 16 == 0) a.nodes_out[at / 16] = node;
 }
 
-// grid (rows): x = bf16(x + Y), its scaled form and its nodes.
+// grid (rows x WIDTH / 8 / 128): x = bf16(x + Y), its scaled form and its nodes.
 extern "C" __global__ void __launch_bounds__(128) residual_rows(const Args a) {
   release_next();
   wait_for_previous();
-  const int row = blockIdx.x;
-  for (int node = threadIdx.x; node < WIDTH / 16; node += blockDim.x) {
-    const bf16* x = static_cast<const bf16*>(a.out) + static_cast<int64>(row) * WIDTH + node * 16;
-    float v[16];
+  const int at = blockIdx.x * 128 + threadIdx.x;
+  const bool valid = at < a.rows * (WIDTH / 8);
+  const int row = valid ? at / (WIDTH / 8) : 0, n = valid ? at % (WIDTH / 8) * 8 : threadIdx.x % 2 * 8;
+  float x[8], y[8];
+  const uint4 before = *reinterpret_cast<const uint4*>(static_cast<const bf16*>(a.out) + static_cast<int64>(row) * WIDTH + n);
+  load_outputs(a, WIDTH, row, n, y);
+  unpack(before, x);
 #pragma unroll
-    for (int i = 0; i < 16; ++i) v[i] = rounded(add(to_float(x[i]), output(a, WIDTH, row, node * 16 + i)));
-    write_node(a, row, node, v);
-  }
+  for (int i = 0; i < 8; ++i) x[i] = rounded(add(x[i], y[i]));
+  write_eight(a, row, n, valid, x);
 }
 
-// grid (rows): the embedding row. It fences one pass from the next: it releases nobody early.
+// grid (rows x WIDTH / 8 / 128): the embedding row. It fences one pass from the next: it releases nobody early.
 extern "C" __global__ void __launch_bounds__(128) embed_rows(const Args a) {
   wait_for_previous();
-  const int row = blockIdx.x;
-  const bf16* from = a.table + static_cast<int64>(a.row_ids[row]) * WIDTH;
-  for (int node = threadIdx.x; node < WIDTH / 16; node += blockDim.x) {
-    float v[16];
-#pragma unroll
-    for (int i = 0; i < 16; ++i) v[i] = to_float(from[node * 16 + i]);
-    write_node(a, row, node, v);
-  }
-  if (threadIdx.x == 0) a.not_finite[row] = 0;
+  const int at = blockIdx.x * 128 + threadIdx.x;
+  const bool valid = at < a.rows * (WIDTH / 8);
+  const int row = valid ? at / (WIDTH / 8) : 0, n = valid ? at % (WIDTH / 8) * 8 : threadIdx.x % 2 * 8;
+  float v[8];
+  unpack(*reinterpret_cast<const uint4*>(a.table + static_cast<int64>(a.row_ids[row]) * WIDTH + n), v);
+  write_eight(a, row, n, valid, v);
+  if (valid && n == 0) a.not_finite[row] = 0;
 }
 
-// grid (rows, MLP / 512)
-extern "C" __global__ void __launch_bounds__(128) gate_up_rows(const Args a) {
+// grid (rows, MLP / 8 / threads): a thread takes a tile of eight gates and their eight partners.
+extern "C" __global__ void __launch_bounds__(256) gate_up_rows(const Args a) {
   release_next();
   wait_for_previous();
-  const int row = blockIdx.x;
-  const float s = row_factor(a, row);
-  for (int i = blockIdx.y * 512 + threadIdx.x; i < min(MLP, blockIdx.y * 512 + 512); i += 128) {
-    const float gate = mul(output(a, 2 * MLP, row, first_of_pair(i)), s);
-    const float up = mul(output(a, 2 * MLP, row, first_of_pair(i) + 8), s);
-    static_cast<bf16*>(a.out)[static_cast<int64>(row) * MLP + i] = to_bf16(mul(silu(gate), up));
+  const int row = blockIdx.x, tile = blockIdx.y * blockDim.x + threadIdx.x;
+  const bool valid = tile < MLP / 8;
+  float gate[8], up[8];
+  if (valid) {
+    load_outputs(a, 2 * MLP, row, tile * 16, gate);
+    load_outputs(a, 2 * MLP, row, tile * 16 + 8, up);
   }
+  const float s = row_factor(a, row);
+  if (!valid) return;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) gate[i] = mul(silu(mul(gate[i], s)), mul(up[i], s));
+  *reinterpret_cast<uint4*>(static_cast<bf16*>(a.out) + static_cast<int64>(row) * MLP + tile * 8) = pack(gate);
 }
 
 // grid (head rows, width / 4096): logits = y s in place, y being float32 [head rows, width] of one part.
 extern "C" __global__ void __launch_bounds__(256) head_rows(const Args a) {
   release_next();
   wait_for_previous();
-  const int row = a.row_ids == nullptr ? blockIdx.x : a.row_ids[blockIdx.x];
-  const float s = row_factor(a, row);
-  float* logits = static_cast<float*>(a.out) + static_cast<int64>(blockIdx.x) * a.width;
-  for (int n = blockIdx.y * 4096 + threadIdx.x; n < min(a.width, blockIdx.y * 4096 + 4096); n += 256)
-    logits[n] = mul(logits[n], s);
+  const float s = row_factor(a, a.row_ids == nullptr ? blockIdx.x : a.row_ids[blockIdx.x]);
+  float4* logits = reinterpret_cast<float4*>(static_cast<float*>(a.out) + static_cast<int64>(blockIdx.x) * a.width);
+  for (int n = blockIdx.y * 1024 + threadIdx.x; n < min(a.width / 4, blockIdx.y * 1024 + 1024); n += 256) {
+    const float4 y = logits[n];
+    logits[n] = make_float4(mul(y.x, s), mul(y.y, s), mul(y.z, s), mul(y.w, s));
+  }
 }
