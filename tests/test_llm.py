@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from pathlib import Path
@@ -39,6 +40,13 @@ def test_results_come_in_input_order_and_are_reported_as_they_finish(smollm2: LL
     assert [len(r.token_ids) for r in results] == [40, 1, 4]
     assert sorted(seen) == [0, 1, 2]
     assert seen[0] == 1
+
+
+def test_a_batch_keeps_old_objects_from_the_garbage_collector_while_it_lasts(smollm2: LLM) -> None:
+    frozen: list[int] = []
+    smollm2.generate("One", SHORT, on_finish=lambda index, completion: frozen.append(gc.get_freeze_count()))
+    assert frozen[0] > 0
+    assert gc.get_freeze_count() == 0
 
 
 def test_more_prompts_than_the_queue_holds(smollm2: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
