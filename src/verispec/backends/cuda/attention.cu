@@ -124,19 +124,31 @@ __device__ __forceinline__ void write_state(float* record, float m, float l) {
 __device__ __forceinline__ void merge_spans(const Args& a, int64 pair, int i, int begin, int end, bf16* out) {
   const int head = i / HEAD_DIM, column = i % HEAD_DIM;
   const float* from = a.partial + pair * a.spans * kGroup * kRecord + head * kRecord;
+  constexpr int kAtOnce = 4;
   float m = neg_inf(), sum = 0.0f, value = 0.0f;
-  for (int n = begin; n < end; ++n) {
-    const float* other = from + static_cast<int64>(n) * kGroup * kRecord;
-    const float m_other = __ldcg(other + HEAD_DIM), l_other = __ldcg(other + HEAD_DIM + 1), o_other = __ldcg(other + column);
-    if (m_other == neg_inf()) continue;
-    if (m == neg_inf()) {
-      m = m_other, sum = l_other, value = o_other;
-      continue;
+  for (int first = begin; first < end; first += kAtOnce) {
+    float m_other[kAtOnce], l_other[kAtOnce], o_other[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {  // all loads before the first is used
+      const float* other = from + static_cast<int64>(first + i) * kGroup * kRecord;
+      const bool there = first + i < end;
+      m_other[i] = there ? __ldcg(other + HEAD_DIM) : neg_inf();
+      l_other[i] = there ? __ldcg(other + HEAD_DIM + 1) : 0.0f;
+      o_other[i] = there ? __ldcg(other + column) : 0.0f;
     }
-    const float top = fmaxf(m, m_other), mine_by = exp2_at_most_126(sub(m, top)), other_by = exp2_at_most_126(sub(m_other, top));
-    value = add(mul(value, mine_by), mul(o_other, other_by));
-    sum = add(mul(sum, mine_by), mul(l_other, other_by));
-    m = top;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (m_other[i] == neg_inf()) continue;
+      if (m == neg_inf()) {
+        m = m_other[i], sum = l_other[i], value = o_other[i];
+        continue;
+      }
+      const float top = fmaxf(m, m_other[i]), mine_by = exp2_at_most_126(sub(m, top));
+      const float other_by = exp2_at_most_126(sub(m_other[i], top));
+      value = add(mul(value, mine_by), mul(o_other[i], other_by));
+      sum = add(mul(sum, mine_by), mul(l_other[i], other_by));
+      m = top;
+    }
   }
   out[head * HEAD_DIM + column] = to_bf16(div(value, sum));
 }
