@@ -155,7 +155,7 @@ def test_fast_passes_that_depend_on_the_crowd(llm: LLM, monkeypatch: pytest.Monk
 
 
 def test_native_passes_are_all_pure_and_those_of_a_library_are_not(
-    llm: LLM, tmp_path_factory: pytest.TempPathFactory
+    native_kernels: None, llm: LLM, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     demonstration = Demonstration(llm, PROMPT, PARAMS, crowd=CROWD)
     assert demonstration.has_only_pure_passes

@@ -478,11 +478,14 @@ class Forgetful(WrappedBackend):
         self._bound: set[int] = set()
 
     def bind(self, seq_row: int, sampler: Sampler) -> None:
-        before = np.array(getattr(self.resident, self._kept)[seq_row])
+        before = np.array(self._array()[seq_row])
         self.inner.bind(seq_row, sampler)
         if seq_row in self._bound:
-            getattr(self.resident, self._kept)[seq_row] = before
+            self._array()[seq_row] = before
         self._bound.add(seq_row)
+
+    def _array(self) -> np.ndarray:
+        return {**self.resident._sampled, **vars(self.resident)}[self._kept]
 
 
 def preempt_at(border: int, wrap: Callable[[Backend], Backend] = lambda backend: backend) -> Watched:
