@@ -70,7 +70,7 @@ class Wish:
         self.noise: list[tuple[int, int]] = []
 
     def own_noise(self) -> Noise | None:
-        if not any(stream for _, stream in self.noise):
+        if not self.noise or not any(stream for _, stream in self.noise):
             return None
         t, streams = np.array(self.noise, np.int64).T.copy()
         return Noise(t, streams)
@@ -184,12 +184,12 @@ class PassBuilder:
         view: View = FULL_VIEW,
     ) -> Pass:
         """Freeze; `fit` gives the shape for a number of rows, for the layers, for the head and for further rounds."""
-        draw, noisy, noisy_k = self.draw, self.noisy, min(self.noisy_k, vocab_size)
+        draw = self.draw
         wanted = Wanted(
             DrawWanted(_ints(draw.rows), draw.own_noise()) if draw.rows else None,
             LogprobsWanted(_ints(self.given_rows), _ints(self.given_ids)) if self.given_rows else None,
             TopKWanted(np.unique(_ints(self.top_rows)), min(self.top_k, vocab_size)) if self.top_rows else None,
-            NoisyTopKWanted(_ints(noisy.rows), noisy_k, noisy.own_noise()) if noisy.rows else None,
+            self._noisy(vocab_size) if self.noisy.rows else None,
             DistributionWanted(_ints(self.shown_rows)) if self.shown_rows else None,
         )
         rows = self.rows(fit(len(self)))
@@ -199,9 +199,13 @@ class PassBuilder:
             num_rows = len(self.fed_rows) + self.token_ids.count(FROM_DRAFT)
             drafts = tuple(rule.drafting(sequences) for rule, sequences in self._drafts.items())
             burst = Burst(_ints(self.fed_rows), _ints(self.fed_rounds), fit(num_rows), drafts)
-        update = TableUpdate(*np.array((self.table_rows, self.table_positions, self.table_slots), np.int32))
+        table = np.array((self.table_rows, self.table_positions, self.table_slots), np.int32)
+        update = TableUpdate(table[0], table[1], table[2])
         head_shape = fit(num_head) if num_head else 0
         return Pass(kind, rows, wanted, update, head_shape=head_shape, store=store, view=view, burst=burst)
+
+    def _noisy(self, vocab_size: int) -> NoisyTopKWanted:
+        return NoisyTopKWanted(_ints(self.noisy.rows), min(self.noisy_k, vocab_size), self.noisy.own_noise())
 
 
 def _ints(values: list[int]) -> NDArray[np.int32]:

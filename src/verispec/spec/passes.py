@@ -138,7 +138,7 @@ class Passes:
 
     def _submit(self, kind: PassKind, turns: list[Turn], cohorts: list[Cohort], fit: Fit) -> _Part:
         builder = PassBuilder()
-        marks = [_Mark.of(builder)]
+        marks = [_Mark(0, 0, 0)]
         for turn in turns:
             add_turn(builder, turn)
             marks.append(_Mark.of(builder))
