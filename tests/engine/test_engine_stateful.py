@@ -359,7 +359,8 @@ def test_the_invariants_hold_after_every_rule() -> None:
         "mismatches",
     ]  # fmt: skip
     errors = [f"error: {NO_DRAW}", "error: UnicodeError: no such letter", "error: UnicodeError: no end"]
-    assert {name: seen[name] for name in happened + errors if seen[name] < min(50, scaled(25))} == {}
+    least = 50 if scaled(50) >= 50 else scaled(10)  # how much happens also depends on measured costs
+    assert {name: seen[name] for name in happened + errors if seen[name] < least} == {}
 
 
 def crowd_and_alone(*, deterministic: bool, sabotage: str = "") -> tuple[list[SampleOutput], list[SampleOutput]]:
