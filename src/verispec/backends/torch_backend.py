@@ -30,7 +30,6 @@ from verispec.backends.rounds import run_rounds
 from verispec.kv import NUM_RESERVED, TARGET_STORE
 from verispec.model.architecture import Architecture, LayerSpec, inverse_frequencies
 from verispec.sampling import draw
-from verispec.sampling.rows import Sampler
 from verispec.sampling.weights import SAMPLING
 
 _PROBED_LENGTHS = (1, 127, 129, 300, 520)  # context lengths at which the audit measures attention
@@ -54,14 +53,7 @@ class TorchBackend:
         make = partial(_Model, options=options, device=self._device, context_len=self.limits.context_len)
         self._models = [make(m.architecture, m.read) for m in models]
         self.resident = Resident(self.limits)
-
-    def bind(self, seq_row: int, sampler: Sampler) -> None:
-        """A sequence takes this row of the table."""
-        self.resident.bind(seq_row, sampler)
-
-    def set_masks(self, first: int, allowed: NDArray[np.uint32]) -> None:
-        """Write rows of the mask table."""
-        self.resident.set_masks(first, allowed)
+        self.bind, self.set_masks = self.resident.bind, self.resident.set_masks
 
     def submit(self, pass_: Pass) -> ReadyTicket:
         """Run the pass now."""

@@ -63,7 +63,7 @@ class Loading:
         help="q8: quantise float weights to 8 bits at load (native), which is part of the profile",
     )  # fmt: skip
     threads: int | None = option(None, "-t", help="threads (numpy: one); changes no bit. Default: all cores")
-    device: int = option(0, bounds=(0, MAX_COUNT), help="which GPU, by number (cuda)")
+    device: int = option(0, bounds=(0, MAX_COUNT), help="which GPU, by number (cuda, torch)")
     gpu_memory: float = option(0.9, help="share of the GPU's memory to use (cuda)")
     kv_slots: int | None = option(
         None, bounds=(2, MAX_COUNT),

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeAlias
 
 from verispec.kv.pool import SlotPool
 
@@ -52,28 +52,6 @@ class Published(NamedTuple):
 
     slots: list[int]
     node: Node | None
-
-
-class PrefixCache(Protocol):
-    """What the roster asks of a prefix cache. What is computed from now on is of `weights_version`."""
-
-    weights_version: int
-    num_evictable: int
-
-    def match(self, token_ids: Sequence[int], *, limit: int, salt: str = NO_SALT) -> PrefixHit: ...
-    def publish(
-        self,
-        token_ids: Sequence[int],
-        slots: list[int],
-        valid_lens: tuple[int, ...],
-        *,
-        held: Node | None = None,
-        salt: str = NO_SALT,
-    ) -> Published: ...
-    def let_go(self, node: Node | None) -> None: ...
-    def evict(self, count: int) -> int: ...
-    def slots(self) -> Iterator[int]: ...
-    def check(self, held: Iterable[Node | None]) -> None: ...
 
 
 class NoPrefixCache:
@@ -117,7 +95,9 @@ class NoPrefixCache:
 
 
 class RadixPrefixCache:
-    """The real one. `num_stores` K/V stores share its slot ids; store 0 is the target's and is always valid."""
+    """The real one. `num_stores` K/V stores share its slot ids; store 0 is the target's and is always valid. What is
+    computed from now on is of `weights_version`.
+    """
 
     def __init__(self, pool: SlotPool, num_stores: int = 1, *, weights_version: int = 0) -> None:
         self.weights_version = weights_version
@@ -298,6 +278,9 @@ class RadixPrefixCache:
         self._unheld[leaf] = None
         self.num_evictable += len(slots)
         return leaf
+
+
+PrefixCache: TypeAlias = NoPrefixCache | RadixPrefixCache
 
 
 def _path(node: Node | None) -> Iterator[Node]:
