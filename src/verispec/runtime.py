@@ -29,6 +29,7 @@ from verispec.backends.select import (
     engine_defaults,
     fitting_slots,
     make_backend,
+    uses_gpu,
 )
 from verispec.config import DEFAULTS, MAX_SIZE
 from verispec.engine import Engine, Request
@@ -62,11 +63,11 @@ class Runtime:
     drafter `model`; `tree` is the shape of drafts (`chain:N`, `branch:3,2,1`, `beam:3,4`), `accept` the rule that
     judges them. `kv_slots` is the K/V capacity in tokens, `max_len` the most a request may hold, prompt included.
     `backend` is cuda, native, numpy (default: the first that can serve here) or hopper, which gives cuda's bits on a
-    CPU; cuda runs on GPU number `device` and takes the share `gpu_memory` of its memory, unless `kv_slots` says how
-    much K/V to have. `threads` is how many compute (default: all cores); it changes no bit. `weights="q8"` makes the
-    native backend quantise float weights at load, `kv_dtype` is its float16 or float32; both are part of the profile.
-    `family` names canonical shapes other than the audit's choice; `full_audit` audits kernels that loading checks by
-    known answers only, `fresh_audit` measures again. `progress(stage, share)` reports loading.
+    CPU, or torch; cuda and torch run on GPU number `device` and take the share `gpu_memory` of its memory, unless
+    `kv_slots` says how much K/V to have. `threads` is how many compute (default: all cores); it changes no bit.
+    `weights="q8"` makes the native backend quantise float weights at load, `kv_dtype` is its float16 or float32; both
+    are part of the profile. `family` names canonical shapes other than the audit's choice; `full_audit` audits kernels
+    that loading checks by known answers only, `fresh_audit` measures again. `progress(stage, share)` reports loading.
     """
 
     def __init__(
@@ -129,9 +130,9 @@ class Runtime:
             reading = beside.submit(self._read, checkpoints, name=label(model, paths[0]))
             if len(checkpoints) > 1:
                 reading.result()  # what is wrong with a draft model's vocabulary is said before weights are read
-            if backend == "cuda" and kv_slots is None:
+            if uses_gpu(backend) and kv_slots is None:
                 architectures = [c.architecture for c in checkpoints]
-                fitting = fitting_slots(architectures, device=device, gpu_memory=gpu_memory)
+                fitting = fitting_slots(architectures, device=device, gpu_memory=gpu_memory, kv_dtype=kv_dtype)
                 self._config = replace(self._config, num_slots=fitting)
             own: dict[str, Any] = {"device": device} if backend in ("cuda", "torch") else {}
             if backend == "cuda":
@@ -141,7 +142,7 @@ class Runtime:
                 context_len=self._config.num_slots,  # each token takes a slot: tables by position can end there
                 weights=weights, kv_dtype=kv_dtype or "", **own,
             )  # fmt: skip
-            if backend != "cuda":
+            if not uses_gpu(backend):
                 _check_memory(options, checkpoints)
             self._backend: Backend = make_backend(options, checkpoints, progress=report)
             reading.result()

@@ -12,11 +12,15 @@ from tests.backends import test_conformance as conformance  # noqa: E402
 from tests.backends import test_drafted_bursts as drafted  # noqa: E402
 from tests.backends import test_provisions as provisions  # noqa: E402
 from tests.support.passes import Tape  # noqa: E402
+from tests.support.tiny_llm import loaded, write_model  # noqa: E402
 from tests.support.tiny_models import TinyConfig, make_tensors  # noqa: E402
+from verispec.backends import torch_backend  # noqa: E402
 from verispec.backends.audit import audit  # noqa: E402
 from verispec.backends.numpy_backend import NumpyBackend  # noqa: E402
 from verispec.backends.options import LoadedModel, NumpyOptions, TorchOptions  # noqa: E402
 from verispec.backends.torch_backend import TorchBackend  # noqa: E402
+from verispec.errors import BackendDeadError, DeviceMemoryError, InputError  # noqa: E402
+from verispec.llm import LLM  # noqa: E402
 
 pytestmark = pytest.mark.hf
 
@@ -78,3 +82,53 @@ def test_it_computes_what_numpy_computes(family: str) -> None:
     plain = fed(NumpyBackend(models(family), NumpyOptions(**SIZES)))
     assert np.abs(plain - fed(made(family))).max() < 1e-4
     assert np.abs(plain - fed(made(family, "bfloat16"))).max() > 1e-3
+
+
+def on_a_gpu_of(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
+    """The CPU in the place of a GPU with so much memory."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (nbytes, nbytes))
+    monkeypatch.setattr(torch_backend, "_device_name", lambda index: "cpu")
+
+
+def test_the_share_of_a_gpus_memory_decides_how_much_kv_there_is(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_model(tmp_path / "tiny.gguf")
+    on_a_gpu_of(monkeypatch, (3 << 30) + (4 << 20))
+    slots = []
+    for share in (0.502, 1.0):
+        with loaded(path, tmp_path, backend="torch", gpu_memory=share, kv_dtype="float32") as llm:
+            slots.append(llm.backend.limits.num_slots)
+    assert 256 <= slots[0] < slots[1]
+    with pytest.raises(InputError, match=r"leaves no room for K and V beside .* GiB of weights"):
+        LLM(path, backend="torch", gpu_memory=0.4)
+    with pytest.raises(InputError, match="there is no GPU 1"):
+        LLM(path, backend="torch", device=1)
+
+    def no_room(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "zeros", no_room)
+    with pytest.raises(InputError, match="K/V of 300 tokens do not fit into the GPU's memory"):
+        LLM(path, backend="torch", kv_slots=300)
+
+
+@pytest.mark.parametrize("is_memory", [True, False])
+def test_a_failed_device_is_dead_and_memory_that_ran_out_is_not(is_memory: bool, monkeypatch) -> None:
+    backend = made("llama")
+
+    def feed() -> np.ndarray:
+        return Tape(backend, seq_row=1, first_slot=0).feed([1, 2, 3], shape=4)
+
+    def fails(*args):
+        raise torch.OutOfMemoryError("no room") if is_memory else torch.AcceleratorError("illegal access")
+
+    expected = feed()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch_backend, "attend", fails)
+        with pytest.raises(DeviceMemoryError if is_memory else BackendDeadError):
+            feed()
+    if is_memory:
+        assert (feed() == expected).all()
+    else:
+        with pytest.raises(BackendDeadError, match="illegal access"):
+            feed()

@@ -74,11 +74,23 @@ def engine_defaults(name: str) -> EngineConfig:
     return EngineConfig(num_slots=MAX_SIZE, row_budget=2048, max_running=512, depth=2)
 
 
-def fitting_slots(architectures: Sequence[Architecture], *, device: int, gpu_memory: float) -> int:
-    """How many tokens of K/V a GPU has room for."""
-    from verispec.backends.cuda.load import fitting_slots as fitting
+def uses_gpu(name: str) -> bool:
+    """Whether the backend keeps K and V in a GPU's memory here."""
+    if name == "torch":
+        import torch
 
-    return fitting(architectures, index=device, gpu_memory=gpu_memory)
+        return bool(torch.cuda.is_available())
+    return name == "cuda"
+
+
+def fitting_slots(
+    architectures: Sequence[Architecture], *, device: int, gpu_memory: float, kv_dtype: str | None
+) -> int:
+    """How many tokens of K/V a GPU has room for."""
+    from verispec.backends.gpu import fitting_slots as fitting
+
+    nbytes = 4 if kv_dtype == "float32" else 2  # of weights, too
+    return fitting(architectures, index=device, gpu_memory=gpu_memory, value_nbytes=nbytes)
 
 
 def check_name(name: str, device: int = 0) -> None:
@@ -92,8 +104,13 @@ def check_name(name: str, device: int = 0) -> None:
 
         if (reason := why_not(device)) is not None:
             raise InputError(f"backend cuda: {reason}")
-    if name == "torch" and not _has_torch():
-        raise InputError("backend torch: torch is missing: pip install 'verispec[cuda]'")
+    if name == "torch":
+        if not _has_torch():
+            raise InputError("backend torch: torch is missing: pip install 'verispec[cuda]'")
+        import torch
+
+        if device >= max(1, torch.cuda.device_count()):
+            raise InputError(f"backend torch: there is no GPU {device}: torch has {torch.cuda.device_count()}")
 
 
 def make_backend(
@@ -106,9 +123,11 @@ def make_backend(
         return load(checkpoints, options, progress=progress)
     models = [LoadedModel(c.architecture, c.tensor, c.stored) for c in checkpoints]
     if isinstance(options, TorchOptions):
+        from verispec.backends.gpu import loading
         from verispec.backends.torch_backend import TorchBackend
 
-        return TorchBackend(models, options)
+        with loading(options.num_slots):
+            return TorchBackend(models, options)
     if isinstance(options, NativeOptions):
         from verispec.backends.native_backend import NativeBackend
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from verispec.backends.audit import CANDIDATE_SHAPES, KernelProbe
 from verispec.backends.checks import check_pass
+from verispec.backends.gpu import Health
 from verispec.backends.numpy_attention import TILE, contexts
 from verispec.backends.options import LoadedModel, TorchOptions
 from verispec.backends.outputs import HostLogits, collect
@@ -52,13 +53,13 @@ class TorchBackend:
             torch.set_num_threads(options.threads)
         make = partial(_Model, options=options, device=self._device, context_len=self.limits.context_len)
         self._models = [make(m.architecture, m.read) for m in models]
-        self.resident = Resident(self.limits)
+        self.resident, self._health = Resident(self.limits), Health()
         self.bind, self.set_masks = self.resident.bind, self.resident.set_masks
 
     def submit(self, pass_: Pass) -> ReadyTicket:
         """Run the pass now."""
         check_pass(pass_, self.limits)
-        with torch.inference_mode(), np.errstate(all="ignore"):
+        with self._health.guarded(), torch.inference_mode(), np.errstate(all="ignore"):
             return ReadyTicket(run_rounds(self.resident, pass_, self.run))
 
     def run(self, pass_: Pass) -> PassResult:

@@ -64,10 +64,10 @@ class Loading:
     )  # fmt: skip
     threads: int | None = option(None, "-t", help="threads (numpy: one); changes no bit. Default: all cores")
     device: int = option(0, bounds=(0, MAX_COUNT), help="which GPU, by number (cuda, torch)")
-    gpu_memory: float = option(0.9, help="share of the GPU's memory to use (cuda)")
+    gpu_memory: float = option(0.9, help="share of the GPU's memory to use (cuda, torch)")
     kv_slots: int | None = option(
         None, bounds=(2, MAX_COUNT),
-        help=f"K/V capacity in tokens, for all requests together. Default: {DEFAULTS.num_slots}; what fits (cuda)",
+        help=f"K/V capacity in tokens, for all requests together. Default: {DEFAULTS.num_slots}; what fits (on a GPU)",
     )  # fmt: skip
     max_len: int | None = option(
         None, help="the most tokens of one request, prompt included. Default: the model's context"

@@ -31,7 +31,7 @@ from verispec.backends.cuda.arrange import (
     spans_of,
 )
 from verispec.backends.cuda.device import Device, Graph
-from verispec.backends.cuda.flights import CudaTicket, Expected, Health, Lane
+from verispec.backends.cuda.flights import CudaTicket, Expected, Lane
 from verispec.backends.cuda.forward import DeviceModel, Reader
 from verispec.backends.cuda.graphs import Draw, GraphKey, Graphs
 from verispec.backends.cuda.outputs import DeviceOutputs
@@ -49,6 +49,7 @@ from verispec.backends.cuda.steps import (
     StepState,
     record_of,
 )
+from verispec.backends.gpu import Health
 from verispec.backends.native_backend import fingerprint
 from verispec.backends.options import NUM_MASKS, CudaOptions
 from verispec.backends.protocol import (

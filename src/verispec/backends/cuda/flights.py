@@ -2,44 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from verispec.backends.cuda.compiler import CudaError
 from verispec.backends.cuda.device import Device
 from verispec.backends.cuda.steps import StepState
+from verispec.backends.gpu import Health
 from verispec.backends.protocol import BurstResult, PassResult
-from verispec.errors import BackendDeadError, DeviceMemoryError
 from verispec.sampling.draw import DrawResult
 
 Int32 = NDArray[np.int32]
 _FIRST_WORDS = 1 << 12
-
-
-class Health:
-    """Whether the device still works. An error of CUDA is for ever; only memory that ran out is not."""
-
-    def __init__(self) -> None:
-        self._failure = ""
-
-    @contextmanager
-    def guarded(self) -> Iterator[None]:
-        """Errors of the device inside are raised as verispec's."""
-        if self._failure:
-            raise BackendDeadError(self._failure)
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            raise DeviceMemoryError("the GPU's memory ran out in a pass: lower gpu_memory or kv_slots") from error
-        except (torch.AcceleratorError, CudaError) as error:
-            reason = str(error).split("\n", 1)[0]
-            self._failure = f"the GPU failed and cannot be used by this process any more: {reason}"
-            raise BackendDeadError(self._failure) from error
 
 
 class Lane:
