@@ -18,6 +18,7 @@ LAYERS = [
     {"engine"},
     {
         "async_llm",
+        "batch",
         "llm",
         "server",
         "speculation",

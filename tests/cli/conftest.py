@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 import verispec.cli.app  # before any test puts another LLM in place
-import verispec.cli.batch
+import verispec.cli.prompt_file
 from verispec.cli.main import EXIT_INTERRUPTED, run
 from verispec.llm import LLM
 

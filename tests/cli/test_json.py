@@ -71,7 +71,7 @@ def test_why_it_ended(cli: Cli, options: list[str], reason: str) -> None:
 
 
 def test_control_characters_stay_escaped(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verispec.cli.show.as_object", lambda *_, **__: {"text": "\x1b[2J\x9b2J\x7fé"})
+    monkeypatch.setattr("verispec.batch.prompts.as_object", lambda *_, **__: {"text": "\x1b[2J\x9b2J\x7fé"})
     done = cli("generate", "hi", "--json", "--max-tokens", "1")
     assert done.out == '{"text": "\\u001b[2J\\u009b2J\\u007fé"}\n'
     assert done.json()["text"] == "\x1b[2J\x9b2J\x7fé"

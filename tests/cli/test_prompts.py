@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from tests.cli.conftest import Cli, press_ctrl_c
-from verispec.cli.batch import OrderedPrinter
+from verispec.batch.prompts import OBJECT_KEYS
 from verispec.cli.progress import CountDisplay, LoadingDisplay
-from verispec.cli.show import OBJECT_KEYS
+from verispec.cli.prompt_file import OrderedPrinter
 from verispec.engine import Engine
 from verispec.llm import LLM
 from verispec.strict_json import MAX_OBJECT_NBYTES

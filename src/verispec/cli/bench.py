@@ -127,7 +127,7 @@ def _sizes(text: str) -> list[int]:
 
 
 def _lines(file: str | None) -> list[bytes]:
-    from verispec.cli.batch import read_lines
+    from verispec.cli.prompt_file import read_lines
 
     return [json.dumps({"prompt": prompt}).encode() for prompt in _PROMPTS] if file is None else read_lines(file)
 
@@ -144,7 +144,7 @@ def _drafters(llm: LLM, text: str | None) -> list[str]:
 
 
 def _requests(llm: LLM, lines: Sequence[bytes], params: SamplingParams, drafter: str, what: Benchmark) -> list[Request]:
-    from verispec.cli.batch import LineReader
+    from verispec.batch.prompts import LineReader
 
     reader, name = LineReader(llm, params, drafter, what.raw), f"--prompts {what.prompts}"
     requests = []

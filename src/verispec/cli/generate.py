@@ -59,7 +59,8 @@ def generate(asked: Asked, sampling: Sampling, drafting: Drafting, loading: Load
     file, quiet = asked.prompts, asked.quiet
     _check(asked, sampling)
     params = sampling.params()
-    from verispec.cli.batch import LineReader, read_lines, run_file
+    from verispec.batch.prompts import LineReader
+    from verispec.cli.prompt_file import read_lines, run_file
     from verispec.cli.receipt_file import open_receipts
 
     lines = read_lines(file) if file is not None else []
@@ -117,7 +118,7 @@ def _print_whole(
     llm: LLM, prompt_ids: list[int], params: SamplingParams, asked: Asked, drafting: Drafting, receipts: Receipts
 ) -> None:
     """Print all samples when they are there: as one object, or as texts under numbers."""
-    from verispec.cli.show import as_object
+    from verispec.batch.prompts import as_object
 
     (completion,) = llm.generate([prompt_ids], params, drafter=drafting.method, receipts=receipts.wanted)
     receipts.put(0, completion.receipts)
