@@ -38,7 +38,7 @@ class Stream:
         self._pending: deque[TokenEvent] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._num_left: dict[int, int] = {}  # samples that have not ended, by request id
-        self._overflowed = False
+        self._error: Exception | None = None
         self.request_ids: list[int] = []
 
     @property
@@ -48,14 +48,14 @@ class Stream:
 
     async def take(self) -> list[TokenEvent]:
         """What has come since the last time, at least one event; nothing once all were taken."""
-        while not self._pending and self._num_left and not self._overflowed:
+        while not self._pending and self._num_left and self._error is None:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
-        if self._overflowed:
-            raise SlowReaderError(f"the stream was not read for {self._max_pending} events, so the request was ended")
+        if self._error is not None:
+            raise self._error
         events = list(self._pending)
         self._pending.clear()
         return events
@@ -71,6 +71,11 @@ class Stream:
         self._llm._forget(self)
         self._num_left.clear()
         self._wake()
+
+    def fail(self, error: Exception) -> None:
+        """`close`, and raise this to whoever reads."""
+        self._error = error
+        self.close()
 
     async def __aiter__(self) -> AsyncIterator[TokenEvent]:
         try:
@@ -93,8 +98,8 @@ class Stream:
             if not self._num_left[event.request_id]:
                 del self._num_left[event.request_id]
         if self._max_pending is not None and len(self._pending) > self._max_pending:
-            self._overflowed = True
-            self.close()
+            message = f"the stream was not read for {self._max_pending} events, so the request was ended"
+            self.fail(SlowReaderError(message))
         self._wake()
 
     def _wake(self) -> None:

@@ -198,9 +198,9 @@ def test_who_needs_the_host_has_single_rounds(need: str, drafter: str) -> None:
     assert made.watched.totals.drafted > 0
 
 
-@pytest.mark.parametrize(("draft_seconds", "expected"), [(0.0, 10), (0.001, 5), (0.003, 2), (0.1, 1)])
+@pytest.mark.parametrize(("draft_seconds", "expected"), [(0.0, 16), (0.001, 12), (0.003, 6), (0.1, 1)])
 def test_a_stream_waits_for_as_many_rounds_as_fit_into_its_wait(draft_seconds: float, expected: int) -> None:
-    """A verification takes 1 ms, and a stream waits for 10 ms; drafting counts."""
+    """A verification takes 1 ms, and a stream waits for 25 ms; drafting counts."""
     cost = CostTable((1, 64), (0.001, 0.001), (0.0, 0.0))
     load = RoundLoad(4, 0, context_len=10, room=40, num_free=40, is_streamed=True, num_nodes=12)
     assert policy(cost).num_rounds(load._replace(draft_seconds=draft_seconds), 0.0) == expected

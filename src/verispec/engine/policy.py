@@ -22,7 +22,7 @@ from verispec.spec.turn import NO_ROOM, PLAIN, Choice, SequenceView, States, Tur
 _MOST_ENTRIES = 4096
 _REFRESH_EVERY = 512  # passes timed
 _NOT_WORTH_IT = "verifying a draft was not predicted to pay at this load"
-_LONGEST_WAIT = 0.010  # seconds that a stream may wait for a burst
+_LONGEST_WAIT = 0.025  # seconds that a stream may wait for a burst: 40 frames a second
 _LONGEST_BURST = 0.5  # seconds of any burst: aborts, Ctrl-C and newcomers wait for its end
 
 

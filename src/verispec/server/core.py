@@ -113,7 +113,9 @@ class Answer:
         self._first = {request_id: i * call.params.n for i, request_id in enumerate(stream.request_ids)}
         self._given = [len(ids) for ids in call.extension.committed_ids or [[]] * call.params.n]
         self._seen = dict(call.skip)
-        self._deadline = time.monotonic() + core.settings.timeout
+        seconds = core.settings.timeout
+        timeout = ApiError(504, f"the answer was not complete after {seconds:g} seconds", code="timeout")
+        self._timer = asyncio.get_running_loop().call_later(seconds, stream.fail, timeout)
 
     @property
     def seed(self) -> int:
@@ -135,7 +137,7 @@ class Answer:
     async def commits(self) -> AsyncIterator[list[Commit]]:
         """What becomes visible, step by step, to the end. Raises ApiError where it ends otherwise."""
         try:
-            while events := await self._next():
+            while events := await self._stream.take():
                 self.core.metrics.count_commits(events)
                 yield [commit for event in events if (commit := self._taken(event)) is not None]
         finally:
@@ -154,20 +156,13 @@ class Answer:
 
     def close(self) -> None:
         """Abort what has not ended."""
+        self._timer.cancel()
         self._stream.close()
         self.core.leave(self)
 
     def abort(self) -> None:
         """End it at once; whoever reads it is told."""
         self._stream.abort()
-
-    async def _next(self) -> list[TokenEvent]:
-        try:
-            async with asyncio.timeout(self._deadline - time.monotonic()):
-                return await self._stream.take()
-        except TimeoutError:
-            seconds = self.core.settings.timeout
-            raise ApiError(504, f"the answer was not complete after {seconds:g} seconds", code="timeout") from None
 
     def _taken(self, event: TokenEvent) -> Commit | None:
         """What the client is to hear of an event."""
