@@ -13,6 +13,7 @@ ROOT = Path(verispec.__file__).parent
 LAYERS = [
     {"arguments", "errors", "types", "config", "strict_json"},
     {"kv", "sampling", "model"},
+    {"constraints"},
     {"backends"},
     {"spec"},
     {"engine"},
@@ -38,6 +39,7 @@ HOMES = {
     "huggingface_hub": {"model"},
     "tokenizers": {"model"},
     "jinja2": {"text"},
+    "llguidance": {"constraints"},
     "starlette": {"server"},
     "uvicorn": {"server"},
     "msgspec": {"server"},

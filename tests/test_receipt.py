@@ -29,7 +29,7 @@ from verispec.receipt.values import content_digest
 from verispec.spec.drafter import Refusal
 from verispec.spec.recorded import RecordedDrafter
 from verispec.strict_json import MAX_OBJECT_NBYTES
-from verispec.types import Draft, FinishReason, SampleOutput, SamplingParams, TokenLogprobs
+from verispec.types import CONSTRAINTS, Draft, FinishReason, SampleOutput, SamplingParams, TokenLogprobs
 
 PROMPT = "the abba and the other: xyz"
 SAMPLED = SamplingParams(max_tokens=90, temperature=1.0, seed=11, ignore_eos=True)
@@ -196,7 +196,7 @@ def test_a_receipt_holds_what_it_promises(llm: LLM, folder: Path, receipt: Recei
         "sha256": hashlib.sha256(struct.pack(f"<{len(ids)}i", *ids)).hexdigest(),
         "token_ids": ids,
     }
-    assert set(data["parameters"]["sampling"]) == {f.name for f in fields(SamplingParams)}
+    assert set(data["parameters"]["sampling"]) == {f.name for f in fields(SamplingParams)} - set(CONSTRAINTS)
     assert (data["parameters"]["sampling"]["seed"], data["parameters"]["max_len"]) == (11, 256)
     assert data["parameters"]["eos_ids"] == [0]
     assert str(folder) not in receipt.to_json()
@@ -283,6 +283,7 @@ SAMPLING_CHANGES: dict[str, Any] = {
     "max_tokens": 91, "min_tokens": 1, "temperature": 2.0, "top_k": 5, "top_p": 0.5, "min_p": 0.5,
     "repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.5, "logit_bias": {"1": 1.0},
     "stop": ["zz"], "stop_ids": [3], "ignore_eos": False, "n": 2, "seed": 12, "logprobs": 1, "prompt_logprobs": 1,
+    "schema": "{}", "regex": "b*", "grammar": "start: \"b\"*",
 }  # fmt: skip
 OTHER_CHANGES: list[tuple[str, Any]] = [
     ("parameters.sample_index", 1),

@@ -13,6 +13,15 @@ class InputError(VerispecError, ValueError):
     """An argument, a parameter or a request is invalid; the message names it."""
 
 
+class ConstraintError(InputError):
+    """A schema, regex or grammar cannot be followed. `field` is which of them; `path` is the place inside a schema, as
+    a JSON pointer ("" is the whole)."""
+
+    def __init__(self, field: str, reason: str, path: str = "") -> None:
+        super().__init__(f"{field}{' at #' + path if path else ''}: {reason}")
+        self.field, self.path, self.reason = field, path, reason
+
+
 class ModelFileError(VerispecError):
     """A model file is missing, truncated, corrupt or unsupported; the message names the file and the place."""
 

@@ -278,6 +278,7 @@ class LLM(Runtime):
             speculation=speculation,
             eos_ids=self.tokenizer.eos_ids,
             text=partial(TextStream, self.tokenizer, params.stop),
+            grammar=self.grammar(params),
         )
         self.thread.engine.validate(request)
         return request

@@ -32,6 +32,7 @@ from verispec.backends.select import (
     uses_gpu,
 )
 from verispec.config import DEFAULTS, MAX_SIZE
+from verispec.constraints import Compiler
 from verispec.engine import Engine, Request
 from verispec.engine.thread import EngineThread, Status
 from verispec.errors import InputError
@@ -42,12 +43,13 @@ from verispec.model.generation_defaults import generation_defaults
 from verispec.model.hub import label
 from verispec.model.load import load_tokenizer
 from verispec.model.tokenizer import Tokenizer, check_same_vocabulary
+from verispec.sampling.constraint import Grammar
 from verispec.spec.drafter import Drafter
 from verispec.spec.registry import DRAFTER_NAMES, MODEL_DRAFTER, SKIP_DRAFTER, DraftSetup, check_method, make_drafters
 from verispec.spec.skip_menu import MenuKey, SkipMenu, has_menus, read_menu
 from verispec.spec.speculation import Speculation
 from verispec.text.chat_prompt import ChatPrompts
-from verispec.types import Accept
+from verispec.types import Accept, SamplingParams
 
 Message = Mapping[str, Any]
 LoadProgress = Callable[[str, float], None]
@@ -149,6 +151,7 @@ class Runtime:
         self.calibration: Calibration = calibrate(
             self._backend, cache_dir=cache_dir(), family=family, full=full_audit, fresh=fresh_audit, progress=report
         )
+        self._constraints = Compiler(self.tokenizer, self.vocab_size)
         self._chat_prompts: ChatPrompts | None = None
         self._chat_lock = threading.Lock()
         self._force = force
@@ -295,6 +298,13 @@ class Runtime:
             if self._chat_prompts is None:
                 self._chat_prompts = ChatPrompts(self.tokenizer)
             return self._chat_prompts.ids(messages, **options)
+
+    def grammar(self, params: SamplingParams) -> Grammar | None:
+        """What answers with these parameters must look like, compiled and kept; None if that is up to the model.
+
+        Raises ConstraintError, with the place of what is wrong in a schema.
+        """
+        return None if params.constraint is None else self._constraints.compile(params.constraint)
 
     def close(self) -> None:
         """Give back the model's memory; keep what passes were seen to cost.

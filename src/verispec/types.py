@@ -7,6 +7,7 @@ All of them are values. Nothing here knows slots, passes or tensors; a `Draft` i
 from __future__ import annotations
 
 import hashlib
+import json
 import struct
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,7 +17,8 @@ from itertools import repeat
 from typing import Any, NamedTuple, Protocol, Self, overload
 
 from verispec.arguments import check_bool, check_int, check_number
-from verispec.errors import InputError
+from verispec.errors import ConstraintError, InputError
+from verispec.strict_json import load_object
 
 MAX_SEED = 2**64 - 1
 MAX_INT = 2**31 - 1
@@ -28,6 +30,7 @@ MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
 MAX_SHOWN = 60  # characters of a text in a `repr`
 NO_PARENT = -1
+CONSTRAINTS = ("schema", "regex", "grammar")
 
 
 class FinishReason(StrEnum):
@@ -37,6 +40,17 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+
+
+class ConstraintText(NamedTuple):
+    """What an answer has to look like, in the user's words: one of CONSTRAINTS, and its text."""
+
+    kind: str
+    text: str
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(f"{self.kind}\n{self.text}".encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _check_bias(value: Any) -> tuple[tuple[int, float], ...]:
@@ -72,7 +86,7 @@ class SamplingParams:
     means up to the engine's length limit; `max_tokens=0` is allowed only with `prompt_logprobs`, and scores the
     prompt without generating. `seed=None` draws a random seed, which the result reports. `logprobs` and
     `prompt_logprobs` are the number of alternatives to report beside the token's own log-probability; 0 is not "off",
-    None is.
+    None is. At most one of `schema` (JSON Schema), `regex` and `grammar` (Lark) says what the whole answer looks like.
     """
 
     max_tokens: int | None = 256
@@ -93,6 +107,9 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     deterministic: bool = True
+    schema: Mapping[str, Any] | str | None = None  # kept as JSON text
+    regex: str | None = None
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         lowest = 1 if self.prompt_logprobs is None else 0
@@ -121,8 +138,18 @@ class SamplingParams:
         checked["logit_bias"] = _check_bias(self.logit_bias)
         checked["stop"] = _check_stop(self.stop)
         checked["stop_ids"] = _check_stop_ids(self.stop_ids)
+        checked["schema"] = _check_schema(self.schema)
+        _check_constraint({name: getattr(self, name) for name in CONSTRAINTS}, max_tokens=highest)
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+
+    @property
+    def constraint(self) -> ConstraintText | None:
+        """What the answer has to look like, if anything."""
+        for kind in CONSTRAINTS:
+            if (text := getattr(self, kind)) is not None:
+                return ConstraintText(kind, text)
+        return None
 
     @property
     def has_penalties(self) -> bool:
@@ -137,6 +164,31 @@ class SamplingParams:
         if unknown:
             raise InputError(f"unknown sampling parameter {unknown[0]}; known: {', '.join(sorted(known))}")
         return cls(**options)
+
+
+def _check_schema(value: Any) -> str | None:
+    """JSON text in one spelling; the order of keys stays, because answers follow it."""
+    if value is None:
+        return None
+    if isinstance(value, str):
+        value = load_object(value.encode("utf-8", "surrogatepass"), name="schema", example='{"type": "object"}')
+    if not isinstance(value, Mapping):
+        raise ConstraintError("schema", f"must be an object or its JSON text, not {type(value).__name__}")
+    try:
+        return json.dumps(value, allow_nan=False, separators=(",", ":"))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConstraintError("schema", f"is not JSON: {error}") from error
+
+
+def _check_constraint(given: Mapping[str, Any], *, max_tokens: int) -> None:
+    named = [name for name, value in given.items() if value is not None]
+    if len(named) > 1:
+        raise InputError(f"{named[1]} and {named[0]} exclude each other")
+    for name in named:
+        if not isinstance(given[name], Mapping | str):
+            raise ConstraintError(name, f"must be text, not {type(given[name]).__name__}")
+        if not max_tokens:
+            raise ConstraintError(name, "is for generated text, and max_tokens is 0")
 
 
 def _check_stop(value: Any) -> tuple[str, ...]:

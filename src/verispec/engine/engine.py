@@ -23,6 +23,7 @@ from verispec.engine.scheduler import Scheduler
 from verispec.engine.sequence import Sequence
 from verispec.errors import DeterminismError, InputError, QueueFullError
 from verispec.kv import NoPrefixCache, PrefixCache, RadixPrefixCache, SlotPool
+from verispec.sampling.constraint import Grammar
 from verispec.sampling.rows import SampleKey
 from verispec.spec.drafter import Drafter, DrafterSet
 from verispec.spec.judging import judge
@@ -52,7 +53,7 @@ class Request:
     tell of its drafts; one that is not `is_streamed` has a single event per sample, its last. The `params.n` samples
     are those from number `first_sample` on. `committed_ids` is output that the client has already, a list per sample:
     it counts as generated, and generation goes on behind it, to the bit as if it had never stopped. Cached prefixes are
-    shared among requests of the same `salt` only.
+    shared among requests of the same `salt` only. `grammar` is what `params` wants the answer to look like, compiled.
     """
 
     prompt_ids: SequenceOf[int]
@@ -65,6 +66,7 @@ class Request:
     first_sample: int = 0
     committed_ids: SequenceOf[SequenceOf[int]] = ()
     salt: str = ""
+    grammar: Grammar | None = None
 
 
 class Engine:
@@ -317,6 +319,8 @@ class Engine:
         for token_id in request.params.stop_ids:
             if token_id >= vocab_size:
                 raise InputError(f"stop_ids names token {token_id}; the vocabulary has {vocab_size}")
+        if request.params.constraint is not None:
+            raise InputError(f"{request.params.constraint.kind} is not served yet")
         self._check_speculation(request)
         self._check_committed(request)
         if request.params.deterministic and self._no_family_reason:

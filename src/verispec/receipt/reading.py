@@ -28,7 +28,7 @@ from verispec.receipt.values import (
     with_floats,
 )
 from verispec.strict_json import load_object, numbered
-from verispec.types import MAX_SEED, FinishReason, SamplingParams
+from verispec.types import CONSTRAINTS, MAX_SEED, FinishReason, SamplingParams
 
 Check = Callable[[str, Any], Any]
 _SHA256_DIGITS = 64
@@ -131,7 +131,7 @@ def _sampling(where: str, value: Any) -> SamplingParams:
     """`SamplingParams` checks its own values; a receipt also knows the seed, and has lists as lists."""
     checks: dict[str, Check] = {f.name: lambda _, each: each for f in fields(SamplingParams)}
     checks |= {name: _items(checks[name]) for name in ("stop", "stop_ids")}
-    values = _object(dict, (), **{**checks, "seed": _integer(0, MAX_SEED)})(where, value)
+    values = _object(dict, CONSTRAINTS, **{**checks, "seed": _integer(0, MAX_SEED)})(where, value)
     try:
         bias = numbered(values["logit_bias"], name="logit_bias")
         params = with_floats(SamplingParams(**{**values, "logit_bias": bias}))

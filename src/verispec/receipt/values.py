@@ -18,7 +18,7 @@ from verispec import __version__
 from verispec.backends.calibration import Profile
 from verispec.errors import InputError
 from verispec.model.file_digest import FileDigest, ModelIdentity
-from verispec.types import FinishReason, SampleOutput, SamplingParams, TokenLogprob
+from verispec.types import CONSTRAINTS, FinishReason, SampleOutput, SamplingParams, TokenLogprob
 
 FORMAT = 3
 BLOCK_LEN = 32  # output tokens whose log-probabilities share a digest
@@ -241,6 +241,9 @@ def _plain(receipt: Receipt) -> dict[str, Any]:
     plain["profile"]["fingerprint"] = dict(receipt.profile.fingerprint)
     sampling = plain["parameters"]["sampling"]
     sampling["logit_bias"] = {str(token_id): bias for token_id, bias in receipt.parameters.sampling.logit_bias}
+    for name in CONSTRAINTS:
+        if sampling[name] is None:
+            del sampling[name]
     if receipt.is_private:
         del plain["prompt"]["token_ids"]
     if receipt.signature is None:

@@ -1,0 +1,5 @@
+"""Answers in a shape: what a schema, a regex or a grammar allows behind every token. Needs the extra `structured`."""
+
+from verispec.constraints.compiler import Compiler, library_version
+
+__all__ = ["Compiler", "library_version"]

@@ -1,0 +1,204 @@
+"""Schemas, regexes and grammars into constraints. The library is llguidance; this is the only module that runs it.
+
+A constraint is a matcher that nobody moves: one more token is a copy that took it (microseconds). So drafts need no
+rollback, and what a rejected draft cost counts against no limit. All limits are counts, none is a time.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from verispec.constraints.schema import check_depth, check_finite, find
+from verispec.errors import ConstraintError, InputError
+from verispec.model.tokenizer import Tokenizer
+from verispec.types import ConstraintText
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+MAX_CHARS = 1 << 16
+_MAX_CACHED = 64  # compiled grammars of one model
+# Spelt as `json.dumps` does: where nothing is left to choose, the grammar can be drafted, and no answer drowns in
+# white space. A schema may say otherwise for itself, under "x-guidance".
+_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_EXACT = {"lenient": False, "coerce_one_of": False}
+
+
+def library_version() -> str:
+    """What answers depend on beside the text of a constraint."""
+    return f"llguidance {version('llguidance')}"
+
+
+class Compiler:
+    """Compiles for one model; what was compiled lately is kept. Any thread may ask."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._lock = threading.Lock()
+        self._library: LLTokenizer | None = None
+        self._kept: OrderedDict[ConstraintText, CompiledGrammar] = OrderedDict()
+
+    def compile(self, wanted: ConstraintText) -> CompiledGrammar:
+        """Raises ConstraintError, one sentence with the place of what is wrong."""
+        with self._lock:
+            found = self._kept.pop(wanted, None) or self._compiled(wanted)
+            self._kept[wanted] = found
+            if len(self._kept) > _MAX_CACHED:
+                self._kept.popitem(last=False)
+            return found
+
+    def _compiled(self, wanted: ConstraintText) -> CompiledGrammar:
+        kind, text = wanted
+        if len(text) > MAX_CHARS:
+            raise ConstraintError(kind, f"has {len(text)} characters; the limit is {MAX_CHARS}")
+        schema = json.loads(text) if kind == "schema" else None
+        if schema is not None:
+            check_depth(schema)
+            check_finite(schema)
+        matcher = self._matcher(kind, schema or text)
+        if error := _reason(matcher):
+            path = "" if schema is None else find(schema, error, lambda part: _reason(self._matcher(kind, part)))
+            raise ConstraintError(kind, _said(error), path)
+        grammar = CompiledGrammar(matcher, self._textless(), self._vocab_size)
+        try:
+            if not grammar.start(()).can_go_on:
+                raise ConstraintError(kind, "can match nothing that this model's tokens can write")
+        except ConstraintError as found:
+            raise ConstraintError(kind, found.reason) from found
+        return grammar
+
+    def _matcher(self, kind: str, source: Any) -> LLMatcher:
+        tables = self._tables()
+        from llguidance import LLMatcher, LLParserLimits
+
+        if kind == "schema":
+            grammar = LLMatcher.grammar_from_json_schema(source, defaults=_LAYOUT, overrides=_EXACT)  # type: ignore[arg-type]
+        elif kind == "regex":
+            grammar = LLMatcher.grammar_from_regex(source)
+        else:
+            grammar = LLMatcher.grammar_from_lark(source)
+        limits = LLParserLimits(verbose_errors=False)
+        return LLMatcher(tables, grammar, log_level=0, limits=limits)
+
+    def _tables(self) -> LLTokenizer:
+        if self._library is None:
+            try:
+                from verispec.constraints.vocabulary import library_tokenizer
+            except ImportError as error:
+                raise InputError(
+                    "schema, regex and grammar need the extra: pip install 'verispec[structured]'"
+                ) from error
+            self._library = library_tokenizer(self._tokenizer, self._vocab_size)
+        return self._library
+
+    def _textless(self) -> frozenset[int]:
+        table, ends = self._tokenizer.table, (*self._tokenizer.special_ids, *self._tokenizer.eos_ids)
+        return frozenset([*ends, *(i for i in range(self._vocab_size) if i >= len(table) or not table[i])])
+
+
+def _reason(matcher: LLMatcher) -> str:
+    """Why nothing can be done with a matcher, without a drawing of the place; "" if it can."""
+    return matcher.get_error().partition("\n<state>")[0].strip() if matcher.is_error() else ""
+
+
+def _said(error: str) -> str:
+    """An error of the library in one line, in our words where it has a common reason."""
+    if match := re.match(r"Unimplemented keys: \[(.*)\]", error):
+        return f"unsupported: {match[1]}"
+    if match := re.match(r"Unsatisfiable schema: (.*)", error, re.DOTALL):
+        return f"can match nothing: {match[1]}"
+    if error.startswith("NoExtension"):
+        return "can match nothing that this model's tokens can write"
+    return " ".join(error.replace("<non-verbose/>", "").split())
+
+
+class CompiledGrammar:
+    """A matcher at its beginning, and what masks are made of."""
+
+    def __init__(self, matcher: LLMatcher, textless: frozenset[int], vocab_size: int) -> None:
+        self._matcher = matcher
+        self._textless = textless
+        self._vocabulary = _bits(range(vocab_size), vocab_size)
+        self._vocab_size = vocab_size
+
+    def start(self, stop_ids: Iterable[int]) -> Position:
+        ends = _bits(self._textless.intersection(stop_ids), self._vocab_size)
+        return Position(self._matcher.deep_copy(), Masking(self._vocabulary, ends))
+
+
+class Masking(NamedTuple):
+    """Bits of all tokens, without the library's own end token behind them; and of those that end an answer."""
+
+    vocabulary: NDArray[np.uint32]
+    ends: NDArray[np.uint32]
+
+
+def _bits(token_ids: Iterable[int], vocab_size: int) -> NDArray[np.uint32]:
+    flags = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
+    flags[list(token_ids)] = 1
+    return np.packbits(flags, bitorder="little").view(np.uint32)
+
+
+class Position:
+    """A place in a grammar. Its matcher is never moved; masks and what comes next are computed once, when asked for."""
+
+    __slots__ = ("_allowed", "_forced", "_masking", "_matcher", "_next", "is_complete", "is_exhausted")
+
+    def __init__(self, matcher: LLMatcher, masking: Masking) -> None:
+        self._matcher = matcher
+        self._masking = masking
+        self._allowed: NDArray[np.uint32] | None = None
+        self._forced: tuple[int, ...] | None = None
+        self._next: dict[int, Position | None] = {}
+        self.is_complete = matcher.is_accepting()
+        self.is_exhausted = matcher.is_stopped()
+
+    @property
+    def allowed(self) -> NDArray[np.uint32]:
+        if self._allowed is None:
+            self._allowed = self._computed()
+        return self._allowed
+
+    def _computed(self) -> NDArray[np.uint32]:
+        vocabulary, ends = self._masking
+        if self.is_exhausted:
+            return ends
+        words = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
+        if self._matcher.is_error():
+            raise ConstraintError("the grammar", _said(_reason(self._matcher)))
+        allowed = words[: len(vocabulary)] & vocabulary
+        return allowed | ends if self.is_complete else allowed
+
+    @property
+    def can_go_on(self) -> bool:
+        return self.is_complete or bool(self.allowed.any())
+
+    @property
+    def forced_ids(self) -> tuple[int, ...]:
+        if self._forced is None:
+            self._forced = tuple(self._matcher.compute_ff_tokens()) if not self.is_exhausted else ()
+        return self._forced
+
+    def after(self, token_id: int) -> Position | None:
+        if token_id not in self._next:
+            matcher = self._matcher.deep_copy()
+            is_taken = not self.is_exhausted and matcher.consume_token(token_id)
+            self._next[token_id] = Position(matcher, self._masking) if is_taken else None
+        return self._next[token_id]
+
+    def committed(self, token_id: int) -> Position:
+        found = self.after(token_id)
+        self._next.clear()
+        if found is None:
+            raise ConstraintError("the grammar", f"does not allow token {token_id} here")
+        return found

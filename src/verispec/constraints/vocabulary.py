@@ -1,0 +1,41 @@
+"""A model's tokens as the grammar library knows them: bytes by id, control tokens by name, and an encoder.
+
+The library wants an end token, which gets an id of its own behind the vocabulary: where answers may end is decided
+outside of it. Building its tables takes up to a second, once per model.
+"""
+
+from collections.abc import Sequence
+
+from llguidance import LLTokenizer, TokenizerWrapper
+
+from verispec.model.tokenizer import Tokenizer
+
+_MARK = "\x02"  # stands before a text, so that no space is put there
+
+
+class _Source:
+    """The attributes that the library asks of a tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        ends = {*tokenizer.special_ids, *tokenizer.eos_ids}
+        self.tokens: Sequence[bytes] = [
+            *(tokenizer.token_text(i).encode() if i in ends else tokenizer.token_bytes(i) for i in range(vocab_size)),
+            b"<|the end|>",
+        ]
+        self.eos_token_id, self.bos_token_id = vocab_size, None
+        self.special_token_ids = [*sorted(i for i in ends if i < vocab_size), vocab_size]
+        self._tokenizer = tokenizer
+        self._num_marked = len(self._encode(_MARK)) if tokenizer.strips_leading_space else 0
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special=False)
+
+    def __call__(self, text: str) -> list[int]:
+        if not isinstance(text, str):
+            raise TypeError("this encodes text, not bytes")  # so the library tells the two kinds apart
+        return self._encode(_MARK + text)[self._num_marked :] if self._num_marked else self._encode(text)
+
+
+def library_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> LLTokenizer:
+    """`vocab_size` is the width of the logits: ids behind the tokenizer's have no bytes, and are never allowed."""
+    return LLTokenizer(TokenizerWrapper(_Source(tokenizer, vocab_size)), n_vocab=vocab_size + 1)
