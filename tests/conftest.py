@@ -20,6 +20,7 @@ HIDDEN = "hidden-by-bare-"
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shots", help="a folder to keep pictures of the page in")
     parser.addoption("--times", type=float, default=1, help="run this many times as many generated cases")
+    parser.addoption("--cases", type=int, help="of a test with many parameters run this many, spread evenly")
     parser.addoption("--bare", action="store_true", help="hide the models and the kernels; skip what looks for them")
 
 
@@ -32,6 +33,17 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CXX"] = HIDDEN
     if kernels := os.environ.get("VERISPEC_TEST_KERNELS"):  # another build of them: `make native-asan`
         native_library.PATH = Path(kernels).resolve()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not (most := config.getoption("--cases")):
+        return
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    kept = {id(item) for cases in tests.values() for item in cases[:: -max(1, len(cases) // most)][:most]}
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
+    items[:] = [item for item in items if id(item) in kept]
 
 
 def _hidden(path: Path) -> Any:

@@ -30,7 +30,7 @@ from tests.support.decoding import (
 )
 from tests.support.fake_backend import FakeBackend
 from tests.support.faulty_backends import AgreeingFastPasses, AtPositions, AtRate, Bf16FastPasses, WrappedBackend, bf16
-from tests.support.scale import scaled, thinned
+from tests.support.scale import is_whole, scaled, thinned
 from tests.support.tiny_models import TinyConfig, make_tensors
 from verispec.backends.audit import audit
 from verispec.backends.numpy_backend import NumpyBackend
@@ -156,14 +156,16 @@ def test_a_crowd_gets_the_oracles_bits(window_len: int) -> None:
         for name in ("replays", "mismatches", "recomputed", "preemptions", "accepted"):
             seen[name] += getattr(watched.totals, name)
     assert seen["compared"] >= needed
-    assert seen["replays"] >= scaled(600)
+    if not is_whole():
+        return
+    assert seen["replays"] >= 600
     # The token behind a window is drawn by no fast pass: of short windows less can differ.
-    assert seen["mismatches"] >= scaled(150 if window_len > 2 else 100)
-    assert seen["accepted"] >= scaled(800)
+    assert seen["mismatches"] >= (150 if window_len > 2 else 100)
+    assert seen["accepted"] >= 800
     assert (seen["recomputed"] > seen["mismatches"]) is (window_len > 1)
     happened = ["aborted", "fast", "joined", "cached", "preemptions", "auto without windows", *FinishReason]
     happened += ["auto with windows"] if window_len >= 8 else []  # shorter ones never pay
-    assert {name: seen[name] for name in happened if seen[name] < scaled(5)} == {}
+    assert {name: seen[name] for name in happened if seen[name] < 5} == {}
 
 
 # Rollback, with every count worked out by hand. A prompt of 3 tokens: its pass draws the token with index t = 3, so the
@@ -341,6 +343,7 @@ def test_a_fast_pass_that_can_draw_nothing_is_only_a_reason_to_verify(at: int) -
     assert counts(stats) == (2, 0, 0)
 
 
+@pytest.mark.slow
 def test_rollback_under_preemption() -> None:
     """Slots for two sequences, which are leased for whole windows: windows of the younger are lost in the middle."""
     watched = Watched(
@@ -646,6 +649,7 @@ def run_with_a_failure(failing: int, error: type[BaseException]) -> tuple[dict[o
     return found, num_failed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_a_pass_that_fails_inside_a_window_changes_nothing(error: type[BaseException]) -> None:
     """Each pass fails once in turn. A window whose pass failed is dropped; no token is committed or counted twice.
@@ -789,6 +793,7 @@ def cached_kv(engine: Engine, backend: NumpyBackend, output: SampleOutput, promp
     return b"".join(part.tobytes() for part in backend.kv(0, np.array(slots)))
 
 
+@pytest.mark.slow
 def test_real_rounding_is_found_and_rolled_back(tensors: dict[str, np.ndarray]) -> None:
     """Tokens, log-probabilities and the K/V of every committed position are those of drafter `none`, to the bit."""
     plain, rounding = tiny_backend(tensors), tiny_backend(tensors)
@@ -802,6 +807,7 @@ def test_real_rounding_is_found_and_rolled_back(tensors: dict[str, np.ndarray]) 
         assert cached_kv(engine, rounding, output, prompt) == cached_kv(plain_engine, plain, truth, prompt)
 
 
+@pytest.mark.slow
 def test_control_without_rounding_there_is_next_to_nothing_to_find(tensors: dict[str, np.ndarray]) -> None:
     backend = tiny_backend(tensors)
     engine, _ = run_tiny(backend, audit(backend.probes(), shapes=(1, 4, 8, 16, 64)).choose(), "decode")

@@ -41,7 +41,7 @@ from tests.support.adversaries import (
 )
 from tests.support.fake_backend import FakeBackend
 from tests.support.passes import RowsBuilder
-from tests.support.scale import scaled
+from tests.support.scale import is_whole, scaled
 from verispec.backends.protocol import Pass, PassKind, PassResult, TableUpdate, Wanted
 from verispec.config import EngineConfig
 from verispec.engine import Engine, Request
@@ -353,14 +353,15 @@ def _quiet() -> Iterator[None]:
 def test_the_invariants_hold_after_every_rule() -> None:
     run_state_machine_as_test(EngineMachine, settings=CI)
     seen = EngineMachine.seen
-    assert EngineMachine.num_rules >= min(MIN_RULES, scaled(MIN_RULES))
+    if not is_whole():
+        return
+    assert EngineMachine.num_rules >= MIN_RULES
     happened = [
         *FinishReason, "preemptions", "evictions", "cached tokens", "accepted", "rejected", "fast passes", "replays",
         "mismatches",
     ]  # fmt: skip
     errors = [f"error: {NO_DRAW}", "error: UnicodeError: no such letter", "error: UnicodeError: no end"]
-    least = 50 if scaled(50) >= 50 else scaled(10)  # how much happens also depends on measured costs
-    assert {name: seen[name] for name in happened + errors if seen[name] < least} == {}
+    assert {name: seen[name] for name in happened + errors if seen[name] < 50} == {}
 
 
 def crowd_and_alone(*, deterministic: bool, sabotage: str = "") -> tuple[list[SampleOutput], list[SampleOutput]]:

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.fake_backend import GOLDEN, FakeBackend, combine, mix
 from tests.support.passes import Tape
-from tests.support.scale import scaled
+from tests.support.scale import is_whole, scaled
 from tests.support.world import NUM_SLOTS, Second, World, make_requests, native_world, numpy_world
 from verispec.backends.cost import FLAT_COST, CostTable
 from verispec.backends.protocol import PassKind
@@ -173,17 +173,18 @@ def random_history(seed: int) -> Bench:
 
 def test_what_counts_as_computed_is_what_was_fed() -> None:
     preemptions = accepted = stops = claims = 0
-    seen = min(1.0, scaled(25) / 25) / (1 if scaled(25) >= 25 else 3)  # of few histories some are unlike the others
     for seed in range(scaled(25)):
         bench = random_history(seed)
         preemptions += bench.engine.totals.preemptions
         accepted += bench.engine.totals.accepted
         stops += sum(o.finish_reason is FinishReason.STOP for o in bench.outputs.values())
         claims += bench.claims
-    assert preemptions > 10 * seen
-    assert accepted > 300 * seen
-    assert stops > 30 * seen
-    assert claims > 30_000 * seen
+    assert claims
+    if is_whole():
+        assert preemptions > 10
+        assert accepted > 300
+        assert stops > 30
+        assert claims > 30_000
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ def test_the_context_is_the_targets() -> None:
     assert pair.fingerprint(1) != pair.fingerprint(0) or configs[0].architecture == configs[1].architecture
 
 
+@pytest.mark.slow
 def test_a_menu_that_cannot_be_kept_still_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = write_model(tmp_path / "m.gguf", FOUR_LAYERS)
 
@@ -45,6 +46,7 @@ def test_a_menu_that_cannot_be_kept_still_serves(tmp_path: Path, monkeypatch: py
         assert llm.receipt([1, 2, 3], SamplingParams(max_tokens=12, ignore_eos=True), answer.samples[0]).to_json()
 
 
+@pytest.mark.slow
 def test_too_little_room_to_tune_in_is_no_reason_not_to_generate(tmp_path: Path) -> None:
     model = write_model(tmp_path / "m.gguf", FOUR_LAYERS)
     with loaded(model, tmp_path / "cache", drafter="skip", kv_slots=24, max_len=20) as llm:

@@ -24,6 +24,11 @@ def scaled(count: int) -> int:
     return max(1, round(count * factor))
 
 
+def is_whole() -> bool:
+    """Whether enough cases run that one may count on everything having happened."""
+    return factor >= 1
+
+
 def thinned(cases: Sequence[T]) -> Sequence[T]:
     """All cases; every n-th of them, with the last, where a part was asked for."""
     return cases[:: -max(1, round(1 / factor))][::-1]
