@@ -138,6 +138,9 @@ def test_tokens_go_there_and_back(served: Served) -> None:
     found = served.post("/tokenize", {"prompt": text, "return_token_strs": True}).json()
     assert found["count"] == len(found["tokens"]) == len(found["token_strs"]) == len(text.encode())
     assert served.post("/detokenize", {"tokens": found["tokens"]}).json()["prompt"] == text
+    pieces = served.post("/tokenize", {"content": text, "with_pieces": True}).json()["tokens"]
+    assert [each["id"] for each in pieces] == found["tokens"]
+    assert [each["piece"] for each in pieces] == found["token_strs"]
     info = served.client.get("/tokenizer_info").json()
     assert (info["eos_token"], info["model_max_length"]) == ("<|end|>", served.core.llm.max_len)
 

@@ -166,7 +166,7 @@ class CompletionRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
 
 
 class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
-    """/tokenize: of a text, or of a conversation. `content` is llama.cpp's name for `prompt`."""
+    """/tokenize: of a text, or of a conversation. `content`, `add_special` and `with_pieces` are llama.cpp's."""
 
     model: str | None = None
     prompt: str | None = None
@@ -179,6 +179,7 @@ class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     add_special_tokens: bool | None = None
     add_special: bool | None = None
     return_token_strs: bool | None = None
+    with_pieces: bool | None = None
 
 
 class DetokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):

@@ -26,8 +26,11 @@ async def tokenize(core: Core, received: Received) -> Reply:
     else:
         ids = await rendered(core, body)
     found: dict[str, Any] = {"count": len(ids), "max_model_len": core.llm.max_len, "tokens": ids}
+    text_of = core.llm.tokenizer.token_text
     if body.return_token_strs:
-        found["token_strs"] = [core.llm.tokenizer.token_text(token_id) for token_id in ids]
+        found["token_strs"] = [text_of(token_id) for token_id in ids]
+    if body.with_pieces:
+        found["tokens"] = [{"id": token_id, "piece": text_of(token_id)} for token_id in ids]
     return json_reply(found)
 
 
