@@ -15,16 +15,14 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tarfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
-HERE = Path(__file__).parent
+from judging import HERE, Bench, Outcome, UnavailableError, counted, run, serving, verdict, version_of
+
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
 # Names that OpenAI's own tests ask for.
 NAMES = ("gpt-3.5-turbo-instruct", "gpt-6-astra", "model")
@@ -46,88 +44,6 @@ LLAMA_PORT = 8082  # fixed in them
 # Images, which are a 400 here and a 500 there; a conversation without messages; templates that are a server's option,
 # and models of theirs.
 LLAMA_ONLY = r"image|vision|empty_messages|thinking_history|reasoning_model|with_bos"
-
-
-class Outcome(NamedTuple):
-    version: str
-    said: str
-    is_good: bool = True
-
-
-class UnavailableError(Exception):
-    """A judge cannot be had here."""
-
-
-class Bench:
-    """A server to be judged, and the folder with what judges it."""
-
-    def __init__(self, url: str, asked: argparse.Namespace) -> None:
-        self.url = url
-        self.model = asked.model
-        self.folder = asked.folder.resolve()
-        self.examples = asked.examples
-        self.llama_cpp = asked.llama_cpp
-
-    @contextmanager
-    def tiny(self, *options: str) -> Iterator[str]:
-        """Another server, on the tiny model of the tests; its address."""
-        sys.path.insert(0, str(HERE.parent))
-        from tests.support.chat_model import write_chat_model
-
-        with serving(str(write_chat_model(self.folder / "tiny.gguf")), *options) as url:
-            yield url
-
-    def environment(self, name: str, *packages: str) -> Path:
-        """The Python of an environment that has these packages."""
-        python = self.folder / name / "bin" / "python"
-        listed = self.folder / name / "packages"
-        if not listed.exists() or listed.read_text() != " ".join(packages):
-            subprocess.run([sys.executable, "-m", "venv", "--clear", str(self.folder / name)], check=True)
-            if run([python, "-m", "pip", "install", "-q", "--disable-pip-version-check", *packages]).returncode:
-                raise UnavailableError(f"pip cannot install {' '.join(packages)}")
-            listed.write_text(" ".join(packages))
-        return python
-
-    def node_modules(self, *packages: str) -> Path:
-        """A folder in which Node finds these packages."""
-        if shutil.which("npm") is None:
-            raise UnavailableError("there is no npm on this machine")
-        folder = self.folder / "node"
-        folder.mkdir(parents=True, exist_ok=True)
-        command = ["npm", "install", "--no-fund", "--no-audit", "--prefix", str(folder), *packages]
-        if run(command).returncode:
-            raise UnavailableError(f"npm cannot install {' '.join(packages)}")
-        return folder / "node_modules"
-
-
-@contextmanager
-def serving(model: str, *options: str) -> Iterator[str]:
-    """A server; its address. Fails if it is dead at the end, or does not leave as it should."""
-    command = [sys.executable, "-m", "verispec", "serve", "-m", model, "--log-level", "error", *options]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert server.stdout is not None
-        yield server.stdout.readline().split()[0]
-        assert server.poll() is None, "the server died"
-    finally:
-        server.terminate()
-        code = server.wait(60)
-    assert code == 0, f"the server left with exit code {code}"
-
-
-def run(command: Sequence[str | Path], **more: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False, **more)  # type: ignore[call-overload,no-any-return]
-
-
-def version_of(python: str | Path, package: str) -> str:
-    return run([python, "-c", f"from importlib.metadata import version; print(version('{package}'))"]).stdout.strip()
-
-
-def verdict(done: subprocess.CompletedProcess[str], version: str) -> Outcome:
-    if done.returncode == 0:
-        return Outcome(version, "passed")
-    print(done.stdout[-3000:], done.stderr[-3000:])
-    return Outcome(version, f"failed (exit code {done.returncode})", False)
 
 
 def sdks(bench: Bench) -> Outcome:
@@ -174,18 +90,6 @@ def openai_tests(bench: Bench) -> Outcome:
         cwd=source, env={**os.environ, "TEST_API_BASE_URL": f"{bench.url}/v1"},
     )  # fmt: skip
     return counted(done, version, NOT_SERVED, "ask for stored answers or give no input")
-
-
-def counted(done: subprocess.CompletedProcess[str], version: str, known: str, why: str) -> Outcome:
-    """What tests of others said; those whose names match `known` fail for a reason."""
-    failed = re.findall(r"^FAILED (\S+)", done.stdout, re.MULTILINE)
-    passed = re.search(r"(\d+) passed", done.stdout)
-    if passed is None:
-        return verdict(done, version)
-    unexpected = [name for name in failed if not re.search(known, name)]
-    print("\n".join(unexpected))
-    said = f"{passed[1]} passed, {len(failed)} failed, of which {len(failed) - len(unexpected)} {why}"
-    return Outcome(version, said, not unexpected)
 
 
 def llama_cpp(bench: Bench) -> Outcome:
@@ -259,6 +163,23 @@ def lm_eval(bench: Bench) -> Outcome:
     return Outcome(version_of(python, "lm_eval"), "passed, twice the same" if same else "failed: two runs differ", same)
 
 
+def aiperf(bench: Bench) -> Outcome:
+    """A load of streams. It must have its own table of drafts, from what answers say of them."""
+    python = bench.environment("aiperf", "aiperf")
+    tokenizer, out = bench.folder / "bytes", bench.folder / "aiperf-out"
+    run([python, HERE / "judge_tokenizer.py", tokenizer])
+    shape = ["--concurrency", "4", "--request-count", "12", "--isl", "60", "--osl", "24", "--ui", "none"]
+    done = run(
+        [python.parent / "aiperf", "profile", "--model", bench.model, "--url", bench.url, "--endpoint-type", "chat",
+         "--streaming", "--tokenizer", tokenizer, "--use-server-token-count", "--output-artifact-dir", out, *shape],
+        cwd=bench.folder,
+    )  # fmt: skip
+    errors = re.search(r"Request Error Rate \(%\) *│ *([\d.]+)", done.stdout)
+    if done.returncode or errors is None or float(errors[1]) or "Spec Decode" not in done.stdout:
+        return verdict(done, version_of(python, "aiperf"))._replace(said="failed", is_good=False)
+    return Outcome(version_of(python, "aiperf"), "passed: 12 streams, none failed, with its table of drafts")
+
+
 def axe(bench: Bench) -> Outcome:
     """The page, with an answer on it, light and dark, wide and narrow: nothing serious."""
     try:
@@ -294,6 +215,7 @@ JUDGES: dict[str, Callable[[Bench], Outcome]] = {
     "openai (Node)": node,
     **{name: partial(client, name) for name in ("litellm", "langchain-openai", "openai-agents", "llm")},
     "lm-eval": lm_eval,
+    "aiperf": aiperf,
     "llama.cpp's tests": llama_cpp,
     "schemathesis": schemathesis,
     "hostile requests": hostile,
