@@ -16,6 +16,7 @@ from verispec.server.app import ROUTES
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 USER = {"role": "user", "content": "hello"}
+TOOL = {"type": "function", "function": {"name": "f"}}
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"temperature": "hot"}, "temperature"),
     ({"temperature": -1}, "temperature"),
@@ -38,8 +39,15 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"no_such_thing": 1}, "no_such_thing"),
     ({"stream_options": {"x": 1}}, "stream_options.x"),
     ({"tool_choice": "required"}, "tool_choice"),
-    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
-    ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+    ({"tool_choice": "any"}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice.function.name"),
+    ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools"),
+    ({"tools": [{}]}, "tools[0]"),
+    ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name"),
+    ({"tools": [TOOL, TOOL]}, "tools[0].function.name"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]}, "tools[0].function.parameters"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "strict": 1}}]}, "tools[0].function.strict"),
+    ({"parallel_tool_calls": "x"}, "parallel_tool_calls"),
     ({"response_format": {"type": "json_object"}}, "response_format.type"),
     ({"modalities": ["audio"]}, "modalities"),
     ({"messages": []}, "messages"),

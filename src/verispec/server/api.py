@@ -134,7 +134,7 @@ class ChatRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
     prompt_cache_options: Any = None
-    parallel_tool_calls: Any = None
+    parallel_tool_calls: bool | None = None
     reasoning_effort: Any = None
     verbosity: Any = None
     audio: Any = None
@@ -146,7 +146,7 @@ class ChatRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
 
     inert: ClassVar[frozenset[str]] = frozenset((
         "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-        "prompt_cache_options", "parallel_tool_calls", "reasoning_effort", "verbosity", "prediction",
+        "prompt_cache_options", "reasoning_effort", "verbosity", "prediction",
     ))  # fmt: skip
     refused: ClassVar[frozenset[str]] = frozenset(
         ("audio", "web_search_options", "functions", "function_call", "moderation", "chat_template")
@@ -225,7 +225,7 @@ class ResponsesRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
     prompt_cache_options: Any = None
-    parallel_tool_calls: Any = None
+    parallel_tool_calls: bool | None = None
     reasoning: Any = None
     include: Any = None
     truncation: Any = None
@@ -242,7 +242,7 @@ class ResponsesRequest(Struct, kw_only=True, forbid_unknown_fields=True):
 
     inert: ClassVar[frozenset[str]] = frozenset((
         "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-        "prompt_cache_options", "parallel_tool_calls", "reasoning", "include", "truncation", "client_metadata",
+        "prompt_cache_options", "reasoning", "include", "truncation", "client_metadata",
         "max_tool_calls", "context_management", "stream_options", "access_programs",
     ))  # fmt: skip
     refused: ClassVar[frozenset[str]] = frozenset(

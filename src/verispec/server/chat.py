@@ -6,12 +6,15 @@ from typing import Any
 
 from verispec.errors import InputError
 from verispec.server.api import ChatRequest, TemplateRequest, TokenizeRequest
-from verispec.server.conversation import check_text_format, checked_tools, plain_messages
-from verispec.server.core import Answer, Call, Choice, Commit, Core, sampling_params
+from verispec.server.choices import Choice, Commit, Item
+from verispec.server.conversation import check_text_format, plain_messages
+from verispec.server.core import Answer, Call, Core, sampling_params
 from verispec.server.errors import ApiError
 from verispec.server.http import Received, Reply
 from verispec.server.logprobs import chat_entries, prompt_entries
 from verispec.server.openai import Shape, make_call, reply
+from verispec.server.tool_formats import calls_as_text, tools_as_text
+from verispec.server.tool_use import ToolUse, tool_use
 
 
 async def chat_completions(core: Core, received: Received) -> Reply:
@@ -19,7 +22,7 @@ async def chat_completions(core: Core, received: Received) -> Reply:
     body = received.parsed(ChatRequest)
     model = core.check_model(body.model)
     answer = core.start(await chat_call(core, body, received))
-    return await reply(answer, body, _shape(body), model)
+    return await reply(answer, body, _shape(body, has_tools=bool(answer.call.tools.functions)), model)
 
 
 async def chat_call(core: Core, body: ChatRequest, received: Received) -> Call:
@@ -35,16 +38,26 @@ async def chat_call(core: Core, body: ChatRequest, received: Received) -> Call:
         max_tokens=body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
-    prompt_ids = await rendered(core, body, tool_choice=body.tool_choice)
-    return make_call(core, body, received, prompts=[prompt_ids], params=params)
+    tools = tool_use(body.tools, body.tool_choice, core.llm.tokenizer, parallel=body.parallel_tool_calls)
+    if tools.is_guided:
+        raise ApiError(
+            400, "tool_choice can be auto or none: no answer can be made to call a tool", param="tool_choice"
+        )
+    prompt_ids = await rendered(core, body, tools)
+    return make_call(core, body, received, prompts=[prompt_ids], params=params, tools=tools)
 
 
 async def rendered(
-    core: Core, body: ChatRequest | TemplateRequest | TokenizeRequest, *, tool_choice: Any = None
+    core: Core, body: ChatRequest | TemplateRequest | TokenizeRequest, tools: ToolUse | None = None
 ) -> list[int]:
     """The prompt tokens of a conversation."""
     messages = plain_messages(body.messages or [])
-    tools = checked_tools(body.tools, tool_choice)
+    tools = tools or tool_use(body.tools, None, core.llm.tokenizer)
+    declared = [dict(tool) for tool in tools.declared] or None
+    if not tools.format.has_calls:
+        messages = calls_as_text(messages)
+    if declared and not tools.format.has_tools:
+        messages, declared = tools_as_text(messages, declared), None
     goes_on = bool(body.continue_final_message)
     if goes_on and body.add_generation_prompt:
         raise InputError("continue_final_message and add_generation_prompt exclude each other")
@@ -52,7 +65,7 @@ async def rendered(
     def make() -> list[int]:
         return core.llm.chat_ids(
             messages,
-            tools=tools,
+            tools=declared,
             variables=body.chat_template_kwargs,
             add_generation_prompt=not goes_on and body.add_generation_prompt is not False,
             continues_last=goes_on,
@@ -61,7 +74,7 @@ async def rendered(
     return await core.tokenised(make, sum(len(message["content"]) for message in messages))
 
 
-def _shape(body: ChatRequest) -> Shape:
+def _shape(body: ChatRequest, *, has_tools: bool) -> Shape:
     wants_logprobs, wants_ids = bool(body.logprobs), bool(body.return_token_ids)
 
     def logprobs(answer: Answer, entries: Any) -> dict[str, Any] | None:
@@ -72,9 +85,9 @@ def _shape(body: ChatRequest) -> Shape:
     def whole(answer: Answer, index: int, choice: Choice) -> dict[str, Any]:
         found: dict[str, Any] = {
             "index": index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "message": _message(answer, index, choice),
             "logprobs": logprobs(answer, choice.entries),
-            "finish_reason": None if choice.output is None else str(choice.output.finish_reason),
+            "finish_reason": _reason(choice),
         }
         if wants_ids:
             found["token_ids"] = choice.entries.token_ids
@@ -84,12 +97,11 @@ def _shape(body: ChatRequest) -> Shape:
         return found
 
     def frame(answer: Answer, commit: Commit) -> dict[str, Any]:
-        reason = commit.event.finish_reason
         found: dict[str, Any] = {
             "index": commit.choice,
-            "delta": {"content": commit.text},
+            "delta": _delta(answer, commit) if has_tools else {"content": commit.text},
             "logprobs": logprobs(answer, commit.logprobs),
-            "finish_reason": None if reason is None else str(reason),
+            "finish_reason": _reason(answer.choices[commit.choice]),
         }
         if wants_ids:
             found["token_ids"] = commit.logprobs.token_ids
@@ -102,5 +114,48 @@ def _shape(body: ChatRequest) -> Shape:
         frame=frame,
         plain=(b',"delta":{"content":', b'},"logprobs":null,"finish_reason":null}]}'),
         opening={"delta": {"role": "assistant", "content": ""}},
-        has_details=wants_logprobs or wants_ids,
+        has_details=wants_logprobs or wants_ids or has_tools,
     )
+
+
+def _reason(choice: Choice) -> str | None:
+    if choice.output is None:
+        return None
+    return "tool_calls" if choice.has_called else str(choice.output.finish_reason)
+
+
+def _message(answer: Answer, index: int, choice: Choice) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+    if choice.calls:
+        message["content"] = choice.text or None
+        message["tool_calls"] = [
+            {
+                "id": answer.call_id(index, i),
+                "type": "function",
+                "function": {"name": item.name, "arguments": item.text},
+            }
+            for i, item in enumerate(choice.items)
+            if item.name is not None
+        ]
+    return message
+
+
+def _delta(answer: Answer, commit: Commit) -> dict[str, Any]:
+    """What a commit adds: text, and of every call that it adds to, one entry."""
+    items = answer.choices[commit.choice].items
+    calls: dict[int, dict[str, Any]] = {}
+    for number, part in commit.parts:
+        if part.name is None:
+            continue
+        if number not in calls:
+            calls[number] = {"index": _num_calls(items[:number]), "function": {"arguments": ""}}
+        if part.opens:
+            calls[number] |= {"id": answer.call_id(commit.choice, number), "type": "function"}
+            calls[number]["function"]["name"] = part.name
+        calls[number]["function"]["arguments"] += part.text
+    delta: dict[str, Any] = {"content": commit.text} if commit.text or not calls else {}
+    return {**delta, "tool_calls": list(calls.values())} if calls else delta
+
+
+def _num_calls(items: list[Item]) -> int:
+    return sum(item.name is not None for item in items)

@@ -7,7 +7,8 @@ from typing import Any
 
 from verispec.errors import InputError
 from verispec.server.api import MAX_PROMPTS, CompletionRequest
-from verispec.server.core import Answer, Choice, Commit, Core, sampling_params
+from verispec.server.choices import Choice, Commit
+from verispec.server.core import Answer, Core, sampling_params
 from verispec.server.http import Received, Reply
 from verispec.server.logprobs import completion_entries, prompt_entries
 from verispec.server.openai import Shape, make_call, reply

@@ -1,4 +1,4 @@
-"""Conversations as clients send them, made into what chat templates expect: messages with text, tools as objects."""
+"""Conversations as clients send them, made into what chat templates expect: messages with text, calls as objects."""
 
 from __future__ import annotations
 
@@ -32,24 +32,6 @@ def joined_text(content: str | Sequence[Mapping[str, Any]] | None, where: str) -
             raise ApiError(400, f"{where}[{i}].text must be a string", param=f"{where}[{i}].text")
         texts.append(text)
     return "".join(texts)
-
-
-def checked_tools(tools: Sequence[Mapping[str, Any]] | None, choice: Any) -> list[dict[str, Any]] | None:
-    """The tools that the template is to show. None of them can be forced: answers come as text."""
-    if isinstance(choice, Mapping) or choice == "required":
-        raise ApiError(
-            400, "tool_choice can be auto or none: no answer can be made to call a tool", param="tool_choice"
-        )
-    if choice not in (None, "auto", "none"):
-        raise ApiError(400, f"tool_choice must be auto or none, not {str(choice)[:50]!r}", param="tool_choice")
-    if not tools or choice == "none":
-        return None
-    for i, tool in enumerate(tools):
-        function = tool.get("function")
-        if tool.get("type") != "function" or not isinstance(function, Mapping) or not function.get("name"):
-            message = f'tools[{i}] must be like {{"type": "function", "function": {{"name": ...}}}}'
-            raise ApiError(400, message, param=f"tools[{i}]")
-    return [dict(tool) for tool in tools]
 
 
 def check_text_format(wanted: Mapping[str, Any] | None, name: str) -> None:

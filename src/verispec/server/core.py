@@ -13,7 +13,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any
 
 from verispec.async_llm import AsyncLLM, Stream
 from verispec.engine import Request
@@ -22,22 +23,18 @@ from verispec.llm import LLM
 from verispec.receipt import Receipt
 from verispec.receipt.values import check_recordable
 from verispec.server.api import Extension, Sampling, Speculative
+from verispec.server.choices import Choice, Commit
 from verispec.server.errors import ApiError
 from verispec.server.metrics import Metrics
 from verispec.server.receipts import ReceiptStore
 from verispec.server.settings import Settings
+from verispec.server.tool_use import ToolUse
 from verispec.strict_json import numbered
 from verispec.text.detokenizer import TextStream
-from verispec.types import (
-    MAX_SEED_BITS,
-    FinishReason,
-    SampleOutput,
-    SamplingParams,
-    TokenEvent,
-    TokenLogprobs,
-)
+from verispec.types import MAX_SEED_BITS, FinishReason, SampleOutput, SamplingParams, TokenEvent
 
 FINGERPRINT_DIGITS = 16
+_ID_DIGITS = 24
 INLINE_CHARS = 20_000  # longer texts are tokenised on another thread, so that streams go on meanwhile
 
 
@@ -53,50 +50,12 @@ class Call:
     tenant: str
     keeps_stop: bool = False
     skip: Mapping[int, int] = field(default_factory=dict)
+    tools: ToolUse = field(default_factory=ToolUse)
 
     @property
     def num_choices(self) -> int:
         """Samples of all prompts together."""
         return len(self.prompts) * self.params.n
-
-
-class Commit(NamedTuple):
-    """What became visible of one choice: its event, less what the client has seen already. `end` counts its tokens."""
-
-    choice: int
-    event: TokenEvent
-    logprobs: TokenLogprobs
-    pieces: tuple[str, ...]
-    end: int
-
-    @property
-    def text(self) -> str:
-        """The text that became final."""
-        return "".join(self.pieces)
-
-
-@dataclass(slots=True)
-class Choice:
-    """One sample, as far as it has come."""
-
-    parts: list[TokenLogprobs] = field(default_factory=list)
-    num_tokens: int = 0
-    pieces: list[str] = field(default_factory=list)
-    accepted_lens: list[int] = field(default_factory=list)  # of each draft that was judged
-    draft_lens: list[int] = field(default_factory=list)
-    output: SampleOutput | None = None
-
-    @property
-    def entries(self) -> TokenLogprobs:
-        """Its tokens so far."""
-        if self.output is not None:
-            return self.output.logprobs
-        return TokenLogprobs.of(entry for part in self.parts for entry in part)
-
-    @property
-    def text(self) -> str:
-        """Its text so far."""
-        return "".join(self.pieces)
 
 
 class Answer:
@@ -106,7 +65,7 @@ class Answer:
         self.call = call
         self.core = core
         self.created = int(time.time())
-        self.choices = [Choice() for _ in range(call.num_choices)]
+        self.choices = [Choice(call.tools.reader()) for _ in range(call.num_choices)]
         self.receipts: dict[int, Receipt] = {}
         self._requests = requests
         self._stream = stream
@@ -116,6 +75,10 @@ class Answer:
         seconds = core.settings.timeout
         timeout = ApiError(504, f"the answer was not complete after {seconds:g} seconds", code="timeout")
         self._timer = asyncio.get_running_loop().call_later(seconds, stream.fail, timeout)
+        for i, ids in enumerate(call.extension.committed_ids or ()):
+            text = core.text_of(call, ids)
+            for choice in self.choices[i :: call.params.n]:
+                choice.reader.read(text)
 
     @property
     def seed(self) -> int:
@@ -133,6 +96,19 @@ class Answer:
         """Output tokens of all choices, those the client gave included."""
         given = sum(self._given) * len(self.call.prompts)
         return given + sum(choice.num_tokens for choice in self.choices)
+
+    def id_of(self, index: int, item: int) -> str:
+        """Hex digits for an item of a choice: the same for the same request, whoever answers it."""
+        return hashlib.sha256(f"{self._id_seed} {index} {item}".encode()).hexdigest()
+
+    @cached_property
+    def _id_seed(self) -> str:
+        return hashlib.sha256(repr((self.call.prompts, self.seed)).encode()).hexdigest()
+
+    def call_id(self, index: int, item: int) -> str:
+        """The id of a call, for its result to name."""
+        digits, id_len = self.id_of(index, item), self.call.tools.format.id_len
+        return f"call_{digits[:_ID_DIGITS]}" if id_len is None else digits[:id_len]
 
     async def commits(self) -> AsyncIterator[list[Commit]]:
         """What becomes visible, step by step, to the end. Raises ApiError where it ends otherwise."""
@@ -168,23 +144,21 @@ class Answer:
         """What the client is to hear of an event."""
         index = self._first[event.request_id] + event.sample_index
         choice, num_tokens = self.choices[index], len(event.logprobs)
-        choice.parts.append(event.logprobs)
-        choice.num_tokens += num_tokens
-        choice.pieces += event.pieces
-        if event.num_accepted or event.rejected_ids:
-            choice.accepted_lens.append(event.num_accepted)
-            choice.draft_lens.append(event.num_accepted + len(event.rejected_ids))
-        if event.output is not None:
-            choice.output = event.output
-            self._ended(index, event.output)
+        choice.take(event)
         end = self._given[event.sample_index] + choice.num_tokens
-        if not self._seen.get(index):
-            return Commit(index, event, event.logprobs, event.pieces, end)
-        skip = min(self._seen[index], num_tokens)
-        self._seen[index] -= skip
-        if skip == num_tokens and event.output is None:
+        is_end = event.output is not None
+        skip = min(self._seen.get(index, 0), num_tokens)
+        is_known = 0 < skip == num_tokens
+        if skip:
+            self._seen[index] -= skip
+            choice.read(event.pieces[:skip], is_end=is_end and is_known)
+        pieces = event.pieces[skip:]
+        parts = () if is_known else choice.read(pieces, is_end=is_end)
+        if event.output is not None:
+            self._ended(index, event.output)
+        if is_known and not is_end:
             return None
-        return Commit(index, event, event.logprobs[skip:], event.pieces[skip:], end)
+        return Commit(index, event, event.logprobs[skip:], pieces, parts, end)
 
     def _ended(self, index: int, output: SampleOutput) -> None:
         self.core.metrics.count_end(output)
@@ -200,6 +174,8 @@ class Answer:
     def extension(self, index: int | None = None) -> dict[str, Any]:
         """What only this server reports, of the whole answer or, at its end, of one choice."""
         found: dict[str, Any] = {"seed": self.seed, "profile": self.core.profile}
+        if self.call.tools.skipped:
+            found["skipped_tools"] = list(self.call.tools.skipped)
         if index is None:
             return found
         output = self.choices[index].output
@@ -347,6 +323,15 @@ class Core:
         """`make()`, on another thread if it will take long."""
         return make() if num_chars < INLINE_CHARS else await asyncio.to_thread(make)
 
+    def text_of(self, call: Call, token_ids: Sequence[int]) -> str:
+        """The text that these tokens release at the beginning of a call's answer."""
+        stream = self._text_stream(call)
+        return "".join(stream.push(token_id).text for token_id in token_ids)
+
+    def _text_stream(self, call: Call) -> TextStream:
+        tokenizer, shown = self.llm.tokenizer, call.tools.shown_ids
+        return TextStream(tokenizer, call.params.stop, keeps_stop=call.keeps_stop, shown_ids=shown)
+
     def _request(self, call: Call, prompt_ids: Sequence[int]) -> Request:
         params, asked = call.params, call.extension
         if asked.receipt:
@@ -357,7 +342,7 @@ class Core:
             speculation=self.llm.chosen(None, _speculation(asked.speculative)),
             is_traced=asked.trace,
             eos_ids=self.llm.tokenizer.eos_ids,
-            text=lambda: TextStream(self.llm.tokenizer, params.stop, keeps_stop=call.keeps_stop),
+            text=lambda: self._text_stream(call),
             committed_ids=asked.committed_ids or (),
             salt=call.tenant,
         )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from verispec.async_llm import SlowReaderError
@@ -71,6 +72,21 @@ def as_api_error(error: Exception, *, fields: frozenset[str] = frozenset()) -> A
             return ApiError(500, str(error), code="engine_error")
         case _:
             return ApiError(500, "the server failed to answer this request", code="internal_error")
+
+
+@contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors of a chat completion, with its fields as another interface names them: parts of `param`, by theirs."""
+    try:
+        yield
+    except ApiError as error:
+        param = error.param or ""
+        for theirs, ours in names.items():
+            if theirs in param:
+                error.param = param.replace(theirs, ours, 1)
+                error.message = error.message.replace(param, error.param, 1)
+                break
+        raise
 
 
 def _in_api_names(message: str) -> str:

@@ -9,14 +9,18 @@ import msgspec
 
 from verispec.server.api import ChatRequest, CountRequest, Message, MessagesRequest
 from verispec.server.chat import chat_call, rendered
+from verispec.server.choices import Item
 from verispec.server.conversation import joined_text
 from verispec.server.core import Answer, Core
-from verispec.server.errors import ApiError, as_api_error
+from verispec.server.errors import ApiError, as_api_error, renamed
 from verispec.server.http import EVENTS, Received, Reply, event, json_reply
 from verispec.server.openai import new_id
+from verispec.server.tool_use import tool_use
 from verispec.types import FinishReason
 
 _encode = msgspec.json.encode
+_FUNCTION = {"name": "name", "description": "description", "input_schema": "parameters", "strict": "strict"}
+_NAMES = {"tool_choice.function": "tool_choice", ".function.parameters": ".input_schema", ".function": ""}
 _NOT_SHOWN = ("thinking", "redacted_thinking")
 
 
@@ -32,7 +36,8 @@ async def messages(core: Core, received: Received) -> Reply:
         body.top_k,
     )
     chat.stop, chat.seed, chat.stream, chat.verispec = body.stop_sequences, body.seed, body.stream, body.verispec
-    answer = core.start(await chat_call(core, chat, received))
+    with renamed(_NAMES):
+        answer = core.start(await chat_call(core, chat, received))
     if body.stream:
         return Reply(_frames(answer, model), content_type=EVENTS, on_end=answer.close)
     return json_reply(await answer.whole(lambda: _message(answer, model, new_id("msg_"))))
@@ -43,7 +48,9 @@ async def count_tokens(core: Core, received: Received) -> Reply:
     body = received.parsed(CountRequest)
     core.check_model(body.model)
     chat = _as_chat(body)
-    return json_reply({"input_tokens": len(await rendered(core, chat, tool_choice=chat.tool_choice))})
+    with renamed(_NAMES):
+        tools = tool_use(chat.tools, chat.tool_choice, core.llm.tokenizer)
+    return json_reply({"input_tokens": len(await rendered(core, chat, tools))})
 
 
 def _as_chat(body: MessagesRequest | CountRequest) -> ChatRequest:
@@ -55,28 +62,29 @@ def _as_chat(body: MessagesRequest | CountRequest) -> ChatRequest:
         if message.get("role") not in ("user", "assistant", "system"):
             raise ApiError(400, f"messages[{i}].role must be user or assistant", param=f"messages[{i}].role")
         found += _messages(str(message["role"]), message.get("content"), f"messages[{i}].content")
-    choice = (body.tool_choice or {}).get("type")
-    if choice in ("any", "tool"):
-        raise ApiError(
-            400, "tool_choice can be auto or none: no answer can be made to call a tool", param="tool_choice"
-        )
-    return ChatRequest(messages=found, model=body.model, tools=_tools(body.tools), tool_choice=choice)
+    choice = body.tool_choice or {}
+    return ChatRequest(
+        messages=found,
+        model=body.model,
+        tools=None if body.tools is None else [_in_function(tool) for tool in body.tools],
+        tool_choice=_choice(choice),
+        parallel_tool_calls=False if choice.get("disable_parallel_tool_use") is True else None,
+    )
 
 
-def _tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-    found = []
-    for i, tool in enumerate(tools or ()):
-        if tool.get("type", "custom") != "custom":
-            continue  # tools of Anthropic's own servers
-        if not isinstance(tool.get("name"), str):
-            raise ApiError(400, f"tools[{i}].name must be a string", param=f"tools[{i}].name")
-        function = {
-            "name": tool["name"],
-            "description": tool.get("description"),
-            "parameters": tool.get("input_schema"),
-        }
-        found.append({"type": "function", "function": function})
-    return found or None
+def _in_function(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool as chat completions have it; those of Anthropic's own servers as they are."""
+    if tool.get("type", "custom") not in ("custom", None):
+        return dict(tool)
+    function = {theirs: tool[ours] for ours, theirs in _FUNCTION.items() if tool.get(ours) is not None}
+    return {"type": "function", "function": function}
+
+
+def _choice(choice: Mapping[str, Any]) -> Any:
+    kind = choice.get("type")
+    if kind == "tool":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return "required" if kind == "any" else kind
 
 
 def _messages(role: str, content: Any, where: str) -> list[Message]:
@@ -109,18 +117,25 @@ def _messages(role: str, content: Any, where: str) -> list[Message]:
 def _message(answer: Answer, model: str, message_id: str) -> dict[str, Any]:
     choice = answer.choices[0]
     reason, stop = _stop(answer)
-    has_begun = choice.num_tokens or choice.output is not None
     return {
         "id": message_id,
         "type": "message",
         "role": "assistant",
         "model": model,
-        "content": [{"type": "text", "text": choice.text, "citations": None}] if has_begun else [],
+        "content": [_block(answer, i, item, is_whole=True) for i, item in enumerate(choice.items)],
         "stop_reason": reason,
         "stop_sequence": stop,
         "usage": _usage(answer),
         "verispec": {**answer.extension(0), "system_fingerprint": answer.core.fingerprint},
     }
+
+
+def _block(answer: Answer, index: int, item: Item, *, is_whole: bool) -> dict[str, Any]:
+    """A text or a call. The arguments of one that was cut off are no JSON, and left out."""
+    if item.name is None:
+        return {"type": "text", "text": item.text if is_whole else "", "citations": None}
+    written = msgspec.Raw(item.text.encode() if is_whole and item.is_complete else b"{}")
+    return {"type": "tool_use", "id": answer.call_id(0, index), "name": item.name, "input": written}
 
 
 def _usage(answer: Answer) -> dict[str, Any]:
@@ -141,6 +156,8 @@ def _stop(answer: Answer) -> tuple[str | None, str | None]:
         return None, None
     if choice.output.finish_reason is FinishReason.LENGTH:
         return "max_tokens", None
+    if choice.has_called:
+        return "tool_use", None
     last = choice.entries.token_ids[-1] if choice.num_tokens else None
     if answer.call.params.stop and last not in answer.core.llm.tokenizer.eos_ids:
         whole = answer.core.llm.tokenizer.decode(choice.entries.token_ids)
@@ -153,18 +170,36 @@ async def _frames(answer: Answer, model: str) -> AsyncIterator[bytes]:
     def written(kind: str, event_id: str | None = None, **fields: Any) -> bytes:
         return event(_encode({"type": kind, **fields}), name=kind, event_id=event_id)
 
+    items = answer.choices[0].items
+    current: int | None = None  # the block that is being told
+
+    def opened(index: int) -> bytes:
+        block = _block(answer, index, items[index], is_whole=False)
+        closed = b"" if current is None else written("content_block_stop", index=current)
+        return closed + written("content_block_start", index=index, content_block=block)
+
     try:
         yield written("message_start", message=_message(answer, model, new_id("msg_")))
-        yield written("content_block_start", index=0, content_block={"type": "text", "text": "", "citations": None})
         async for commits in answer.commits():
-            yield b"".join(
-                written("content_block_delta", f"0.{c.end}", index=0, delta={"type": "text_delta", "text": c.text})
-                for c in commits
-            )
-        yield written("content_block_stop", index=0)
+            told = b""
+            for commit in commits:
+                for i, (index, part) in enumerate(commit.parts, start=1):
+                    if index != current:
+                        told += opened(index)
+                        current = index
+                    delta = {"type": "text_delta", "text": part.text}
+                    if part.name is not None:
+                        delta = {"type": "input_json_delta", "partial_json": part.text}
+                    event_id = f"0.{commit.end}" if i == len(commit.parts) else None
+                    told += written("content_block_delta", event_id, index=index, delta=delta)
+            if told:
+                yield told
+        if current is None:
+            yield opened(0)
+        yield written("content_block_stop", index=current or 0)
         reason, stop = _stop(answer)
-        delta = {"stop_reason": reason, "stop_sequence": stop}
-        yield written("message_delta", delta=delta, usage=_usage(answer), verispec=answer.extension(0))
+        ending = {"stop_reason": reason, "stop_sequence": stop}
+        yield written("message_delta", delta=ending, usage=_usage(answer), verispec=answer.extension(0))
         yield written("message_stop")
     except Exception as error:
         yield event(_encode(as_api_error(error).body(anthropic=True)), name="error")

@@ -14,9 +14,11 @@ from typing import Any
 import msgspec
 
 from verispec.server.api import Extension, Sampling, StreamOptions
-from verispec.server.core import Answer, Call, Choice, Commit, Core
+from verispec.server.choices import Choice, Commit
+from verispec.server.core import Answer, Call, Core
 from verispec.server.errors import ApiError, as_api_error
 from verispec.server.http import EVENTS, Received, Reply, event, json_reply
+from verispec.server.tool_use import ToolUse
 from verispec.types import SamplingParams
 
 DONE = b"data: [DONE]\n\n"
@@ -45,7 +47,13 @@ def new_id(prefix: str) -> str:
 
 
 def make_call(
-    core: Core, body: Sampling, received: Received, *, prompts: list[list[int]], params: SamplingParams
+    core: Core,
+    body: Sampling,
+    received: Received,
+    *,
+    prompts: list[list[int]],
+    params: SamplingParams,
+    tools: ToolUse | None = None,
 ) -> Call:
     """The call of a request whose prompts are tokens by now."""
     asked = body.verispec or Extension()
@@ -58,6 +66,7 @@ def make_call(
         tenant=received.tenant,
         keeps_stop=bool(body.include_stop_str_in_output),
         skip={i: max(0, num_tokens - given[i % params.n]) for i, num_tokens in seen.items()},
+        tools=tools or ToolUse(),
     )
 
 

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from verispec.server.api import ChatRequest, Message, ResponsesRequest
 from verispec.server.chat import chat_call
+from verispec.server.choices import Commit
 from verispec.server.conversation import check_text_format, joined_text
 from verispec.server.core import Answer, Core
-from verispec.server.errors import ApiError, as_api_error
+from verispec.server.errors import ApiError, as_api_error, renamed
 from verispec.server.http import EVENTS, Received, Reply, event, json_reply
 from verispec.server.logprobs import chat_entries
 from verispec.server.openai import new_id
-from verispec.types import FinishReason
+from verispec.server.tool_reader import Part
+from verispec.types import FinishReason, TokenLogprob
 
 _encode = msgspec.json.encode
+_ID_DIGITS = 24
 _WANTS_LOGPROBS = "message.output_text.logprobs"
+_NAMES = {".function": "", "response_format.json_schema": "text.format", "response_format": "text.format"}
 
 
 async def responses(core: Core, received: Received) -> Reply:
@@ -27,29 +31,23 @@ async def responses(core: Core, received: Received) -> Reply:
     model = core.check_model(body.model)
     if body.background:
         raise ApiError(400, "background is not supported", param="background")
-    chat, skipped = _as_chat(body)
-    answer = core.start(await chat_call(core, chat, received))
-    writer = _Writer(answer, body, model, skipped)
+    with renamed(_NAMES):
+        answer = core.start(await chat_call(core, _as_chat(body), received))
+    writer = _Writer(answer, body, model)
     if body.stream:
         return Reply(writer.frames(), content_type=EVENTS, on_end=answer.close)
     return json_reply(await answer.whole(lambda: writer.response(writer.status)))
 
 
-def _as_chat(body: ResponsesRequest) -> tuple[ChatRequest, list[str]]:
-    """The same request as a chat completion, and the types of tools that it leaves out: only functions can be shown."""
+def _as_chat(body: ResponsesRequest) -> ChatRequest:
+    """The same request as a chat completion."""
     check_text_format((body.text or {}).get("format"), "text.format")
     messages = [] if body.instructions is None else [Message(role="system", content=body.instructions)]
     if isinstance(body.input, str):
         messages.append(Message(role="user", content=body.input))
     else:
         messages += [m for i, item in enumerate(body.input) for m in _messages(item, f"input[{i}]")]
-    tools, skipped = [], []
-    for tool in body.tools or ():
-        if tool.get("type") == "function":
-            tools.append({"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}})
-        else:
-            skipped.append(str(tool.get("type"))[:50])
-    chat = ChatRequest(
+    return ChatRequest(
         messages=messages,
         model=body.model,
         max_tokens=body.max_output_tokens,
@@ -57,13 +55,28 @@ def _as_chat(body: ResponsesRequest) -> tuple[ChatRequest, list[str]]:
         top_p=body.top_p,
         logprobs=_wants_logprobs(body),
         top_logprobs=body.top_logprobs if _wants_logprobs(body) else None,
-        tools=tools or None,
-        tool_choice=body.tool_choice,
+        tools=None if body.tools is None else [_in_function(tool) for tool in body.tools],
+        tool_choice=_choice(body.tool_choice),
+        parallel_tool_calls=body.parallel_tool_calls,
         seed=body.seed,
         stream=body.stream,
         verispec=body.verispec,
     )
-    return chat, skipped
+
+
+def _in_function(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A function as chat completions name it, inside of `function`; other kinds of tools as they are."""
+    if tool.get("type") != "function":
+        return dict(tool)
+    return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
+
+
+def _choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+        return _in_function(choice) if isinstance(choice, dict) else choice
+    listed = choice.get("tools")
+    tools = [_in_function(tool) if isinstance(tool, Mapping) else tool for tool in listed or ()]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
 
 
 def _wants_logprobs(body: ResponsesRequest) -> bool:
@@ -105,28 +118,26 @@ def _text(content: Any, where: str) -> str:
 class _Writer:
     """One answer as a response object, and as the events that lead to it."""
 
-    def __init__(self, answer: Answer, body: ResponsesRequest, model: str, skipped: list[str]) -> None:
+    def __init__(self, answer: Answer, body: ResponsesRequest, model: str) -> None:
         self._answer = answer
+        self._choice = answer.choices[0]
         self._body = body
         self._model = model
-        self._skipped = skipped
         self._id = new_id("resp_")
-        self._item_id = new_id("msg_")
         self._number = 0
+        self._open: int | None = None  # the item that is being told
+        self._unsaid: list[TokenLogprob] = []  # of tokens whose text no event has had yet
 
     @property
     def status(self) -> str:
-        output = self._answer.choices[0].output
+        output = self._choice.output
         return "incomplete" if output is None or output.finish_reason is FinishReason.LENGTH else "completed"
 
     def response(self, status: str, error: ApiError | None = None) -> dict[str, Any]:
         """The whole object, in any state."""
         answer, body = self._answer, self._body
-        has_begun = answer.choices[0].output is not None or answer.choices[0].num_tokens > 0
+        has_begun = self._choice.output is not None or self._choice.num_tokens > 0
         usage = answer.usage()
-        own = answer.extension(0)
-        if self._skipped:
-            own["skipped_tools"] = self._skipped
         return {
             "id": self._id,
             "object": "response",
@@ -138,12 +149,12 @@ class _Writer:
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata if isinstance(body.metadata, dict) else {},
             "model": self._model,
-            "output": [self._item(status)] if has_begun else [],
-            "parallel_tool_calls": True,
+            "output": [self._item(i, self._item_status(i, status)) for i in range(len(self._choice.items))],
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
             "store": False,
             "temperature": answer.call.params.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": {"type": "text"}, **(body.text or {})},
             "tool_choice": body.tool_choice or "auto",
             "tools": [tool for tool in body.tools or () if tool.get("type") == "function"],
             "top_p": answer.call.params.top_p,
@@ -157,20 +168,34 @@ class _Writer:
             }
             if has_begun
             else None,
-            "verispec": {**own, "system_fingerprint": answer.core.fingerprint},
+            "verispec": {**answer.extension(0), "system_fingerprint": answer.core.fingerprint},
         }
 
-    def _item(self, status: str) -> dict[str, Any]:
+    def _item_status(self, index: int, status: str) -> str:
+        is_last = index == len(self._choice.items) - 1
+        return "incomplete" if is_last and status != "completed" else "completed"
+
+    def _item(self, index: int, status: str) -> dict[str, Any]:
+        item = self._choice.items[index]
+        text = "" if status == "in_progress" else item.text
+        if item.name is not None:
+            call = {"call_id": self._answer.call_id(0, index), "name": item.name, "arguments": text}
+            return {"id": self._item_id(index), "type": "function_call", "status": status, **call}
+        content = [] if status == "in_progress" else [self._part(text)]
         return {
-            "id": self._item_id,
+            "id": self._item_id(index),
             "type": "message",
             "role": "assistant",
             "status": status,
-            "content": [] if status == "in_progress" else [self._part(self._answer.choices[0].text)],
+            "content": content,
         }
 
+    def _item_id(self, index: int) -> str:
+        prefix = "msg_" if self._choice.items[index].name is None else "fc_"
+        return prefix + self._answer.id_of(0, index)[:_ID_DIGITS]
+
     def _part(self, text: str) -> dict[str, Any]:
-        entries = self._answer.choices[0].entries if text else []
+        entries = self._choice.entries if text else []
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": self._logprobs(entries)}
 
     def _logprobs(self, entries: Sequence[Any]) -> list[dict[str, Any]]:
@@ -183,26 +208,58 @@ class _Writer:
 
     async def frames(self) -> AsyncIterator[bytes]:
         """The events, to the end."""
-        place: dict[str, Any] = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
         try:
             yield self._event("response.created", response=self.response("in_progress"))
             yield self._event("response.in_progress", response=self.response("in_progress"))
-            yield self._event("response.output_item.added", output_index=0, item=self._item("in_progress"))
-            yield self._event("response.content_part.added", part=self._part(""), **place)
             async for commits in self._answer.commits():
                 for commit in commits:
-                    yield self._event(
-                        "response.output_text.delta",
-                        f"0.{commit.end}",
-                        delta=commit.text,
-                        logprobs=self._logprobs(commit.logprobs),
-                        **place,
-                    )
-            text = self._answer.choices[0].text
-            part = self._part(text)
-            yield self._event("response.output_text.done", text=text, logprobs=part["logprobs"], **place)
-            yield self._event("response.content_part.done", part=part, **place)
-            yield self._event("response.output_item.done", output_index=0, item=self._item(self.status))
+                    self._unsaid += commit.logprobs
+                    for told in self._told(commit):
+                        yield told
+            if self._open is None:
+                yield self._opened(0)
+            yield self._closed()
             yield self._event(f"response.{self.status}", response=self.response(self.status))
         except Exception as error:
             yield self._event("response.failed", response=self.response("failed", as_api_error(error)))
+
+    def _told(self, commit: Commit) -> Iterator[bytes]:
+        """The events of a commit; the last one has its id, so that nothing is told twice."""
+        for i, (index, part) in enumerate(commit.parts):
+            if index != self._open:
+                yield (b"" if self._open is None else self._closed()) + self._opened(index)
+            event_id = f"0.{commit.end}" if i == len(commit.parts) - 1 else None
+            yield self._delta(index, part, event_id)
+
+    def _delta(self, index: int, part: Part, event_id: str | None = None) -> bytes:
+        place: dict[str, Any] = {"item_id": self._item_id(index), "output_index": index}
+        if part.name is not None:
+            return self._event("response.function_call_arguments.delta", event_id, delta=part.text, **place)
+        logprobs, self._unsaid = self._logprobs(self._unsaid), []
+        return self._event(
+            "response.output_text.delta", event_id, delta=part.text, logprobs=logprobs, content_index=0, **place
+        )
+
+    def _opened(self, index: int) -> bytes:
+        self._open = index
+        place: dict[str, Any] = {"item_id": self._item_id(index), "output_index": index}
+        told = self._event("response.output_item.added", output_index=index, item=self._item(index, "in_progress"))
+        if self._choice.items[index].name is None:
+            told += self._event("response.content_part.added", part=self._part(""), content_index=0, **place)
+        return told
+
+    def _closed(self) -> bytes:
+        index = self._open
+        assert index is not None
+        item = self._choice.items[index]
+        place: dict[str, Any] = {"item_id": self._item_id(index), "output_index": index}
+        if item.name is not None:
+            kind = "response.function_call_arguments.done"
+            told = self._event(kind, name=item.name, arguments=item.text, **place)
+        else:
+            part, place = self._part(item.text), {**place, "content_index": 0}
+            told = self._delta(index, Part("")) if self._unsaid and _wants_logprobs(self._body) else b""
+            told += self._event("response.output_text.done", text=item.text, logprobs=part["logprobs"], **place)
+            told += self._event("response.content_part.done", part=part, **place)
+        whole = self._item(index, self._item_status(index, self.status))
+        return told + self._event("response.output_item.done", output_index=index, item=whole)

@@ -40,17 +40,25 @@ class TextStream:
     """The text of one generation.
 
     Text that could still become a stop string is held back. The stop string that completes first wins; of several that
-    complete with the same character, the one that starts first. It is left out of the text, unless `keeps_stop`. The
-    cost of a token does not depend on the text so far.
+    complete with the same character, the one that starts first. It is left out of the text, unless `keeps_stop`. Of the
+    control tokens only `shown_ids` have text. The cost of a token does not depend on the text so far.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), *, keeps_stop: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: tuple[str, ...] = (),
+        *,
+        keeps_stop: bool = False,
+        shown_ids: Iterable[int] = (),
+    ) -> None:
         if isinstance(stop, str):
             raise InputError("stop must be a sequence of strings, not one string")
         for index, text in enumerate(stop):
             if not isinstance(text, str) or not text:
                 raise InputError(f"stop[{index}] must be a non-empty string")
-        self._tokenizer = tokenizer
+        shown = {token_id: tokenizer.token_text(token_id).encode() for token_id in shown_ids}
+        self._token_bytes = (lambda i: shown.get(i) or tokenizer.token_bytes(i)) if shown else tokenizer.token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._strip_pending = tokenizer.strips_leading_space
         self._matchers = [_StopMatcher(text) for text in dict.fromkeys(stop)]
@@ -98,7 +106,7 @@ class TextStream:
 
     def _decoded(self, token_ids: Iterable[int]) -> str:
         """The whole characters that these tokens complete, without a leading space of the encoder's own."""
-        data = b"".join(map(self._tokenizer.token_bytes, token_ids))
+        data = b"".join(map(self._token_bytes, token_ids))
         if self._strip_pending and data:
             data = data.removeprefix(b" ")
             self._strip_pending = False

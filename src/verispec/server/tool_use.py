@@ -1,0 +1,138 @@
+"""What a request lets the model do with tools, from the fields of a chat completion."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verispec.model.tokenizer import Tokenizer
+from verispec.server.errors import ApiError
+from verispec.server.tool_formats import HERMES, ToolFormat, recognised
+from verispec.server.tool_reader import Reader, TextReader, ToolReader
+
+_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Function:
+    """A tool that can be called. `place` is where the request has it."""
+
+    name: str
+    parameters: Mapping[str, Any] | None
+    is_strict: bool
+    place: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolUse:
+    """What may be called, and how it is written. `declared` is what the prompt shows, `functions` what may be called,
+    `skipped` the types of tools that are no functions. `is_guided`: a grammar sees to it that calls are right.
+    """
+
+    format: ToolFormat = HERMES
+    declared: Sequence[Mapping[str, Any]] = ()
+    functions: Sequence[Function] = ()
+    skipped: Sequence[str] = ()
+    must_call: bool = False
+    is_single: bool = False
+    open_id: int | None = None  # the control token that calls begin with, if it is one
+    is_answer_json: bool = False  # where nothing is called
+
+    @property
+    def is_guided(self) -> bool:
+        return self.must_call
+
+    @property
+    def shown_ids(self) -> tuple[int, ...]:
+        """Control tokens that have text in an answer, for the reader to see them."""
+        return (self.open_id,) if self.functions and self.open_id is not None else ()
+
+    def reader(self) -> Reader:
+        if not self.functions:
+            return TextReader()
+        names = [function.name for function in self.functions]
+        is_leading = self.must_call or self.is_answer_json
+        return ToolReader(self.format, names, is_exact=self.is_guided, is_leading=is_leading)
+
+
+def tool_use(
+    tools: Sequence[Mapping[str, Any]] | None, choice: Any, tokenizer: Tokenizer, *, parallel: bool | None = None
+) -> ToolUse:
+    """Raises 400, naming the field, for what is wrong. Tools that are no functions are skipped."""
+    declared, functions, skipped = [], [], []
+    for i, tool in enumerate(tools or ()):
+        if isinstance(kind := tool.get("type"), str) and kind != "function":
+            skipped.append(kind[:50])
+        else:
+            functions.append(_function(tool, f"tools[{i}]"))
+            declared.append(tool)
+    names = [function.name for function in functions]
+    for function in functions:
+        if names.count(function.name) > 1:
+            raise _wrong(f"{function.place}.name", f"{function.name} is the name of several tools")
+    mode, allowed = _chosen(choice, names)
+    if mode == "required" and not allowed:
+        raise _wrong("tool_choice", "there is no tool to be called")
+    fmt = recognised(tokenizer.chat_template or "")
+    control = {text: token_id for token_id, text in tokenizer.special_texts.items()}
+    return ToolUse(
+        format=fmt,
+        declared=declared if mode != "none" else (),
+        functions=[f for f in functions if f.name in allowed],
+        skipped=skipped,
+        must_call=mode == "required",
+        is_single=parallel is False,
+        open_id=control.get(fmt.open),
+    )
+
+
+def _function(tool: Mapping[str, Any], place: str) -> Function:
+    function = tool.get("function")
+    if tool.get("type") != "function" or not isinstance(function, Mapping):
+        raise _wrong(place, 'must be like {"type": "function", "function": {"name": ...}}')
+    place += ".function"
+    name, parameters, strict = (function.get(key) for key in ("name", "parameters", "strict"))
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise _wrong(f"{place}.name", "must be up to 128 letters, digits and _ . : / -")
+    if not isinstance(parameters, Mapping | None):
+        raise _wrong(f"{place}.parameters", "must be a JSON schema")
+    if not isinstance(strict, bool | None):
+        raise _wrong(f"{place}.strict", "must be true or false")
+    return Function(name=name, parameters=parameters, is_strict=bool(strict), place=place)
+
+
+def _chosen(choice: Any, names: Sequence[str]) -> tuple[str, Sequence[str]]:
+    """none, auto or required; and the names of what may be called then."""
+    if choice is None or choice == "auto":
+        return "auto", names
+    if choice in ("none", "required"):
+        return choice, names if choice == "required" else ()
+    kind = choice.get("type") if isinstance(choice, Mapping) else None
+    if kind == "function":
+        return "required", [_known(choice, "tool_choice", names)]
+    if kind == "allowed_tools":
+        asked = choice.get("allowed_tools")
+        listed = asked.get("tools") if isinstance(asked, Mapping) else None
+        if (
+            not isinstance(asked, Mapping)
+            or not isinstance(listed, list)
+            or asked.get("mode") not in ("auto", "required")
+        ):
+            raise _wrong("tool_choice.allowed_tools", "must have a mode, auto or required, and a list of tools")
+        place = "tool_choice.allowed_tools.tools"
+        return asked["mode"], [_known(each, f"{place}[{i}]", names) for i, each in enumerate(listed)]
+    raise _wrong("tool_choice", "must be none, auto, required, or name a function")
+
+
+def _known(named: Any, place: str, names: Sequence[str]) -> str:
+    function = named.get("function") if isinstance(named, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or name not in names:
+        raise _wrong(f"{place}.function.name", "must be the name of one of the tools")
+    return name
+
+
+def _wrong(place: str, message: str) -> ApiError:
+    return ApiError(400, f"{place}: {message}", param=place)
