@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from verispec.backends.cuda import bits, tiny
+from verispec.backends.cuda import bits, kernels, tiny
 from verispec.backends.cuda.bit_model import Context, attention
 from verispec.backends.cuda.forward import DeviceModel, Plan
 from verispec.backends.cuda.kernels import ALL_FEW, ALL_MANY, RowInputs, tree_of_parts, undivided_products
@@ -47,26 +47,26 @@ def device_inputs(rows: dict[str, np.ndarray], table: torch.Tensor) -> RowInputs
 
 def stepwise(model: DeviceModel, inputs: RowInputs, plan: Plan) -> dict[str, torch.Tensor]:
     """One eager pass, with a copy of what every kernel gave."""
-    kernels, b, rows, steps = model.kernels, model.buffers, plan.rows, {}
+    launch, b, rows, steps = model.kernels, model.buffers, plan.rows, {}
     for buffer in (b.x, b.scaled, b.nodes, b.q, b.attention, b.h, model.logits):
         buffer.fill_(float("nan"))
-    kernels.embed(model.embed, model.layers[0].attn_gain, inputs, b, rows)
+    launch.embed(model.embed, model.layers[0].attn_gain, inputs, b, rows)
     slots = inputs.slots[:rows].long()
     for i, layer in enumerate(model.layers):
         at = f"layers.{i}."
         following = model.layers[i + 1].attn_gain if i + 1 < len(model.layers) else model.final_gain
-        kernels.qkv(layer, model.k[i], model.v[i], inputs, b, rows, many=plan.forms.qkv)
+        launch.qkv(layer, model.k[i], model.v[i], inputs, b, rows, many=plan.forms.qkv)
         steps[at + "q"] = b.q[:rows].clone()
         steps[at + "k"], steps[at + "v"] = model.k[i, slots], model.v[i, slots]
         model.attend(i, inputs, plan)
         steps[at + "attention"] = b.attention[:rows].clone()
-        kernels.residual(b.attention, layer.o, layer.mlp_gain, b, rows, many=plan.forms.qkv)
+        launch.residual(b.attention, layer.o, layer.mlp_gain, b, rows, many=plan.forms.qkv)
         steps[at + "attended"] = b.x[:rows].clone()
-        kernels.gate_up(layer, b, rows, many=plan.forms.qkv)
+        launch.gate_up(layer, b, rows, many=plan.forms.qkv)
         steps[at + "h"] = b.h[:rows].clone()
-        kernels.residual(b.h, layer.down, following, b, rows, many=plan.forms.qkv)
+        launch.residual(b.h, layer.down, following, b, rows, many=plan.forms.qkv)
         steps[at + "x"] = b.x[:rows].clone()
-    kernels.head(model.head, b, model.logits, None, rows, many=plan.forms.qkv)
+    launch.head(model.head, b, model.logits, None, rows, many=plan.forms.qkv)
     steps["logits"] = model.logits[:rows].clone()
     return steps
 
@@ -156,15 +156,19 @@ def check_windows(name: str) -> None:
     lens = np.arange(start + 1, start + count + 1)
     rows = decode_rows(lens, np.arange(count), np.ones(count, np.int64), table)
     inputs = device_inputs(rows, torch.tensor(table, dtype=torch.int32, device="cuda"))
+    usual = kernels.WHOLE_GROUPS_PER_SM
     for window in (1, 30, 64, 100, 257, 1 << 30):
         reference = attention(q, *stores, Context(table[rows["seq_rows"]], lens), window=window)
-        for groups in (None, tiny_groups(rows, model.kernels.rows_per_group), tiny_groups(rows, 3)):
+        some = tiny_groups(rows, model.kernels.rows_per_group)
+        for groups, per_sm in ((None, 1), (some, 1), (some, 0), (tiny_groups(rows, 3), 1), (tiny_groups(rows, 3), 0)):
+            kernels.WHOLE_GROUPS_PER_SM = per_sm  # 0: a block has all spans of its rows
             model.buffers.q[:count] = torch.from_numpy(q).cuda()
             model.buffers.attention.fill_(float("nan"))
             single = count if groups is None else 0
             model.attend(0, inputs, Plan(count, ALL_FEW, single_rows=single, spans=2, groups=groups, window=window))
             got = model.buffers.attention[:count]
-            compare(f"{name} window {window} {groups is None}", got, torch.from_numpy(reference).cuda())
+            compare(f"{name} window {window} {groups is None} {per_sm}", got, torch.from_numpy(reference).cuda())
+    kernels.WHOLE_GROUPS_PER_SM = usual
     for forms in (ALL_FEW, ALL_MANY):
         plan = Plan(rows=count, forms=forms, single_rows=count, spans=2)
         with undivided_products():

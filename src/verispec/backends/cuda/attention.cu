@@ -1,8 +1,9 @@
 // Attention over slot tables: decode, prompt and tree rows by one definition (docs/cuda-arithmetic.md, "Attention").
-// Compiled for one model: HEADS, KV_HEADS, HEAD_DIM, and TWO_BUFFERS: whether K and V of a span have shared memory each (few
-// rows: both are fetched before the wait) or V comes where K was (many rows: more blocks fit). Context index j of a row stands in slot table[seq_row, j], or behind
-// its prefix in its tail. Tiles of 64 and spans of 256 positions begin at absolute multiples, so a row's sums do not
-// depend on the rows beside it.
+// Compiled for one model: HEADS, KV_HEADS, HEAD_DIM; TWO_BUFFERS: whether K and V of a span have shared memory each (few
+// rows: both are fetched before the wait) or V comes where K was (many rows: more blocks fit); and WHOLE: whether a block of
+// attention_groups has all spans of its rows and merges them (many groups), or one. Context index j of a row stands in slot
+// table[seq_row, j], or behind its prefix in its tail. Tiles of 64 and spans of 256 positions begin at absolute multiples, so
+// a row's sums do not depend on the rows beside it.
 #include "arithmetic.cuh"
 
 using namespace vs;
@@ -301,18 +302,20 @@ extern "C" __global__ void __launch_bounds__(kRowThreads) attention_rows(const A
 }
 
 // grid (groups, KV_HEADS, spans), 4 warps: one span of up to 64 / kGroup consecutive rows of one sequence whose contexts
-// are prefixes of the last row's; a warp holds 16 pairs of row and head. For rows with several spans attention_merge follows.
-extern "C" __global__ void __launch_bounds__(128, 3) attention_groups(const Args a) {
+// are prefixes of the last row's; a warp holds 16 pairs of row and head. For rows with several spans attention_merge follows,
+// unless WHOLE: then a block has all spans.
+extern "C" __global__ void __launch_bounds__(128, WHOLE ? 2 : 3) attention_groups(const Args a) {
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ int slots[3][kTile];  // of the tiles in hand, on their way, and behind them
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, t = lane & 3, kv_head = blockIdx.y;
   const int first = a.groups[2 * blockIdx.x], count = a.groups[2 * blockIdx.x + 1], final_row = first + max(count, 1) - 1;
   const int shortest = a.positions[first] + 1, longest = a.positions[final_row] + 1;
   const int first_tile = max(0, shortest - a.window) / kTile;
-  const int first_span = first_tile / kTiles, spans = (longest + kSpan - 1) / kSpan, span = blockIdx.z;
+  const int first_span = first_tile / kTiles, spans = (longest + kSpan - 1) / kSpan, span = WHOLE ? first_span : blockIdx.z;
   release_next();
   if (count == 0 || span < first_span || span >= spans) return;  // a captured launch may have more groups than a pass
-  const int begin = max(first_tile, span * kTiles), end = min((longest + kTile - 1) / kTile, (span + 1) * kTiles);
+  const int last_tile = (longest + kTile - 1) / kTile;
+  const int begin = max(first_tile, span * kTiles), end = WHOLE ? last_tile : min(last_tile, (span + 1) * kTiles);
   wait_for_previous();
   int len[2];
   const bf16* q_row[2];
@@ -330,6 +333,23 @@ extern "C" __global__ void __launch_bounds__(128, 3) attention_groups(const Args
   const unsigned base = shared_address(memory);
   constexpr int kStage = 2 * kTile * kRowBytes;
   float o[kColumns][4] = {}, l[4] = {}, m[2] = {neg_inf(), neg_inf()};
+  float all_o[WHOLE ? kColumns : 1][4], all_l[2] = {}, all_m[2] = {neg_inf(), neg_inf()};  // of the spans behind
+  const auto merge = [&]() {  // as merge_spans does
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (m[i] == neg_inf()) continue;
+      const bool is_first = all_m[i] == neg_inf();
+      const float top = fmaxf(all_m[i], m[i]), behind_by = is_first ? 0.0f : exp2_at_most_126(sub(all_m[i], top));
+      const float by = exp2_at_most_126(sub(m[i], top));
+#pragma unroll
+      for (int c = 0; c < (WHOLE ? kColumns : 0); ++c)
+#pragma unroll
+        for (int e = 2 * i; e < 2 * i + 2; ++e)
+          all_o[c][e] = is_first ? o[c][e] : add(mul(all_o[c][e], behind_by), mul(o[c][e], by));
+      all_l[i] = is_first ? l[2 * i] : add(mul(all_l[i], behind_by), mul(l[2 * i], by));
+      all_m[i] = top;
+    }
+  };
   const int64 seq_row = a.seq_rows[final_row];
   const int prefix_len = a.prefix_lens[final_row];
   const auto slot_at = [&](int j) { return j < longest ? static_cast<int>(slot_of(a, final_row, seq_row, prefix_len, j)) : 0; };
@@ -402,10 +422,25 @@ extern "C" __global__ void __launch_bounds__(128, 3) attention_groups(const Args
     }
     if (half == 0) slots[(tile + 2) % 3][place] = later;
     __syncthreads();
+    if (WHOLE && (tile + 1) % kTiles == 0) {
+      merge();
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) o[c][0] = o[c][1] = o[c][2] = o[c][3] = 0.0f;
+      l[0] = l[1] = l[2] = l[3] = 0.0f, m[0] = m[1] = neg_inf();
+    }
   }
+  if (WHOLE) merge();
 
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
+    if (WHOLE) {
+      if (q_row[i] != nullptr)
+#pragma unroll
+        for (int c = 0; c < kColumns; ++c)
+          *reinterpret_cast<unsigned*>(a.out + to[i] + c * 8 + 2 * t) =
+              packed(div(all_o[WHOLE ? c : 0][2 * i], all_l[i]), div(all_o[WHOLE ? c : 0][2 * i + 1], all_l[i]));
+      continue;
+    }
     const int own_first = max(0, len[i] - a.window) / kSpan, own_spans = (len[i] + kSpan - 1) / kSpan;
     if (q_row[i] == nullptr || span < own_first || span >= own_spans) continue;
     const bool alone = own_spans - own_first == 1;

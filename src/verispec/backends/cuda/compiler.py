@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 _SOURCES = Path(__file__).parent
+_HEADERS = ("arithmetic.cuh", "epilogues.cuh")
 ARCHITECTURE = "sm_90a"
 _OPTIONS = ("--fmad=false", "--prec-div=true", "--prec-sqrt=true", "--ftz=false", "--std=c++17")
 
@@ -42,11 +43,12 @@ def _compiled(source: str, defines: Mapping[str, int], architecture: str) -> Any
     from cuda.bindings import nvrtc
 
     text = (_SOURCES / source).read_bytes()
-    header = (_SOURCES / "arithmetic.cuh").read_bytes()
+    headers = [(_SOURCES / name).read_bytes() for name in _HEADERS]
     options = [f"--gpu-architecture={architecture}", *_OPTIONS]
     options += [f"-D{name}={value}" for name, value in defines.items()]
     options += [f"-I{folder}" for folder in include_folders()]
-    program = _checked(nvrtc.nvrtcCreateProgram(text, source.encode(), 1, [header], [b"arithmetic.cuh"]))
+    names = [name.encode() for name in _HEADERS]
+    program = _checked(nvrtc.nvrtcCreateProgram(text, source.encode(), len(headers), headers, names))
     (error,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
     if int(error) != 0:
         log = bytearray(_checked(nvrtc.nvrtcGetProgramLogSize(program)))
@@ -90,7 +92,7 @@ def cached_cubin(source: str, defines: Mapping[str, int], folder: Path | None) -
     """The same, kept in `folder` under a hash of everything it depends on."""
     if folder is None:
         return compile_cubin(source, defines)
-    parts = [(_SOURCES / name).read_bytes() for name in (source, "arithmetic.cuh")]
+    parts = [(_SOURCES / name).read_bytes() for name in (source, *_HEADERS)]
     key = hashlib.sha256(b"\0".join([*parts, repr((sorted(defines.items()), ARCHITECTURE, _OPTIONS)).encode()]))
     key.update(compiler_version().encode())
     path = folder / f"{Path(source).stem}-{key.hexdigest()[:32]}.cubin"

@@ -32,6 +32,7 @@ _STAGE_ROW_NBYTES = 128
 _SM_RING_NBYTES, _BLOCK_RING_NBYTES = 160 * 1024, 96 * 1024
 _MIN_STAGES, _MAX_STAGES = 4, 16
 _MAX_ROW_THREADS = 256
+WHOLE_GROUPS_PER_SM = 4  # with so many blocks in a launch, a block of prompt attention takes all spans of its rows
 NO_WINDOW = 1 << 30
 
 
@@ -248,7 +249,7 @@ class Kernels:
         two_buffers = rows * self.shapes.kv_heads * spans <= 2 * self._num_sms
         store = SPAN * self.shapes.head_dim * 2
         shared = (2 if two_buffers else 1) * store + 16 * (SPAN + 8) * 2
-        kernel = self._attention_kernel("attention_rows", two_buffers)
+        kernel = self._attention_kernel("attention_rows", two_buffers=two_buffers)
         kernel.launch(grid, 256, args, stream=current_stream(), shared=shared)
 
     @property
@@ -265,11 +266,13 @@ class Kernels:
         args = self._attention_args(k, v, inputs, b, window)
         filled(args, groups=groups, first_row=first_row, spans=spans)
         shared = 2 * 2 * TILE * self.shapes.head_dim * 2
-        grid = (len(groups), self.shapes.kv_heads, spans)
-        kernel = self._attention_kernel("attention_groups", False)
+        blocks = len(groups) * self.shapes.kv_heads
+        whole = spans == 1 or blocks >= WHOLE_GROUPS_PER_SM * self._num_sms
+        grid = (len(groups), self.shapes.kv_heads, 1 if whole else spans)
+        kernel = self._attention_kernel("attention_groups", whole=whole)
         kernel.launch(grid, 128, args, stream=current_stream(), shared=shared)
-        if spans > 1:
-            merge = self._attention_kernel("attention_merge", False)
+        if not whole:
+            merge = self._attention_kernel("attention_merge")
             merge.launch((rows, self.shapes.kv_heads, 1), 128, args, stream=current_stream())
 
     def residual(
@@ -370,9 +373,9 @@ class Kernels:
             tail_width=inputs.tails.shape[1], window=window, scale=self._scale,
         )  # fmt: skip
 
-    def _attention_kernel(self, name: str, two_buffers: bool) -> Kernel:
+    def _attention_kernel(self, name: str, *, two_buffers: bool = False, whole: bool = False) -> Kernel:
         sizes = {k: v for k, v in self._sizes.items() if k != "WIDTH"}
-        return self._kernel("attention.cu", name, {**sizes, "TWO_BUFFERS": int(two_buffers)})
+        return self._kernel("attention.cu", name, {**sizes, "TWO_BUFFERS": int(two_buffers), "WHOLE": int(whole)})
 
     def _rows_kernel(self, name: str, parts: int) -> Kernel:
         return self._kernel("rows.cu", name, {**self._sizes, "MLP": self.shapes.mlp, "PARTS": parts})
