@@ -8,6 +8,7 @@ from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from verispec.engine.thread import Status
 from verispec.types import SampleOutput, TokenEvent
@@ -81,6 +82,10 @@ class Metrics:
         if stats.finish_time is not None:
             self._whole.observe([stats.finish_time - stats.arrival_time])
         self._gap.observe(stats.gaps)
+
+    def add(self, counts: Collector) -> None:
+        """Show counts that somebody else keeps."""
+        self._registry.register(counts)
 
     def text(self) -> bytes:
         """Everything, as Prometheus reads it."""

@@ -65,7 +65,7 @@ class TextStream:
         self._beginnings = frozenset(text[0] for text in stop)
         self._released: list[str] = []
         self._held = ""
-        self._keeps_stop = keeps_stop
+        self.keeps_stop = keeps_stop
         self._finished = False
         self.matched_stop: str | None = None
 
@@ -121,7 +121,7 @@ class TextStream:
             if completed and may_stop:
                 self.matched_stop = max(completed, key=len)
                 self._held = ""
-                kept_len = end if self._keeps_stop else end - len(self.matched_stop)
+                kept_len = end if self.keeps_stop else end - len(self.matched_stop)
                 return TextPiece(self._release(window[:kept_len]), stopped=True)
         held_len = max((matcher.matched_len for matcher in self._matchers), default=0)
         cut = len(window) - held_len
