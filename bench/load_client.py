@@ -4,7 +4,7 @@
 
 Sends the body on every connection, all at once, and reads the answers; with SECONDS, again and again until then, after
 a refusal when Retry-After says so. {i} in the body is the number of the stream. Prints a JSON object: the seconds that
-all took, and of each request its status, its tokens, and the seconds to its first token and to its end.
+all took, also of CPU time, and of each request its status, its tokens, and the seconds to its first token and its end.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ async def one(port: int, path: str, body: bytes) -> dict[str, float | int | None
 
 async def main(port: str, path: str, num_streams: str, seconds: str = "0") -> None:
     body = sys.stdin.read()
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), time.process_time()
 
     async def stream(i: int) -> list[dict[str, float | int | None]]:
         own = body.replace("{i}", str(i)).encode()
@@ -54,7 +54,8 @@ async def main(port: str, path: str, num_streams: str, seconds: str = "0") -> No
         return found
 
     found = await asyncio.gather(*map(stream, range(int(num_streams))))
-    print(json.dumps({"seconds": time.perf_counter() - start, "requests": [each for one in found for each in one]}))
+    took = {"seconds": time.perf_counter() - start, "cpu": time.process_time() - cpu}
+    print(json.dumps({**took, "requests": [each for one in found for each in one]}))
 
 
 if __name__ == "__main__":

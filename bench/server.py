@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 from host import bare_engine
 
 from verispec.async_llm import AsyncLLM, Stream
+from verispec.backends.blas import num_cores
 from verispec.llm import LLM
 from verispec.model import resolve
 from verispec.server.core import Core
@@ -52,6 +53,7 @@ class Run(NamedTuple):
     num_refused: int = 0
     refusal: float = 0.0  # seconds, 99th percentile
     cpu_per_token: float = 0.0  # seconds, of this process
+    client_share: float = 0.0  # of the CPU time there is
 
 
 def streamed(port: int, count: int, seconds: float = 0, **fields: Any) -> Run:
@@ -72,6 +74,7 @@ def streamed(port: int, count: int, seconds: float = 0, **fields: Any) -> Run:
         len(refused),
         refused[int(0.99 * (len(refused) - 1))] if refused else 0.0,
         cpu / num_tokens,
+        found["cpu"] / found["seconds"] / num_cores(),
     )
 
 
@@ -162,7 +165,9 @@ def row(*values: object) -> None:
 
 
 def overhead(asked: argparse.Namespace) -> None:
-    table("streams", "by", "tokens/s", "of LLM.generate's", "first token", "added")
+    table(
+        "streams", "by", "tokens/s", "of LLM.generate's", "first token", "added", "the client's share of the CPU time"
+    )
     fields = {"max_tokens": asked.tokens, "seed": 1, "verispec": {"speculative": False}}
     with LLM(asked.model, drafter="none", prefix_cache=False) as llm, served(llm) as port:
         for count in asked.streams:
@@ -184,7 +189,7 @@ def overhead(asked: argparse.Namespace) -> None:
                     )
                     added = f"{1000 * (found.first_token - base.first_token):.1f} ms"
                     row(count, name, f"{found.tokens_per_second:.1f}", f"{share:.3f}",
-                        f"{1000 * found.first_token:.0f} ms", added)  # fmt: skip
+                        f"{1000 * found.first_token:.0f} ms", added, f"{found.client_share:.1%}")  # fmt: skip
 
 
 @contextmanager

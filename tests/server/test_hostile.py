@@ -11,6 +11,7 @@ import random
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -40,6 +41,8 @@ VALID: dict[str, dict[str, Any]] = {
 }
 LIMITS = ("max_tokens", "max_output_tokens", "max_completion_tokens")
 JSON = {"Content-Type": "application/json"}
+LONG = "word and " * 40_000
+TOOL = {"type": "function", "function": {"name": "look", "description": LONG, "parameters": {}}}
 SECONDS = 30  # that an answer may take on a busy machine
 
 
@@ -163,6 +166,24 @@ def test_large_bodies_cost_nothing(served: Served) -> None:
     for content in (b" " * (10 * 2**20), parts()):
         with contextlib.suppress(httpx.WriteError):  # the server had closed before all was sent
             assert served.client.post("/tokenize", content=content, headers=JSON).status_code == 413
+
+
+@pytest.mark.parametrize(("path", "body"), [
+    ("/tokenize", {"prompt": LONG, "return_token_strs": True}),
+    ("/v1/chat/completions", {"messages": [USER], "tools": [TOOL]}),
+])  # fmt: skip
+def test_a_long_text_holds_nobody_up(served: Served, path: str, body: dict[str, Any]) -> None:
+    """Neither the event loop nor the interpreter is held while it is made into tokens."""
+    with ThreadPoolExecutor(1) as pool:
+        start = time.monotonic()
+        asked = pool.submit(served.client.post, path, json=body, timeout=SECONDS)
+        longest = 0.0
+        while not asked.done():
+            before = time.monotonic()
+            served.client.get("/health")
+            longest = max(longest, time.monotonic() - before)
+        assert asked.result().status_code in (200, 400)
+        assert longest < (time.monotonic() - start) / 2
 
 
 @pytest.fixture(scope="module")

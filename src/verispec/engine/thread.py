@@ -31,13 +31,14 @@ T = TypeVar("T")
 Sink = Callable[[list[TokenEvent]], object]
 logger = logging.getLogger(__name__)
 _PAUSE = 0.001  # seconds until the engine is inside of its next pass, and needs the interpreter no more
+_FEW = 4  # events, which are dealt with so soon that nobody has to wait
 
 
 def on_loop(loop: AbstractEventLoop, deliver: Sink) -> Sink:
     """A sink that calls `deliver` on an asyncio loop, at most once per step for all requests that share it.
 
-    A loop that is behind gets the events of several steps with one call. It is called with a pause, so as not to fight
-    with the engine for the interpreter while that prepares its next pass and all cores wait for it.
+    A loop that is behind gets the events of several steps with one call. With more than a few events it is called after
+    a pause, so as not to fight with the engine for the interpreter while that prepares its next pass.
     """
     return _LoopSink(loop, deliver)
 
@@ -54,7 +55,10 @@ class _LoopSink:
         self._events.extend(events)
         if not self._is_called:
             self._is_called = True
-            self._loop.call_soon_threadsafe(self._loop.call_later, _PAUSE, self._flush)
+            if len(events) > _FEW:
+                self._loop.call_soon_threadsafe(self._loop.call_later, _PAUSE, self._flush)
+            else:
+                self._loop.call_soon_threadsafe(self._flush)
 
     def _flush(self) -> None:
         """On the loop's thread."""

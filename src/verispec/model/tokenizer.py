@@ -17,6 +17,7 @@ from verispec.errors import InputError, ModelFileError
 from verispec.model.fields import quoted
 
 _MAX_NAMED = 3  # of the entries in which two vocabularies differ
+_LONG_CHARS = 10_000  # of a text for which nobody else should wait
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -101,10 +102,15 @@ class Tokenizer:
 
 
 def library_encoding(backend: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
-    """The library's encoding of a text, without BOS; what it cannot encode is an `InputError`."""
+    """The library's encoding of a text, without BOS; what it cannot encode is an `InputError`.
+
+    Its `encode` stops all other threads meanwhile; `encode_batch` does not, but costs more.
+    """
     if not isinstance(text, str):
         raise InputError(f"text to encode must be a string, not {type(text).__name__}")
     try:
+        if len(text) > _LONG_CHARS:
+            return backend.encode_batch([text], add_special_tokens=False)[0]
         return backend.encode(text, add_special_tokens=False)
     except TypeError:  # the library's answer to a str that has no UTF-8 form
         raise InputError("text to encode holds a lone surrogate, which is not Unicode text") from None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from verispec.errors import InputError
 from verispec.server.api import ChatRequest, TemplateRequest, TokenizeRequest
 from verispec.server.choices import Choice, Commit, Item
@@ -71,7 +73,7 @@ async def rendered(
             continues_last=goes_on,
         )
 
-    return await core.tokenised(make, sum(len(message["content"]) for message in messages))
+    return await core.tokenised(make, len(msgspec.json.encode(body)))
 
 
 def _shape(body: ChatRequest, *, has_tools: bool) -> Shape:

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from verispec.async_llm import AsyncLLM, Stream
 from verispec.engine import Request
@@ -33,6 +33,7 @@ from verispec.strict_json import numbered
 from verispec.text.detokenizer import TextStream
 from verispec.types import MAX_SEED_BITS, FinishReason, SampleOutput, SamplingParams, TokenEvent
 
+T = TypeVar("T")
 FINGERPRINT_DIGITS = 16
 _ID_DIGITS = 24
 INLINE_CHARS = 20_000  # longer texts are tokenised on another thread, so that streams go on meanwhile
@@ -319,7 +320,7 @@ class Core:
         message = f"the model {shown!r} is not served here; served: {', '.join(self.names)}"
         raise ApiError(404, message, param="model", code="model_not_found")
 
-    async def tokenised(self, make: Callable[[], list[int]], num_chars: int) -> list[int]:
+    async def tokenised(self, make: Callable[[], T], num_chars: int) -> T:
         """`make()`, on another thread if it will take long."""
         return make() if num_chars < INLINE_CHARS else await asyncio.to_thread(make)
 

@@ -25,13 +25,17 @@ async def tokenize(core: Core, received: Received) -> Reply:
         ids = await core.tokenised(lambda: tokenizer.encode(text, add_special=asked is not False), len(text))
     else:
         ids = await rendered(core, body)
-    found: dict[str, Any] = {"count": len(ids), "max_model_len": core.llm.max_len, "tokens": ids}
-    text_of = core.llm.tokenizer.token_text
-    if body.return_token_strs:
-        found["token_strs"] = [text_of(token_id) for token_id in ids]
-    if body.with_pieces:
-        found["tokens"] = [{"id": token_id, "piece": text_of(token_id)} for token_id in ids]
-    return json_reply(found)
+
+    def written() -> Reply:
+        found: dict[str, Any] = {"count": len(ids), "max_model_len": core.llm.max_len, "tokens": ids}
+        text_of = core.llm.tokenizer.token_text
+        if body.return_token_strs:
+            found["token_strs"] = [text_of(token_id) for token_id in ids]
+        if body.with_pieces:
+            found["tokens"] = [{"id": token_id, "piece": text_of(token_id)} for token_id in ids]
+        return json_reply(found)
+
+    return await core.tokenised(written, len(ids))
 
 
 async def tokenizer_info(core: Core, received: Received) -> Reply:
@@ -56,14 +60,18 @@ async def apply_template(core: Core, received: Received) -> Reply:
     body = received.parsed(TemplateRequest)
     core.check_model(body.model)
     ids = await rendered(core, body)
-    special = core.llm.tokenizer.special_texts
-    pieces: list[str] = []
-    plain: list[int] = []
-    for token_id in [*ids, None]:
-        if token_id is not None and token_id not in special:
-            plain.append(token_id)
-            continue
-        pieces.append(core.llm.tokenizer.decode(plain))
-        pieces.append("" if token_id is None else special[token_id])
-        plain = []
-    return json_reply({"prompt": "".join(pieces), "token_ids": ids})
+
+    def written() -> Reply:
+        special = core.llm.tokenizer.special_texts
+        pieces: list[str] = []
+        plain: list[int] = []
+        for token_id in [*ids, None]:
+            if token_id is not None and token_id not in special:
+                plain.append(token_id)
+                continue
+            pieces.append(core.llm.tokenizer.decode(plain))
+            pieces.append("" if token_id is None else special[token_id])
+            plain = []
+        return json_reply({"prompt": "".join(pieces), "token_ids": ids})
+
+    return await core.tokenised(written, len(ids))
