@@ -37,6 +37,7 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 # Each heavy or optional package is imported only where it is needed.
 HOMES = {
     "gguf": {"model"},
+    "pyarrow": {"batch"},
     "huggingface_hub": {"model"},
     "tokenizers": {"model"},
     "jinja2": {"text"},

@@ -144,7 +144,7 @@ def test_what_changed_is_refused_and_named(tmp_path: Path) -> None:
     filled(path := tmp_path / "j")
     before = path.read_bytes()
     for name in PARTS:
-        with Journal.open(path) as journal, pytest.raises(InputError, match=f"another {name}"):
+        with Journal.open(path) as journal, pytest.raises(InputError, match=f"its {name}"):
             journal.begin({**PARTS, name: "other"})
     assert path.read_bytes() == before
     path.write_bytes(b"")

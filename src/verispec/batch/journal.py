@@ -108,8 +108,8 @@ class Journal:
         self._read()
 
     @classmethod
-    def open(cls, path: Path) -> Self:
-        """Open it, new or not, for this process alone. What was cut off at its end is removed."""
+    def open(cls, path: Path, *, fresh: bool = False) -> Self:
+        """Open it, new or not, for this process alone. A record cut off at its end is removed; all are, if `fresh`."""
         while True:
             try:
                 file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _MODE)
@@ -118,6 +118,8 @@ class Journal:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if os.path.samestat(os.fstat(file), os.stat(path)):  # else it was replaced before it was locked
+                    if fresh:
+                        os.ftruncate(file, 0)
                     return cls(path, file)
             except FileNotFoundError:
                 pass
@@ -142,8 +144,8 @@ class Journal:
         for name, value in parts.items():
             if self.header and self.header.get(name) != value:
                 raise InputError(
-                    f"{self.path}: it was begun with another {name}; give the one it was begun with, another output, "
-                    "or --restart to throw away what it holds"
+                    f"{self.path} was begun by a run that differed in its {name}; go on as it was begun, give another "
+                    "output, or --restart to throw away what it holds"
                 )
 
     def samples(self, line: int) -> dict[int, Sample]:
@@ -177,7 +179,11 @@ class Journal:
             file.write(_line({"journal": FORMAT, **self.header}) + _line(record))
 
     def close(self) -> None:
-        os.close(self._file)
+        try:
+            if not self._end:
+                self.path.unlink(missing_ok=True)
+        finally:
+            os.close(self._file)
 
     def __enter__(self) -> Self:
         return self

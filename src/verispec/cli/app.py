@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from verispec import __version__
-from verispec.cli import bench, chat, generate, inspect, keys, models, replay, serve, tune, verify
+from verispec.cli import batch, bench, chat, generate, inspect, keys, models, replay, serve, tune, verify
 from verispec.cli.parser import PROGRAM, Command, argument, nearest
 from verispec.cli.terminal import out, stdin_is_terminal
 from verispec.errors import InputError
@@ -56,6 +56,7 @@ COMMANDS = {
     for command in (
         Command(generate.generate),
         Command(chat.chat, defaults=chat.DEFAULTS, without=frozenset(("ignore_eos", "n"))),
+        Command(batch.batch, without=frozenset(("deterministic",))),
         Command(serve.serve),
         Command(inspect.score, without=frozenset(("max_len",))),
         Command(inspect.audit, without=frozenset(("kv_slots", "max_len"))),

@@ -182,13 +182,21 @@ def load_llm(
     from verispec.cli.progress import LoadingDisplay
     from verispec.llm import LLM
 
-    chosen = {**asdict(loading), **(drafting.for_llm(deterministic, quiet=quiet) if drafting is not None else {})}
-    if not quiet:
-        _note_backend(loading)
+    chosen = llm_arguments(loading, drafting, deterministic=deterministic, quiet=quiet)
     with naming_flags(), LoadingDisplay(quiet=quiet) as display:
         llm = LLM(progress=display.update, **{**chosen, **more})
     atexit.register(llm.calibration.save)
     return llm
+
+
+def llm_arguments(
+    loading: Loading, drafting: Drafting | None, *, deterministic: bool = True, quiet: bool
+) -> dict[str, Any]:
+    """What a command's options say to LLM, with notes on what a user would want to know of it."""
+    chosen = {**asdict(loading), **(drafting.for_llm(deterministic, quiet=quiet) if drafting is not None else {})}
+    if not quiet:
+        _note_backend(loading)
+    return chosen
 
 
 def check_system(system: str | None, *, raw: bool = False) -> None:

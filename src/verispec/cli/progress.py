@@ -58,12 +58,15 @@ class LoadingDisplay:
 
 
 class CountDisplay:
-    """How many of something are done, how fast, and the time left: a bar on a terminal, nothing elsewhere."""
+    """How many of something are done, how fast, and the time left: a bar on a terminal, nothing elsewhere.
 
-    def __init__(self, what: str, total: int, *, quiet: bool = False) -> None:
+    What was done before it began says nothing of how fast it is.
+    """
+
+    def __init__(self, what: str, total: int, *, quiet: bool = False, num_before: int = 0) -> None:
         self._bar = _Bar(quiet=quiet)
         self._what, self._total, self._since = what, total, time.monotonic()
-        self.num_done = 0
+        self._num_before = self.num_done = num_before
 
     def advance(self) -> None:
         self.reach(self.num_done + 1)
@@ -81,8 +84,8 @@ class CountDisplay:
 
     def _draw(self) -> None:
         figures = f"{self.num_done}/{self._total}"
-        if self.num_done:
-            each = max(1e-6, time.monotonic() - self._since) / self.num_done
+        if self.num_done > self._num_before:
+            each = max(1e-6, time.monotonic() - self._since) / (self.num_done - self._num_before)
             rate = f"{1 / each:.1f}/s" if each <= 1 else f"{each:.1f} s each"
             figures += f" {rate} {timedelta(seconds=round(each * (self._total - self.num_done)))} left"
         self._bar.draw(self._what, self.num_done / max(1, self._total), figures)

@@ -230,7 +230,7 @@ class Answer:
 class Core:
     """The engine with everything that requests to it share."""
 
-    def __init__(self, llm: LLM, settings: Settings) -> None:
+    def __init__(self, llm: LLM, settings: Settings, *, engine: AsyncLLM | None = None) -> None:
         self.llm = llm
         self.settings = settings
         self.names = settings.served_names or (llm.identity.name,)
@@ -240,7 +240,7 @@ class Core:
         self.is_draining = False
         self.profile = llm.profile  # a hash, made anew whenever it is asked for
         self.fingerprint = _fingerprint(llm)
-        self._async = AsyncLLM(llm)
+        self._async = engine or AsyncLLM(llm)
         self._answers: dict[Answer, int] = {}
         self._audits: dict[object, int] = {}
 

@@ -41,6 +41,11 @@ class Received:
     data: bytes
     tenant: str
 
+    @classmethod
+    def of(cls, data: bytes) -> Received:
+        """A body that came over no connection."""
+        return cls(Request({"type": "http", "headers": []}), data, tenant="")
+
     def parsed(self, kind: type[T]) -> T:
         """The body as a value of this type. Raises 400, naming the field."""
         return parse(self.data, kind)

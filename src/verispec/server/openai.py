@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,8 @@ from verispec.types import SamplingParams
 DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.encode
 _EVENT_ID = re.compile(r"(\d{1,4})\.(\d{1,9})")
+# What makes ids differ. Batches derive it from the line, so that the same line has the same ids.
+ID_SOURCE: ContextVar[Callable[[], str]] = ContextVar("ID_SOURCE", default=lambda: secrets.token_hex(12))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +46,7 @@ class Shape:
 
 def new_id(prefix: str) -> str:
     """An id for people and logs; nothing goes by it."""
-    return prefix + secrets.token_hex(12)
+    return prefix + ID_SOURCE.get()()
 
 
 def make_call(

@@ -1,0 +1,22 @@
+"""A tiny model that all tests of batches share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.tiny_llm import loaded, write_model
+from verispec.llm import LLM
+
+
+@pytest.fixture(scope="session")
+def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("batch") / "tiny.gguf")
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_path: Path) -> Iterator[LLM]:
+    with loaded(tiny_path, tiny_path.parent / "cache", drafter="ngram") as llm:
+        yield llm
