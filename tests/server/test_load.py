@@ -228,6 +228,31 @@ def test_a_stream_goes_on_where_it_broke_off(served: Served, given: int) -> None
     assert by_id[-2].event_id == whole[-2].event_id == by_ids[-2].event_id
 
 
+@pytest.mark.parametrize(("path", "fields"), [
+    (CHAT, {"messages": [{"role": "user", "content": "two"}], "logprobs": True}),
+    ("/v1/completions", {"prompt": ["one", "two"], "logprobs": 1}),
+])  # fmt: skip
+def test_several_choices_go_on_where_each_of_them_was(served: Served, path: str, fields: dict[str, Any]) -> None:
+    body = {**fields, "n": 2, "seed": 5, "max_tokens": 20, "ignore_eos": True, "stream": True, "return_token_ids": True}
+
+    def told(found: list[Any]) -> dict[int, list[Any]]:
+        """Text, ids and log-probabilities of each choice, joined."""
+        joined: dict[int, list[Any]] = {}
+        for choice in (f.data["choices"][0] for f in found if f.event_id):
+            text, ids, logprobs = joined.setdefault(choice["index"], ["", [], []])
+            entries = choice["logprobs"].get("content") or choice["logprobs"]["token_logprobs"]
+            said = choice["delta"]["content"] if "delta" in choice else choice["text"]
+            joined[choice["index"]] = [text + said, ids + choice["token_ids"], logprobs + entries]
+        return joined
+
+    whole = [f for f in served.stream(path, body) if f.event_id]
+    middle = len(whole) // 2
+    rest = served.stream(path, body, headers={"Last-Event-ID": whole[middle].event_id})
+    assert told(whole[: middle + 1] + rest) == told(whole)
+    assert len(told(whole)) == whole[0].event_id.count(",") + 1 > 1
+    assert 0 < sum(len(ids) for _, ids, _ in told(rest).values()) < sum(len(ids) for _, ids, _ in told(whole).values())
+
+
 def test_going_on_needs_the_seed_and_a_real_id(served: Served) -> None:
     def status(event_id: str, **fields: Any) -> int:
         return served.post(CHAT, chat_body(stream=True, **fields), headers={"Last-Event-ID": event_id}).status_code
