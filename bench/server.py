@@ -7,7 +7,8 @@
 32 streams of an engine whose backend answers at once, a token a commit and in bursts of 8; also the CPU time of the
 server per token, and of whole requests for one token. `overload`: three times as many clients as there are places,
 against exactly as many. `memory`: resident memory over 20,000 requests. The client is a process of its own
-(`load_client.py`). Runs are interleaved, figures are medians.
+(`load_client.py`). Runs are interleaved, figures are medians; the CPU time that other processes took meanwhile is
+printed.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from host import bare_engine
+from table import watched_cpu
 
 from verispec.async_llm import AsyncLLM, Stream
 from verispec.backends.blas import num_cores
@@ -261,8 +263,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--peer", metavar="PATH", help="llama-server's program")
     asked = parser.parse_args()
-    for name in asked.part:
-        PARTS[name](asked)
+    with watched_cpu() as others_share:
+        for name in asked.part:
+            PARTS[name](asked)
+        print(f"\n{others_share():.0%} of the CPU time was used by other processes")
 
 
 if __name__ == "__main__":
