@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, overload
 
 from verispec.arguments import check_int
+from verispec.constraints import library_version
 from verispec.engine import Request
 from verispec.engine.thread import Inbox
 from verispec.errors import InputError, NumericError
@@ -334,6 +335,7 @@ class LLM(Runtime):
             max_len=self.max_len,
             eos_ids=request.eos_ids,
             output=output,
+            library=library_version(),
         )
 
 

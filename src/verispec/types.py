@@ -412,7 +412,8 @@ class SequenceStats:
     verified windows, `mismatches` those of them that found another token, and `recomputed` the tokens
     dropped for that. `longest_stall` is the longest this sequence, running in fast passes, waited for a replay of
     others, `stall_caused` its share of the time that its replays made such sequences wait. `chosen` counts the steps by
-    what was planned for the sequence; `chosen_because` and `no_draft_reason` speak of the last step they apply to.
+    what was planned for the sequence, `accepted_by` the accepted tokens by drafter; `chosen_because` and
+    `no_draft_reason` speak of the last step they apply to.
     `exit_threshold` and `exit_rate` are the state of the adaptive draft exit after the sequence's last draft.
     """
 
@@ -427,6 +428,7 @@ class SequenceStats:
     longest_stall: float = 0.0
     stall_caused: float = 0.0
     chosen: Counter[str] = field(default_factory=Counter)
+    accepted_by: Counter[str] = field(default_factory=Counter)
     chosen_because: str = ""
     no_draft_reason: str = ""
     exit_threshold: float | None = None

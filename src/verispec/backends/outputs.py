@@ -3,6 +3,7 @@
 A backend with kernels of its own gives its own `Logits`; the conformance suite compares them with the shared code's.
 """
 
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -59,7 +60,7 @@ class Handle:
 
     def __init__(self, logits: Logits, at: Int64, sampling: SamplingRows) -> None:
         self._logits: Logits | None = logits
-        self._at, self._sampling = at, sampling
+        self._at, self._sampling = at, _with_own_masks(sampling)
 
     def probabilities(self) -> Float32:
         """[R, V]"""
@@ -77,6 +78,14 @@ class Handle:
         if self._logits is None:
             raise StaleHandleError("the distribution was released")
         return self._logits
+
+
+def _with_own_masks(sampling: SamplingRows) -> SamplingRows:
+    """The same with a copy of the masks: the table is written again before a handle is read."""
+    if sampling.masks is None or sampling.allowed is None:
+        return sampling
+    allowed = np.concatenate([sampling.allowed[:1], sampling.allowed[sampling.masks]])
+    return replace(sampling, masks=np.where(sampling.masks, np.arange(1, len(allowed)), 0), allowed=allowed)
 
 
 def collect(pass_: Pass, resident: Resident, head_rows: Int32, logits: Logits) -> PassResult:

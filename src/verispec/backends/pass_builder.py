@@ -6,6 +6,7 @@ nodes of a tree do. Padding rows are ordinary rows that write to the dump slot.
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from verispec.backends.protocol import (
     FROM_DRAFT,
     FULL_VIEW,
+    Backend,
     Burst,
     DistributionWanted,
     Drafting,
@@ -114,6 +116,8 @@ class PassBuilder:
         self.table_rows: list[int] = []  # what the backend's table does not have yet
         self.table_positions: list[int] = []
         self.table_slots: list[int] = []
+        self.masked: list[tuple[int, NDArray[np.uint32]]] = []  # rows, and the tokens that may be drawn behind them
+        self._mask_rows: dict[int, int] = {}  # where those are in the backend's mask table
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -170,9 +174,24 @@ class PassBuilder:
         self.top_rows.append(row)
         self.top_k = max(self.top_k, k)
 
+    def send_masks(self, backend: Backend, first: int = 1) -> int:
+        """Write what may be drawn into rows `first`.. of the backend's mask table; returns the next free one."""
+        if not self.masked:
+            return first
+        allowed = {id(mask): mask for _, mask in self.masked}
+        numbers = dict(zip(allowed, range(first, first + len(allowed)), strict=True))
+        backend.set_masks(first, np.stack([*allowed.values()]))
+        self._mask_rows = {row: numbers[id(mask)] for row, mask in self.masked}
+        return first + len(allowed)
+
     def rows(self, shape: int) -> Rows:
         """The rows alone, padded."""
-        return padded(self.token_ids, self.positions, self.slots, self.seq_rows, shape=shape, tails=self.tails)
+        rows = padded(self.token_ids, self.positions, self.slots, self.seq_rows, shape=shape, tails=self.tails)
+        if not self._mask_rows:
+            return rows
+        masks = np.zeros(shape, np.int32)
+        masks[[*self._mask_rows]] = [*self._mask_rows.values()]
+        return replace(rows, masks=masks)
 
     def build(
         self,

@@ -36,6 +36,9 @@ class Asked:
     )  # fmt: skip
     system: str | None = option(None, help="system message for the chat template")
     raw: bool = option(False, help="continue the prompt as it is, without chat template")
+    schema: str | None = option(None, metavar="FILE", help="a JSON schema that the answer follows")
+    regex: str | None = option(None, help="a regular expression that the whole answer matches")
+    grammar: str | None = option(None, metavar="FILE", help="a grammar in Lark's notation that the answer follows")
     json: bool = option(False, help="print one JSON object: text, token ids, log-probabilities, seed, digest, stats")
     stats: bool = option(False, help="with --prompts: counts and times in every line, too")
     color: str | None = option(
@@ -58,7 +61,8 @@ def generate(asked: Asked, sampling: Sampling, drafting: Drafting, loading: Load
     """
     file, quiet = asked.prompts, asked.quiet
     _check(asked, sampling)
-    params = sampling.params()
+    shape = _shape(asked)
+    params = sampling.params(**shape)
     from verispec.batch.prompts import LineReader
     from verispec.cli.prompt_file import read_lines, run_file
     from verispec.cli.receipt_file import open_receipts
@@ -76,7 +80,16 @@ def generate(asked: Asked, sampling: Sampling, drafting: Drafting, loading: Load
         prompt_ids = options.prompt_ids(llm, text, system=asked.system, raw=asked.raw)
         with options.naming_flags():
             answer = _print_whole if asked.json or sampling.n > 1 else _print_stream
-            answer(llm, prompt_ids, sampling.seeded(), asked, drafting, receipts)
+            answer(llm, prompt_ids, sampling.seeded(**shape), asked, drafting, receipts)
+
+
+def _shape(asked: Asked) -> dict[str, str]:
+    """What the answer has to look like, read from the files that say so."""
+    shape = {} if asked.regex is None else {"regex": asked.regex}
+    for name, file in (("schema", asked.schema), ("grammar", asked.grammar)):
+        if file is not None:
+            shape[name] = terminal.read_text(file, name=f"--{name} {file}")
+    return shape
 
 
 def _check(asked: Asked, sampling: Sampling) -> None:

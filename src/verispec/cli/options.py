@@ -19,7 +19,7 @@ from verispec.cli.parser import flags, option
 from verispec.config import DEFAULTS
 from verispec.errors import InputError
 from verispec.spec.tree import TreeShape
-from verispec.types import Accept, SamplingParams
+from verispec.types import CONSTRAINTS, Accept, SamplingParams
 
 if TYPE_CHECKING:
     from verispec.llm import LLM
@@ -170,9 +170,9 @@ class Sampling:
             if self.n > 1:
                 no_effect("-n", "at temperature 0: all samples are the same", quiet=quiet)
 
-    def seeded(self) -> SamplingParams:
+    def seeded(self, **instead: Any) -> SamplingParams:
         """`params` with a seed in any case. Greedy answers do not depend on it, so theirs is always the same."""
-        return self.params(seed=secrets.randbelow(_RANDOM_SEEDS) if self.temperature else 0)
+        return self.params(seed=secrets.randbelow(_RANDOM_SEEDS) if self.temperature else 0, **instead)
 
 
 def load_llm(
@@ -234,6 +234,7 @@ def _note_backend(loading: Loading) -> None:
 _INNER_NAMES = {"num_slots": "kv_slots", "max_draft": "draft_len"}
 _FLAGS = {one.name: flags(one)[0] for group in (Loading, Drafting, Sampling) for one in fields(group)}
 _FLAGS |= {inner: _FLAGS[name] for inner, name in _INNER_NAMES.items()} | {"deterministic": "--deterministic"}
+_FLAGS |= {name: f"--{name}" for name in CONSTRAINTS}
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -30,12 +30,17 @@ _MAX_CACHED = 64  # compiled grammars of one model
 # Spelt as `json.dumps` does: where nothing is left to choose, the grammar can be drafted, and no answer drowns in
 # white space. A schema may say otherwise for itself, under "x-guidance".
 _LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_NO_EXTENSION = "NoExtension"  # how the library's reasons begin where nothing can follow
+_NOTHING = "can match nothing that this model's tokens can write"
 _EXACT = {"lenient": False, "coerce_one_of": False}
 
 
 def library_version() -> str:
     """What answers depend on beside the text of a constraint."""
-    return f"llguidance {version('llguidance')}"
+    try:
+        return f"llguidance {version('llguidance')}"
+    except PackageNotFoundError:
+        return "none"
 
 
 class Compiler:
@@ -72,7 +77,7 @@ class Compiler:
         grammar = CompiledGrammar(matcher, self._textless(), self._vocab_size)
         try:
             if not grammar.start(()).can_go_on:
-                raise ConstraintError(kind, "can match nothing that this model's tokens can write")
+                raise ConstraintError(kind, _NOTHING)
         except ConstraintError as found:
             raise ConstraintError(kind, found.reason) from found
         return grammar
@@ -117,8 +122,8 @@ def _said(error: str) -> str:
         return f"unsupported: {match[1]}"
     if match := re.match(r"Unsatisfiable schema: (.*)", error, re.DOTALL):
         return f"can match nothing: {match[1]}"
-    if error.startswith("NoExtension"):
-        return "can match nothing that this model's tokens can write"
+    if error.startswith(_NO_EXTENSION):
+        return _NOTHING
     return " ".join(error.replace("<non-verbose/>", "").split())
 
 
@@ -174,14 +179,20 @@ class Position:
         if self.is_exhausted:
             return ends
         words = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
-        if self._matcher.is_error():
-            raise ConstraintError("the grammar", _said(_reason(self._matcher)))
+        error = _reason(self._matcher)
         allowed = words[: len(vocabulary)] & vocabulary
-        return allowed | ends if self.is_complete else allowed
+        if not error and allowed.any():
+            return allowed | ends if self.is_complete else allowed
+        if error and not error.startswith(_NO_EXTENSION):
+            raise ConstraintError("the grammar", _said(error))
+        if not self.is_complete:
+            raise ConstraintError("the grammar", _NOTHING)
+        self.is_exhausted = True
+        return ends
 
     @property
     def can_go_on(self) -> bool:
-        return self.is_complete or bool(self.allowed.any())
+        return bool(self.allowed.any())
 
     @property
     def forced_ids(self) -> tuple[int, ...]:

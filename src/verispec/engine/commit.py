@@ -210,6 +210,7 @@ class Committer:
         outbox.num_accepted = num_accepted
         outbox.rejected_ids = tuple(t for node, t in enumerate(draft.token_ids) if node not in verdict.path)
         stats.accepted += num_accepted
+        stats.accepted_by[choice.drafter] += num_accepted
         if choice.is_replay:
             stats.replays += 1
             stats.mismatches += num_accepted < len(draft)

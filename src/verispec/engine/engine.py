@@ -68,6 +68,11 @@ class Request:
     salt: str = ""
     grammar: Grammar | None = None
 
+    @property
+    def stopping_ids(self) -> frozenset[int]:
+        """Tokens that end it."""
+        return frozenset(self.params.stop_ids) | frozenset(() if self.params.ignore_eos else self.eos_ids)
+
 
 class Engine:
     """Requests in, committed tokens out.
@@ -184,7 +189,8 @@ class Engine:
         seed = self._random_seed() if params.seed is None else params.seed
         prompt_ids = tuple(map(int, request.prompt_ids))
         limit = self.max_len if params.max_tokens is None else len(prompt_ids) + params.max_tokens
-        stopping_ids = frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else frozenset(request.eos_ids))
+        stopping_ids = request.stopping_ids
+        constraint = None if request.grammar is None else request.grammar.start(stopping_ids)
         samples: list[Sequence] = []
         now = self._clock()
         for i in range(params.n):  # all are made before any is queued: making one may fail
@@ -203,6 +209,7 @@ class Engine:
                 is_streamed=request.is_streamed,
                 salt=request.salt,
                 stats=SequenceStats(arrival_time=now),
+                constraint=constraint,
                 leader=samples[0] if samples and self._config.prefix_cache else None,
             )
             samples.append(sequence)
@@ -319,8 +326,7 @@ class Engine:
         for token_id in request.params.stop_ids:
             if token_id >= vocab_size:
                 raise InputError(f"stop_ids names token {token_id}; the vocabulary has {vocab_size}")
-        if request.params.constraint is not None:
-            raise InputError(f"{request.params.constraint.kind} is not served yet")
+        self._check_constraint(request)
         self._check_speculation(request)
         self._check_committed(request)
         if request.params.deterministic and self._no_family_reason:
@@ -330,6 +336,15 @@ class Engine:
             )
         if request.params.n > self._config.max_waiting:
             raise InputError(f"n = {request.params.n} exceeds the queue's {self._config.max_waiting} places")
+
+    def _check_constraint(self, request: Request) -> None:
+        wanted = request.params.constraint
+        if wanted is None:
+            return
+        if request.grammar is None:
+            raise InputError(f"{wanted.kind} was not compiled: requests are made by `LLM.request`")
+        if self._backend.limits.num_masks <= self._config.max_running:
+            raise InputError(f"{wanted.kind} needs a mask for each sequence that runs, and this backend has too few")
 
     def _check_committed(self, request: Request) -> None:
         """Refuse output so far that this request cannot have had."""
@@ -345,6 +360,17 @@ class Engine:
             _check_ids("committed_ids: ", ids, self._backend.limits.vocab_size)
             if len(ids) > most:
                 raise InputError(f"committed_ids has {len(ids)} tokens; the request can have {most}")
+            self._check_followed(request, ids)
+
+    def _check_followed(self, request: Request, committed_ids: SequenceOf[int]) -> None:
+        """Refuse output so far that breaks the request's constraint."""
+        place = None if request.grammar is None else request.grammar.start(request.stopping_ids)
+        for index, token_id in enumerate(committed_ids):
+            if place is None or token_id in request.stopping_ids:
+                return
+            place = place.after(int(token_id))
+            if place is None:
+                raise InputError(f"committed_ids breaks the request's constraint at token {index}")
 
     def _check_speculation(self, request: Request) -> None:
         """Refuse a drafter, a tree or a rule that cannot be had here, or not by a deterministic request."""

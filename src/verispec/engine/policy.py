@@ -17,6 +17,7 @@ from typing import NamedTuple
 from verispec.backends.cost import CostTable
 from verispec.spec.drafter import Curve, DrafterSet, Held, Refusal
 from verispec.spec.skip_menu import WORTH_IT
+from verispec.spec.speculation import GRAMMAR
 from verispec.spec.turn import NO_ROOM, PLAIN, Choice, SequenceView, States, Turn
 
 _MOST_ENTRIES = 4096
@@ -132,7 +133,7 @@ class Policy:
     def states(self, sequence: SequenceView) -> States:
         """Where a sequence stands with each of its drafters."""
         state = self._drafters.state
-        return tuple([(name, state(name, sequence)) for name in self._drafters.members(sequence.speculation.method)])
+        return tuple([(name, state(name, sequence)) for name in self._drafters.members_of(sequence)])
 
     def _replay(self, turns: Sequence[Turn], states: Sequence[States], partial: set[int], left: int) -> int:
         """Choices of windows under way; returns the rows of those that are verified now.
@@ -169,9 +170,10 @@ class Policy:
     def _choice(self, states: States, drafting: Mapping[str, int], crowd: Crowd) -> Choice:
         refusal = next((s for _, s in states if isinstance(s, Refusal)), "")
         best = None
+        is_free = sum(name != GRAMMAR for name, _ in states) > 1
         for name, state in states:
             if not isinstance(state, Refusal):
-                entry = self._entry(name, state, drafting[name], crowd, is_free=len(states) > 1)
+                entry = self._entry(name, state, drafting[name], crowd, is_free=is_free)
                 best = entry if best is None or entry.rate > best.rate else best
         if best is None:
             return PLAIN._replace(reason=str(refusal))

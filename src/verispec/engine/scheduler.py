@@ -125,7 +125,8 @@ class Scheduler:
         """Fix what runs: up to `count` rounds for whoever needs no host in between, `patience` for the resting."""
         for turn in turns:
             if turn.choice.grows:
-                turn.num_rounds = min(count, turn.choice.num_nodes - turn.choice.num_drawn)
+                num_left = turn.choice.num_nodes - turn.choice.num_drawn
+                turn.num_rounds = min(count, num_left) if turn.sequence.constraint is None else 1
             elif turn.is_resident:
                 self._stay(turn, count)
             elif self._goes_on(turn):
@@ -204,7 +205,7 @@ class Scheduler:
         going = [*plain[True], *plain[False]]
         going += [t.sequence for t in turns if self._goes_on(t)]  # type: ignore[misc]
         going += resting if patience > 1 else ()
-        growing = [t for t in turns if t.choice.grows]
+        growing = [t for t in turns if t.choice.grows and t.sequence.constraint is None]
         drafted = [t for t in turns if t.is_resident]
         fed = growing + drafted
         is_awaited = any(not t.completes or t.is_streams_first for t in turns)

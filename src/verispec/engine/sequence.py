@@ -10,6 +10,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 from verispec.kv import Lease, Node
+from verispec.sampling.constraint import Constraint
 from verispec.sampling.rows import SampleKey
 from verispec.spec.speculation import OFF, Speculation
 from verispec.types import (
@@ -97,6 +98,7 @@ class Sequence:
     is_streamed: bool = True
     salt: str = ""
     stats: SequenceStats = field(default_factory=SequenceStats)
+    constraint: Constraint | None = None  # where the output stands in its grammar
     leader: Sequence | None = None  # sample 0 of the same request, whose prompt K/V this one waits to share
 
     token_ids: list[int] = field(default_factory=list)
@@ -125,8 +127,9 @@ class Sequence:
         self.prompt_len = len(self.prompt_ids)
         self.uses_probabilities = self.speculation.accept is not Accept.MATCH and self.params.temperature > 0
         self.scores_only = self.params.max_tokens == 0
-        self.needs_host = bool(self.params.logprobs) or self.is_traced or self.uses_probabilities
-        self.has_single_rows = not self.params.logprobs and not self.scores_only
+        is_constrained = self.constraint is not None
+        self.needs_host = bool(self.params.logprobs) or self.is_traced or self.uses_probabilities or is_constrained
+        self.has_single_rows = not self.params.logprobs and not self.scores_only and not is_constrained
         self.is_plain = self.speculation.method == OFF and self.has_single_rows
         if self.speculation.method == OFF:
             self.stats.no_draft_reason = "drafter none"
@@ -181,6 +184,7 @@ class Sequence:
             self.text += piece.text
             if piece.stopped:
                 self.finish(FinishReason.STOP)
+        self._follow(token_id)
         if self.finish_reason is None and self.prompt_len + index + 1 >= self.max_len:
             self.finish(FinishReason.LENGTH)
 
@@ -202,14 +206,25 @@ class Sequence:
             if piece.stopped:
                 self.finish(FinishReason.STOP)
                 return
-        if len(self.token_ids) >= self.max_len:
+        self._follow(token_id)
+        if self.finish_reason is None and len(self.token_ids) >= self.max_len:
             self.finish(FinishReason.LENGTH)
+
+    def _follow(self, token_id: int) -> None:
+        """Move on in the grammar. The mask is computed now, while a failure is this request's alone."""
+        if self.constraint is None or self.finish_reason is not None:
+            return
+        self.constraint = self.constraint.committed(token_id)
+        _ = self.constraint.allowed
+        if self.constraint.is_exhausted:
+            self.finish(FinishReason.STOP)
 
     def append_all(
         self, token_ids: SequenceOf[int], logprobs: SequenceOf[float], alternatives: SequenceOf[Alternatives] = ()
     ) -> None:
         """Commit a block of draws up to the one that ends the sequence, as if one by one. -1 is a draw that failed."""
-        is_unseen = not self._makes_text and not alternatives and self.stopping_ids.isdisjoint(token_ids)
+        is_unseen = not (self._makes_text or alternatives or self.constraint)
+        is_unseen = is_unseen and self.stopping_ids.isdisjoint(token_ids)
         room = self.max_len - len(self.token_ids)
         if is_unseen and token_ids[min(room, len(token_ids)) - 1] >= 0:
             self.token_ids += token_ids[:room]
@@ -239,9 +254,9 @@ class Sequence:
             self.outbox.pieces.append(held)
 
     def _make_text(self) -> None:
-        """The whole text at once. The stopping token has none."""
+        """The whole text at once. A stopping token has none; a grammar may have ended without one."""
         ids = self.token_ids[self.prompt_len :]
-        if self.finish_reason is FinishReason.STOP:
+        if self.finish_reason is FinishReason.STOP and ids[-1] in self.stopping_ids:
             ids = ids[:-1]
         text = self.text_sink.push_all(ids)
         if text:

@@ -17,6 +17,7 @@ from verispec.model.file_digest import CHECKSUM_DIGITS, FileDigest
 from verispec.receipt.values import (
     FORMAT,
     MAX_NAME_CHARS,
+    ConstraintRecord,
     ModelRecord,
     OutputRecord,
     ParametersRecord,
@@ -153,7 +154,7 @@ _BLOCKS = _items(_hex(CHECKSUM_DIGITS))
 _FILE = _object(FileDigest, name=_file_name, nbytes=_integer(0, 2**63 - 1), sha256=_SHA256, blocks=_BLOCKS)
 _RECEIPT = _object(
     Receipt,
-    optional=("signature",),
+    optional=("signature", "constraint"),
     verispec=_text(64),
     model=_object(ModelRecord, name=_text(MAX_NAME_CHARS), files=_items(_FILE, 1)),
     profile=_object(
@@ -180,5 +181,6 @@ _RECEIPT = _object(
         num_given=_POSITIVE,
     ),
     digest=_SHA256,
+    constraint=_object(ConstraintRecord, sha256=_SHA256, library=_text(MAX_NAME_CHARS)),
     signature=_object(SignatureRecord, public_key=_hex(_PUBLIC_KEY_DIGITS), value=_hex(_SIGNATURE_DIGITS)),
 )

@@ -14,6 +14,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
 from verispec import __version__
+from verispec.constraints import library_version
 from verispec.engine import Engine, Request
 from verispec.errors import InputError
 from verispec.model.fields import quoted
@@ -126,7 +127,8 @@ def replay(
         is_edited=receipt.is_edited,
         fields=receipt.contradictions() + _model_contradictions(llm, receipt),
         files=_file_differences(receipt.model.files, llm.identity.files),
-        profile=_profile_differences(receipt.profile, ProfileRecord.of(llm.calibration.profile)),
+        profile=_profile_differences(receipt.profile, ProfileRecord.of(llm.calibration.profile))
+        + _library_differences(receipt),
         recorded_finish=receipt.output.finish_reason,
         notes=_notes(llm, receipt),
     )
@@ -248,6 +250,13 @@ def _profile_differences(recorded: ProfileRecord, found: ProfileRecord) -> tuple
     return tuple(FieldDifference(n, one.get(n), other.get(n)) for n in names if one.get(n) != other.get(n))
 
 
+def _library_differences(receipt: Receipt) -> tuple[FieldDifference, ...]:
+    """Another version of the library that follows constraints may allow other tokens."""
+    if receipt.constraint is None or receipt.constraint.library == (found := library_version()):
+        return ()
+    return (FieldDifference("constraint.library", receipt.constraint.library, found),)
+
+
 def _compared(result: ReplayResult, found: _Found, receipt: Receipt, prompt_ids: tuple[int, ...]) -> ReplayResult:
     recorded, num_given = receipt.output, receipt.output.num_given
     drawn_ids, first = recorded.drawn_ids, len(prompt_ids) + num_given
@@ -356,6 +365,7 @@ def _request(llm: LLM, receipt: Receipt, prompt_ids: tuple[int, ...]) -> Request
         text=lambda: TextStream(llm.tokenizer, params.stop),
         first_sample=receipt.parameters.sample_index,
         committed_ids=[given_ids] if (given_ids := receipt.output.given_ids) else (),
+        grammar=llm.grammar(params),
     )
 
 

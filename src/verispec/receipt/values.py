@@ -88,6 +88,14 @@ class ParametersRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class ConstraintRecord:
+    """What the answer had to look like: the hash of what the parameters say, and the library that followed it."""
+
+    sha256: str
+    library: str
+
+
+@dataclass(frozen=True, slots=True)
 class OutputRecord:
     """The answer, and a digest of the log-probabilities of each BLOCK_LEN tokens that were drawn. The first `num_given`
     tokens came with the request.
@@ -127,6 +135,7 @@ class Receipt:
     output: OutputRecord
     digest: str
     signature: SignatureRecord | None = None
+    constraint: ConstraintRecord | None = None
 
     @property
     def is_private(self) -> bool:
@@ -155,6 +164,10 @@ class Receipt:
             found.append(FieldDifference("profile.hash", self.profile.hash, profile.hash))
         if self.parameters.sample_index >= (n := self.parameters.sampling.n):
             found.append(FieldDifference("parameters.sample_index", str(self.parameters.sample_index), f"below {n=}"))
+        wanted = self.parameters.sampling.constraint
+        recorded = None if self.constraint is None else self.constraint.sha256
+        if recorded != (hashed := None if wanted is None else wanted.sha256):
+            found.append(FieldDifference("constraint.sha256", recorded, hashed))
         num_digests, num_blocks = len(self.output.logprob_digests), -(-len(self.output.drawn_ids) // BLOCK_LEN)
         if num_digests != num_blocks:
             found.append(FieldDifference("output.logprob_digests", f"{num_digests} digests", f"{num_blocks}"))
@@ -170,8 +183,12 @@ def make_receipt(
     max_len: int,
     eos_ids: Iterable[int],
     output: SampleOutput,
+    library: str = "",
 ) -> Receipt:
-    """The receipt of a finished sample. Raises InputError for one that cannot have any."""
+    """The receipt of a finished sample. Raises InputError for one that cannot have any.
+
+    `library` is what followed the constraint, where there is one.
+    """
     check_recordable(params)
     if output.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
         raise InputError(f"a receipt needs an answer that ended by itself; this one ended with {output.finish_reason}")
@@ -199,6 +216,7 @@ def make_receipt(
             len(output.given_ids),
         ),
         digest="",
+        constraint=None if params.constraint is None else ConstraintRecord(params.constraint.sha256, library),
     )
     return replace(receipt, digest=content_digest(receipt))
 
@@ -246,8 +264,9 @@ def _plain(receipt: Receipt) -> dict[str, Any]:
             del sampling[name]
     if receipt.is_private:
         del plain["prompt"]["token_ids"]
-    if receipt.signature is None:
-        del plain["signature"]
+    for name in ("signature", "constraint"):
+        if plain[name] is None:
+            del plain[name]
     if not receipt.output.num_given:
         del plain["output"]["num_given"]
     return plain

@@ -12,7 +12,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 from verispec.backends.cost import CostTable
-from verispec.spec.speculation import AUTO
+from verispec.spec.constrained import followed
+from verispec.spec.speculation import AUTO, GRAMMAR, OFF
 from verispec.spec.tree import MAX_NODES, TreeShape
 from verispec.spec.turn import Drafted, Pending, Recipe, SequenceView, Turn
 from verispec.types import NO_PARENT
@@ -117,6 +118,17 @@ class DrafterSet:
     def members(self, name: str) -> tuple[str, ...]:
         return self._members.get(name, (name,))
 
+    def members_of(self, sequence: SequenceView) -> tuple[str, ...]:
+        """The drafters of a sequence. Under a constraint the grammar drafts too, beside any of them but none.
+
+        Not where probabilities judge: it has none.
+        """
+        members = self.members(sequence.speculation.method)
+        is_alone = sequence.constraint is None or sequence.uses_probabilities or sequence.speculation.method == OFF
+        if is_alone or GRAMMAR not in self._drafters or GRAMMAR in members:
+            return members
+        return (*members, GRAMMAR)
+
     def has_probabilities(self, name: str) -> bool:
         """Whether this drafter, or one of those that AUTO chooses from, knows how likely its tokens are."""
         return any(self._drafters[n].has_probabilities for n in self.members(name))
@@ -156,6 +168,8 @@ class DrafterSet:
             for turn, draft in zip(group, found, strict=False):
                 try:
                     self._check(turn, draft)
+                    if turn.sequence.constraint is not None:
+                        draft, turn.places = followed(turn.sequence.constraint, draft)
                     turn.draft = draft
                 except Exception:
                     _failed(name, None)
@@ -172,7 +186,7 @@ class DrafterSet:
                     _failed(name, None)
 
     def forget(self, sequence: SequenceView) -> None:
-        for name in self.members(sequence.speculation.method):
+        for name in self.members_of(sequence):
             try:
                 self._drafters[name].forget(sequence.sequence_id)
             except Exception:

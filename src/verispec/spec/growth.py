@@ -18,6 +18,7 @@ from verispec.backends.pass_builder import DraftRule, PassBuilder
 from verispec.backends.protocol import FULL_VIEW, Backend, PassKind, PassResult, View
 from verispec.kv import TARGET_STORE
 from verispec.sampling.beam import NOBODY, Paths, greedy_level, race_level, root
+from verispec.sampling.constraint import Constraint
 from verispec.sampling.draw import NoisyTopK
 from verispec.sampling.noise import Domain, stream
 from verispec.spec.tree import TreeShape
@@ -60,6 +61,7 @@ class DraftModel:
         return DraftRule(self.store, self.view, self.kind, self.shape, least)
 
     def run(self, builder: PassBuilder) -> PassResult:
+        builder.send_masks(self.backend)
         pass_ = builder.build(
             self.kind, self.shape, vocab_size=self.backend.limits.vocab_size, store=self.store, view=self.view
         )
@@ -87,6 +89,11 @@ class _Growth:
     frontier: list[int] = field(default_factory=lambda: [NO_PARENT])  # nodes whose children come next
     paths: Paths = field(default_factory=root)
     computed: set[int] = field(default_factory=set)  # nodes that had a row: not those that end the sequence
+    places: dict[int, Constraint] = field(default_factory=dict)  # of the frontier, under a constraint
+
+    def __post_init__(self) -> None:
+        if self.turn.sequence.constraint is not None:
+            self.places = {NO_PARENT: self.turn.sequence.constraint}
 
     def path(self, node: int) -> list[int]:
         """Nodes from the root's child down to `node`."""
@@ -104,13 +111,18 @@ class _Growth:
         stopping_ids = self.turn.sequence.stopping_ids
         self.computed.update(node for node in self.frontier if node != NO_PARENT)
         self.frontier, going = [], []
+        before, self.places = self.places, {}
         for i, child in enumerate(children):
+            place = before[child.parent].after(child.token_id) if before else None
             self.token_ids.append(child.token_id)
             self.parents.append(child.parent)
             self.probabilities.append(child.probability)
-            if child.token_id not in stopping_ids and not stops(child.probability):
+            ends = child.token_id in stopping_ids or (before and (place is None or place.is_exhausted))
+            if not ends and not stops(child.probability):
                 self.frontier.append(len(self.token_ids) - 1)
                 going.append(i)
+                if place is not None:
+                    self.places[self.frontier[-1]] = place
         if paths is not None:
             self.paths = Paths(paths.phi[going], paths.log_tau[going])
 
@@ -183,6 +195,8 @@ def _add_frontier(builder: PassBuilder, growth: _Growth, level: int, model: Draf
         else:
             row = _add_committed(builder, turn, range(model.first_row(turn), committed_len))
         wish.rows.append(row)
+        if growth.places:
+            builder.masked.append((row, growth.places[node].allowed))
         if sequence.uses_probabilities:
             wish.noise.append((committed_len, stream(Domain.DRAFT, 1 + node)))
             builder.shown_rows.append(row)

@@ -18,8 +18,8 @@ import numpy as np
 from verispec.backends.pass_builder import PassBuilder
 from verispec.backends.protocol import FROM_STATE, Backend, BurstResult, Pass, PassKind, PassResult, Ticket
 from verispec.kv import TARGET_STORE
-from verispec.spec.turn import NO_ROOM, Cohort, Pending, Recipe, Score, Step, Turn
-from verispec.types import Draft, Stored, TokenLogprob, Verdict
+from verispec.spec.turn import NO_ROOM, Cohort, Pending, Places, Recipe, Score, Step, Turn
+from verispec.types import NO_DRAFT, Draft, Stored, TokenLogprob, Verdict
 
 Fit = Callable[[int], int]
 Observe = Callable[[Pass, float], None]
@@ -111,9 +111,12 @@ class Passes:
         self._joins = joins
         self._observe = observe
         self._clock = clock
+        self._next_mask = 1
         self.newest: Pass | None = None  # submitted last
 
     def submit(self, step: Step) -> Flight:
+        self._next_mask = 1
+        _fit_masks(step.turns, self._backend.limits.num_masks)
         canonical: tuple[list[Turn], list[Cohort]] = ([], [])
         fast: tuple[list[Turn], list[Cohort]] = ([], [])
         for turn in step.turns:
@@ -144,9 +147,21 @@ class Passes:
             marks.append(_Mark.of(builder))
         for cohort in cohorts:
             add_cohort(builder, cohort)
+        self._next_mask = builder.send_masks(self._backend, self._next_mask)
         pass_ = builder.build(kind, fit, vocab_size=self._backend.limits.vocab_size)
         self.newest = pass_
         return _Part(turns, cohorts, builder, marks, pass_, self._clock(), self._backend.submit(pass_))
+
+
+def _fit_masks(turns: Sequence[Turn], num_masks: int) -> None:
+    """Drop drafts under constraints that the mask table has no rows for; one row of each sequence always fits."""
+    constrained = [turn for turn in turns if turn.sequence.constraint is not None]
+    left = num_masks - 1 - len(constrained)
+    for turn in constrained:
+        if isinstance(turn.draft, Draft):
+            if len(turn.draft) > left:
+                turn.draft, turn.places = NO_DRAFT, ()
+            left -= len(turn.draft)
 
 
 def _num_rows(turns: Sequence[Turn], cohorts: Sequence[Cohort]) -> int:
@@ -180,6 +195,7 @@ def add_turn(builder: PassBuilder, turn: Turn) -> None:
         token_id = draft.token_ids[-1] if behind else sequence.token_ids[-1]
         row = builder.add_chain(turn.seq_row, turn.start + behind, (token_id,), (turn.slots[behind],))
         builder.draw.rows.append(row)
+        _mask(builder, turn.places, range(row, row + 1))
         builder.feed_back(row, turn.num_rounds)
         return
     if isinstance(draft, Recipe):
@@ -193,6 +209,7 @@ def add_turn(builder: PassBuilder, turn: Turn) -> None:
         _want_prompt(builder, turn, row - count + 1)
     if turn.completes:
         _want_draws(builder, turn, range(row, row + 1))
+        _mask(builder, turn.places[:1] or (sequence.constraint,), range(row, row + 1))
         if turn.is_fed:
             builder.feed_back(row, turn.num_rounds)
         if len(draft):
@@ -206,12 +223,19 @@ def _add_nodes(builder: PassBuilder, turn: Turn, draft: Draft) -> None:
         slots = turn.slots[first : first + len(draft)]
         row = builder.add_chain(turn.seq_row, start, draft.token_ids, slots)
         _want_draws(builder, turn, range(row, row + len(draft)))
+        _mask(builder, turn.places[1:], range(row, row + len(draft)))
         return
     for node, token_id in enumerate(draft.token_ids):
         path = draft.path_to(node)
         tail = [turn.slots[first + i] for i in path]
         row = builder.add_node(turn.seq_row, start + len(path) - 1, token_id, tail)
         _want_draws(builder, turn, range(row, row + 1))
+        _mask(builder, turn.places[1 + node : 2 + node], range(row, row + 1))
+
+
+def _mask(builder: PassBuilder, places: Places, rows: range) -> None:
+    """What may be drawn at rows; where there are no places, everything."""
+    builder.masked += [(row, place.allowed) for row, place in zip(rows, places, strict=False) if place is not None]
 
 
 def _want_draws(builder: PassBuilder, turn: Turn, rows: range) -> None:

@@ -9,13 +9,14 @@ from verispec.errors import InputError
 from verispec.kv import DRAFT_STORE
 from verispec.spec.decode import DecodeConfig, DecodeDrafter
 from verispec.spec.drafter import Drafter
+from verispec.spec.grammar import GrammarDrafter
 from verispec.spec.growth import DraftModel
 from verispec.spec.model_drafter import ModelDrafter, ModelDrafterConfig, Source
 from verispec.spec.ngram import NgramConfig, NgramDrafter
 from verispec.spec.none import NoDrafter
 from verispec.spec.skip import NOT_TUNED, skip_drafter
 from verispec.spec.skip_menu import MAX_DRAFT, SkipMenu
-from verispec.spec.speculation import AUTO
+from verispec.spec.speculation import AUTO, GRAMMAR
 
 SKIP_DRAFTER, MODEL_DRAFTER = "skip", "model"
 NO_DRAFT_MODEL = "there is no draft model; --draft-model names one"
@@ -64,6 +65,7 @@ def _model(setup: DraftSetup) -> Drafter:
 DRAFTERS: dict[str, Callable[[DraftSetup], Drafter]] = {
     "none": lambda setup: NoDrafter(),
     "ngram": lambda setup: NgramDrafter(NgramConfig(max_draft=setup.length(NgramConfig().max_draft))),
+    GRAMMAR: lambda setup: GrammarDrafter(setup.length(GrammarDrafter.MAX_DRAFT)),
     "decode": lambda setup: DecodeDrafter(DecodeConfig(window_len=setup.length(DecodeConfig().window_len))),
     SKIP_DRAFTER: _skip,
     MODEL_DRAFTER: _model,

@@ -12,6 +12,7 @@ from verispec.types import Accept
 
 _KEYS = ("method", "tree", "accept")
 OFF = "none"
+GRAMMAR = "grammar"  # drafts what a constraint forces
 AUTO = "auto"  # the policy chooses among all drafters
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 from verispec.backends.pass_builder import DraftRule
 from verispec.backends.protocol import DistributionHandle
 from verispec.kv import Lease
+from verispec.sampling.constraint import Constraint
 from verispec.sampling.rows import SampleKey
 from verispec.spec.speculation import Speculation
 from verispec.spec.tree import TreeShape
@@ -43,6 +44,8 @@ class SequenceView(Protocol):
     def sample_key(self) -> SampleKey: ...
     @property
     def stopping_ids(self) -> Collection[int]: ...
+    @property
+    def constraint(self) -> Constraint | None: ...
     @property
     def uses_probabilities(self) -> bool: ...
     @property
@@ -99,6 +102,7 @@ class Choice(NamedTuple):
     because: str = ""
 
 
+Places = tuple[Constraint | None, ...]  # behind the committed tokens, then behind each node; None: never reached
 States = tuple[tuple[str, Hashable], ...]  # by drafter: what names its curves, a draft under way, or a refusal
 PLAIN = Choice()
 NO_ROOM = Choice(reason="no room for a draft")
@@ -153,6 +157,7 @@ class Turn:
     num_rounds: int = 1
     # Filled in by drafters,
     draft: Drafted = NO_DRAFT
+    places: Places = ()  # where a draft stands in its grammar; of a growing one, the last place alone
     num_draft_passes: int = 0
     note: str = ""  # why nothing was drafted after all
     exit_state: tuple[float, float] | None = None  # threshold and rate of the adaptive exit

@@ -1,0 +1,255 @@
+"""Constrained answers: in the shape, the same tokens whatever drafts, crowds or interrupts them, and the right odds."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from tests.support.adversaries import FAMILY, adversaries, collect
+from tests.support.chi_square import chi_square_p
+from tests.support.fake_backend import FakeBackend
+from tests.support.shapes import END, PERSON, VOCAB_SIZE, VOCABULARY, compiled
+from verispec.backends.cost import FLAT_COST, CostTable
+from verispec.backends.protocol import Pass, Ticket
+from verispec.config import EngineConfig
+from verispec.engine import Engine, Request
+from verispec.errors import ConstraintError, InputError
+from verispec.spec.drafter import Drafter
+from verispec.spec.grammar import GrammarDrafter
+from verispec.spec.registry import make_drafters
+from verispec.spec.speculation import AUTO, Speculation
+from verispec.text.detokenizer import TextStream
+from verispec.types import FinishReason, SampleOutput, SamplingParams
+
+PROMPT = tuple(VOCABULARY.encode("tell me"))
+SEEDS = range(6)
+PARAMS = SamplingParams(schema=PERSON, max_tokens=64, temperature=1.0, seed=1)
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "greedy": {"temperature": 0.0},
+    "filters": {"top_k": 3, "top_p": 0.9, "min_p": 0.01},
+    "penalties": {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.3},
+    "bias and a least length": {"logit_bias": {END: 50.0, 5: -9.0}, "min_tokens": 12},
+    "alternatives": {"logprobs": 3},
+    "no end token": {"ignore_eos": True},
+}
+
+
+def request(params: SamplingParams = PARAMS, method: str = "none", **fields: Any) -> Request:
+    return Request(
+        PROMPT, params, Speculation(method), eos_ids=(END,), grammar=compiled(params),
+        text=partial(TextStream, VOCABULARY, params.stop), **fields,
+    )  # fmt: skip
+
+
+def engine(
+    drafters: dict[str, Drafter] | None = None,
+    *,
+    backend: FakeBackend | None = None,
+    cost: CostTable = FLAT_COST,
+    **config: Any,
+) -> Engine:
+    backend = backend or FakeBackend(vocab_size=VOCAB_SIZE, num_masks=80, num_slots=512)
+    sizes = {"num_slots": backend.limits.num_slots, **config}
+    return Engine(
+        backend, family=(*FAMILY, 32, 64), drafters=drafters or make_drafters(), default_drafter="none", cost=cost,
+        config=EngineConfig(**sizes),
+    )  # fmt: skip
+
+
+@cache
+def alone(params: SamplingParams = PARAMS, **fields: Any) -> SampleOutput:
+    made = engine()
+    made.add(request(params, **fields))
+    (output,) = collect(made).values()
+    return output
+
+
+def in_shape(output: SampleOutput) -> None:
+    assert output.error is None
+    if output.finish_reason is FinishReason.STOP:
+        jsonschema.validate(json.loads(output.text), PERSON)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_answers_are_in_the_shape_and_end_by_themselves(variant: str) -> None:
+    outputs = [alone(replace(PARAMS, seed=seed, **VARIANTS[variant])) for seed in SEEDS]
+    for output in outputs:
+        in_shape(output)
+    assert {o.finish_reason for o in outputs} == {FinishReason.STOP}
+    assert variant in ("greedy", "filters") or len({o.digest for o in outputs}) == len(outputs)
+
+
+@pytest.mark.parametrize("name", [*adversaries({}), "grammar", AUTO])
+def test_no_drafter_and_no_tree_changes_a_bit(name: str) -> None:
+    """Chains, trees and duplicates that leave the grammar and return to it, beside drafters that fail."""
+    expected: dict[int, list[int]] = {}
+    made = engine({**adversaries(expected, VOCAB_SIZE), "grammar": GrammarDrafter()}, max_draft=6)
+    wanted = {}
+    for i, variant in enumerate(VARIANTS):
+        params = replace(PARAMS, seed=i, **VARIANTS[variant])
+        wanted[made.add(request(params, name))] = found = alone(params)
+        expected[i] = [*PROMPT, *found.token_ids]
+    for (request_id, _), output in collect(made).items():
+        assert output.digest == wanted[request_id].digest
+        assert output.text == wanted[request_id].text
+
+
+def test_the_grammar_drafts_beside_every_drafter_and_says_how_much() -> None:
+    for method in ("grammar", "ngram", "decode", AUTO):
+        made = engine()
+        made.add(request(method=method))
+        (output,) = collect(made).values()
+        assert output.digest == alone().digest
+        assert output.stats.chosen["grammar"] > 0, method
+        assert output.stats.accepted_by.total() == output.stats.accepted
+    unconstrained = engine()
+    unconstrained.add(Request(PROMPT, SamplingParams(max_tokens=4), Speculation("grammar")))
+    (output,) = collect(unconstrained).values()
+    assert output.stats.no_draft_reason == "the answer may have any shape"
+
+
+@pytest.mark.parametrize("method", ["none", "ngram", "decode", AUTO])
+def test_a_crowd_and_preemption_change_nothing(method: str) -> None:
+    """Constrained and free requests side by side, in too few slots."""
+    free = SamplingParams(max_tokens=30, temperature=1.0)
+    made = engine(num_slots=70, max_running=8)
+    wanted = {}
+    for seed in range(8):
+        params = replace(PARAMS if seed % 2 else free, seed=seed)
+        one = request(params, method) if seed % 2 else Request(PROMPT, params, Speculation(method))
+        wanted[made.add(one)] = (one, seed)
+    outputs = collect(made)
+    assert sum(o.stats.preemptions for o in outputs.values()) > 0
+    for (request_id, _), output in outputs.items():
+        one, _ = wanted[request_id]
+        other = engine()
+        other.add(replace(one, speculation=Speculation("none")))
+        (found,) = collect(other).values()
+        assert output.digest == found.digest
+
+
+def test_output_so_far_is_followed_and_checked() -> None:
+    whole = alone(replace(PARAMS, n=1))
+    ids = whole.token_ids
+    for cut in (1, len(ids) // 2, len(ids) - 1, len(ids)):
+        rest = alone(committed_ids=(ids[:cut],))
+        assert (*ids[:cut], *rest.token_ids) == ids
+        assert (rest.text, rest.finish_reason) == (whole.text, whole.finish_reason)
+    made = engine()
+    with pytest.raises(InputError, match="breaks the request's constraint at token 1"):
+        made.add(request(committed_ids=((ids[0], ids[0]),)))
+
+
+def test_samples_share_a_grammar_and_nothing_else() -> None:
+    made = engine()
+    made.add(request(replace(PARAMS, n=4), "grammar"))
+    outputs = collect(made)
+    assert len({o.digest for o in outputs.values()}) == 4
+    for (_, index), output in outputs.items():
+        in_shape(output)
+        assert output.digest == alone(first_sample=index).digest
+
+
+class Deaf(FakeBackend):
+    """Ignores masks: the control."""
+
+    def submit(self, pass_: Pass) -> Ticket:
+        return super().submit(replace(pass_, rows=replace(pass_.rows, masks=None)))
+
+
+def test_control_a_backend_that_ignores_masks_is_found_out() -> None:
+    made = engine(backend=Deaf(vocab_size=VOCAB_SIZE, num_masks=80))
+    made.add(request())
+    (output,) = collect(made).values()
+    assert output.finish_reason is FinishReason.ERROR
+    assert "does not allow token" in (output.error or "")
+
+
+class _Broken:
+    """A grammar that allows everything, and cannot be followed behind its third token."""
+
+    is_complete, is_exhausted, forced_ids = False, False, ()
+
+    def __init__(self, num_taken: int = 0) -> None:
+        self._num_taken = num_taken
+
+    def start(self, stop_ids: object) -> _Broken:
+        return self
+
+    @property
+    def allowed(self) -> np.ndarray:
+        if self._num_taken == 3:
+            raise ConstraintError("the grammar", "is too complex here")
+        return np.full(-(-VOCAB_SIZE // 32), 2**32 - 1, np.uint32)
+
+    def after(self, token_id: int) -> _Broken:
+        return _Broken(self._num_taken + 1)
+
+    committed = after
+
+
+@pytest.mark.parametrize("method", ["none", "perfect"])
+def test_a_grammar_that_fails_ends_its_request_alone(method: str) -> None:
+    made = engine(adversaries({0: [*PROMPT, *range(1, 30)], 1: [*PROMPT, *alone().token_ids]}, VOCAB_SIZE))
+    broken = made.add(replace(request(method=method), grammar=_Broken()))
+    sound = made.add(request(method=method))
+    outputs = collect(made)
+    assert outputs[broken, 0].finish_reason is FinishReason.ERROR
+    assert "too complex" in (outputs[broken, 0].error or "")
+    assert len(outputs[broken, 0].token_ids) == 3
+    assert outputs[sound, 0].digest == alone().digest
+
+
+def test_free_requests_go_on_bursting_beside_constrained_ones() -> None:
+    backend = FakeBackend(vocab_size=VOCAB_SIZE, num_masks=80)
+    made = engine(backend=backend, cost=CostTable((1, 64), (1e-6, 1e-6), (0.0, 0.0)), max_burst=8)
+    made.add(request())
+    for seed in range(6):
+        params = SamplingParams(max_tokens=40, temperature=1.0, seed=seed)
+        made.add(Request(PROMPT, params, Speculation("none"), is_streamed=False))
+    collect(made)
+    assert any(p.burst and p.burst.num_rounds and p.rows.masks is not None for p in backend.passes)
+
+
+def test_the_odds_are_the_models_own_within_the_mask() -> None:
+    """At each step p / sum of p over what is allowed; the control: the odds of whole texts, renormalised at the end."""
+    params = SamplingParams(regex="(a|b(c|d|e)|f)", max_tokens=4, temperature=1.0, seed=5, n=600)
+    backend = FakeBackend(vocab_size=VOCAB_SIZE, num_masks=80, num_slots=2048, model_seed=57)
+    made = engine(backend=backend)
+    made.add(request(params, "grammar"))
+    texts = [output.text for output in collect(made).values()]
+    odds = {text: _odds(backend, text) for text in ("a", "bc", "bd", "be", "f")}
+    counts = np.array([texts.count(text) for text in odds])
+    assert counts.sum() == len(texts)
+    stepwise = np.array([steps["allowed"] for steps in odds.values()])
+    whole = np.array([steps["raw"] for steps in odds.values()])
+    assert chi_square_p(counts, stepwise) > 1e-3
+    assert chi_square_p(counts, whole / whole.sum()) < 1e-6
+
+
+def _odds(backend: FakeBackend, text: str) -> dict[str, float]:
+    """Of a text: by the model's own probabilities, and by those within what each step allows."""
+    allowed = {"": "abf", "b": "cde"}
+    found = {"raw": 1.0, "allowed": 1.0}
+    for i, letter in enumerate(text):
+        if text[:i] in allowed:
+            p = {c: _probability(backend, text[:i], c) for c in allowed[text[:i]]}
+            found["raw"] *= p[letter]
+            found["allowed"] *= p[letter] / sum(p.values())
+    return found
+
+
+def _probability(backend: FakeBackend, before: str, letter: str) -> float:
+    ids = [*PROMPT, *VOCABULARY.encode(before), *VOCABULARY.encode(letter)]
+    made = engine(backend=backend)
+    made.add(Request(ids, SamplingParams(max_tokens=0, prompt_logprobs=0), Speculation("none")))
+    (output,) = collect(made).values()
+    assert output.prompt_logprobs is not None
+    return float(np.exp(output.prompt_logprobs[-1].logprob))
