@@ -76,6 +76,7 @@ class Asking:
     token_ids: tuple[int, ...] = (1, 2, 3)
     computed_len: int = 2
     params: SamplingParams = SAMPLED
+    constraint: None = None
 
 
 def turn(sequence_id: int, method: str, *, room: int = 100, **speculation: object) -> Turn:

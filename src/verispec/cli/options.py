@@ -80,11 +80,11 @@ class Drafting:
     drafter: str | None = option(
         None, metavar="NAME", values=drafters,
         help="none: plain decoding. ngram: what followed the last words before. decode: batches of any shape, verified "
-        "later. skip: the model with sub-layers skipped. model: --draft-model. auto: what is predicted to be fastest. "
-        "Default: ngram; model with --draft-model",
+        "later. grammar: what a schema or grammar forces. skip: the model with sub-layers skipped. model: "
+        "--draft-model. auto: what is predicted to be fastest. Default: ngram; model with --draft-model",
     )  # fmt: skip
     draft_len: int | None = option(
-        None, help="the most tokens of one draft. Default: ngram 16, decode 32, skip 12, model 8"
+        None, help="the most tokens of one draft. Default: ngram 16, grammar 32, decode 32, skip 12, model 8"
     )
     draft_model: str | None = option(
         None, metavar="NAME", values=known_models, help="a smaller model with the same vocabulary; named like --model"

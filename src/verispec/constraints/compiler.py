@@ -76,13 +76,21 @@ class Compiler:
             raise ConstraintError(kind, _said(error), path)
         grammar = CompiledGrammar(matcher, self._textless(), self._vocab_size)
         try:
-            if not grammar.start(()).can_go_on:
-                raise ConstraintError(kind, _NOTHING)
+            first_ids = grammar.first_ids()
         except ConstraintError as found:
             raise ConstraintError(kind, found.reason) from found
-        return grammar
+        if not len(first_ids):
+            raise ConstraintError(kind, _NOTHING)
+        if not self._tokenizer.strips_leading_space:
+            return grammar
+        # One space at the beginning of the tokens is no part of the text: the model may write it, and must, where the
+        # text can begin with a space of its own.
+        may_be_text = any(self._tokenizer.token_bytes(i).startswith(b" ") for i in first_ids.tolist())
+        matcher = self._matcher(kind, schema or text, before='" "' if may_be_text else '" "?')
+        return CompiledGrammar(matcher, self._textless(), self._vocab_size)
 
-    def _matcher(self, kind: str, source: Any) -> LLMatcher:
+    def _matcher(self, kind: str, source: Any, before: str = "") -> LLMatcher:
+        """`before` is what stands before the text, in Lark's notation."""
         tables = self._tables()
         from llguidance import LLMatcher, LLParserLimits
 
@@ -92,6 +100,10 @@ class Compiler:
             grammar = LLMatcher.grammar_from_regex(source)
         else:
             grammar = LLMatcher.grammar_from_lark(source)
+        if before:
+            parts = [{"lark_grammar": grammar}] if kind == "grammar" else json.loads(grammar)["grammars"]
+            whole = {"lark_grammar": f"start: {before} @body"}
+            grammar = json.dumps({"grammars": [whole, {**parts[0], "name": "body"}, *parts[1:]]})
         limits = LLParserLimits(verbose_errors=False)
         return LLMatcher(tables, grammar, log_level=0, limits=limits)
 
@@ -135,6 +147,10 @@ class CompiledGrammar:
         self._textless = textless
         self._vocabulary = _bits(range(vocab_size), vocab_size)
         self._vocab_size = vocab_size
+
+    def first_ids(self) -> NDArray[np.int64]:
+        """The tokens that an answer can begin with."""
+        return np.flatnonzero(np.unpackbits(self.start(()).allowed.view(np.uint8), bitorder="little"))
 
     def start(self, stop_ids: Iterable[int]) -> Position:
         ends = _bits(self._textless.intersection(stop_ids), self._vocab_size)
@@ -189,10 +205,6 @@ class Position:
             raise ConstraintError("the grammar", _NOTHING)
         self.is_exhausted = True
         return ends
-
-    @property
-    def can_go_on(self) -> bool:
-        return bool(self.allowed.any())
 
     @property
     def forced_ids(self) -> tuple[int, ...]:
