@@ -22,7 +22,7 @@ def test_an_answer_by_schema_regex_and_grammar(cli: Cli, tmp_path: Path) -> None
     grammar.write_text('start: "It is " CITY "."\nCITY: "Paris" | "London"')
     found = json.loads(cli("generate", QUESTION, "--schema", str(schema), "-q").out)
     assert set(found) == {"city", "big"}
-    assert cli("generate", QUESTION, "--regex", "(Paris|London)!", "-q").out == "Paris!\n"
+    assert cli("generate", QUESTION, "--regex", "(Paris|London)!", "-q").out in ("Paris!\n", "London!\n")
     whole = cli("generate", QUESTION, "--grammar", str(grammar), "--json").json()
     assert whole["text"] == "It is Paris."
     assert whole["finish_reason"] == "stop"
