@@ -316,6 +316,12 @@ static inline float exp2_f32(float x) {  // 0 below -126, 2^126 above 126; NaN s
 
 static inline float silu(float g) { return g / (1.0f + exp2_f32(g * -1.44269504f)); }
 
+static inline float gelu(float g) {  // the tanh form: g / (1 + e^(-2 u)), u = sqrt(2 / pi) (g + 0.044715 g^3)
+  return g / (1.0f + exp2_f32(g * __builtin_fmaf(g * g, -0.10294324f, -2.3022082f)));
+}
+
+static inline float activated(int activation, float g) { return activation == kGeluTanh ? gelu(g) : silu(g); }
+
 // Squares of the row added as a tree of neighbours, then 1 / sqrt(sum / width + eps). `scratch` has room for the row.
 static float norm_factor(const float* x, int width, float eps, float* scratch) {
   for (int i = 0; i < width; ++i) scratch[i] = x[i] * x[i];
@@ -329,7 +335,7 @@ static float norm_factor(const float* x, int width, float eps, float* scratch) {
 struct Buffers {
   Operand in;          // of the product that comes next
   float* factors;      // [rows] of the last norm
-  float* y;            // [rows][max(qkv, 2 mlp)]
+  float* y;            // [rows][max(qkv, 2 mlp, hidden)]
   char* own;           // [threads][own_nbytes]
   size_t own_nbytes;
 };
@@ -363,7 +369,9 @@ static size_t carve(const Model& model, int num_rows, int num_threads, char* bas
   b->in.exponents = reinterpret_cast<int16_t*>(take(rows * most * 2));
   b->in.tops = reinterpret_cast<int16_t*>(take(rows * (most / kStep) * 2));
   b->factors = reinterpret_cast<float*>(take(rows * 4));
-  b->y = reinterpret_cast<float*>(take(rows * size_t(qkv > 2 * model.mlp ? qkv : 2 * model.mlp) * 4));
+  int outputs = qkv > 2 * model.mlp ? qkv : 2 * model.mlp;
+  outputs = model.hidden > outputs ? model.hidden : outputs;
+  b->y = reinterpret_cast<float*>(take(rows * size_t(outputs) * 4));
   const size_t attention = Operand::nbytes(group, d) + Operand::nbytes(group, kTile) + size_t(d) * kTile * 2 +
                            size_t(d + kLanes) * kTile * 2 + group * (kTile + 2 * size_t(d + kLanes) + 2) * 4;
   b->own_nbytes = round_up(int(attention > size_t(most) * 4 ? attention : size_t(most) * 4) + 1024, 64);
@@ -586,11 +594,32 @@ static void attend(Crew& crew, const Model& model, const Rows& rows, const Store
 
 // ---- the pass ----
 
-static int num_phases(const Model& model) { return 1 + 10 * model.num_layers; }
+static int num_phases(const Model& model) { return 1 + 12 * model.num_layers; }
 
 static size_t scratch_nbytes(const Model& model, int num_rows, int num_threads, int) {
   Buffers b;
   return carve(model, num_rows, num_threads, nullptr, &b);
+}
+
+// x += the product, by way of a norm where the model has one behind its layers.
+static void add_product(Crew& crew, const Model& model, const Matrix& w, const float* post_norm, int M, float* x,
+                        const Buffers& b) {
+  const int D = model.hidden, parts = num_parts(D, w.num_in);
+  if (!post_norm)
+    return multiply(crew, {&w}, b.in, M, parts, [&](int row, int, int i, float y) {
+      float& value = x[size_t(row) * D + i];
+      value = rounded(value + rounded(y));
+    });
+  multiply(crew, {&w}, b.in, M, parts, [&](int row, int, int i, float y) { b.y[size_t(row) * D + i] = rounded(y); });
+  run(crew, M, [&](int64_t begin, int64_t end) {
+    float* scratch = reinterpret_cast<float*>(b.own + crew.tid * b.own_nbytes);
+    for (int64_t row = begin; row < end; ++row) {
+      const float* y = b.y + size_t(row) * D;
+      const float factor = norm_factor(y, D, model.norm_eps, scratch);
+      float* to = x + size_t(row) * D;
+      for (int i = 0; i < D; ++i) to[i] = rounded(to[i] + (y[i] * factor) * post_norm[i]);
+    }
+  });
 }
 
 static void add_attention(Crew& crew, const Model& model, const Rows& rows, const Store& kv, int index, float* x,
@@ -611,10 +640,7 @@ static void add_attention(Crew& crew, const Model& model, const Rows& rows, cons
   run(crew, M, [&](int64_t begin, int64_t end) {
     for (int row = int(begin); row < end; ++row) b.in.finish(row, wide);
   });
-  multiply(crew, {&layer.o}, b.in, M, num_parts(D, wide), [&](int row, int, int i, float y) {
-    float& value = x[size_t(row) * D + i];
-    value = rounded(value + rounded(y));
-  });
+  add_product(crew, model, layer.o, layer.attn_post_norm, M, x, b);
 }
 
 static void add_mlp(Crew& crew, const Model& model, const Rows& rows, int index, float* x, const Buffers& b) {
@@ -628,14 +654,11 @@ static void add_mlp(Crew& crew, const Model& model, const Rows& rows, int index,
     for (int row = int(begin); row < end; ++row) {
       const float *gate = b.y + size_t(row) * 2 * F, *up = gate + F, s = b.factors[row];
       float* h = b.in.row(row);
-      for (int i = 0; i < F; ++i) h[i] = rounded(silu(gate[i] * s) * (up[i] * s));
+      for (int i = 0; i < F; ++i) h[i] = rounded(activated(layer.activation, gate[i] * s) * (up[i] * s));
       b.in.finish(row, F);
     }
   });
-  multiply(crew, {&layer.down}, b.in, M, num_parts(D, F), [&](int row, int, int i, float y) {
-    float& value = x[size_t(row) * D + i];
-    value = rounded(value + rounded(y));
-  });
+  add_product(crew, model, layer.down, layer.mlp_post_norm, M, x, b);
 }
 
 static void forward(Crew crew, const Model& model, const Rows& rows, const Store& kv, const uint8_t* skip_attention,
@@ -649,7 +672,8 @@ static void forward(Crew crew, const Model& model, const Rows& rows, const Store
       const int32_t id = rows.token_ids[row];
       const uint16_t* column = embed + size_t(id / kLanes) * D * kLanes + id % kLanes;
       float* y = x + size_t(row) * D;
-      for (int i = 0; i < D; ++i) y[i] = first < 0 ? bf16_to_float(column[size_t(i) * kLanes]) : rounded(y[i]);
+      for (int i = 0; i < D; ++i)
+        y[i] = rounded(first < 0 ? bf16_to_float(column[size_t(i) * kLanes]) * model.embed_scale : y[i]);
     }
   });
   for (int i = first < 0 ? 0 : first; i < end; ++i) {
@@ -684,11 +708,11 @@ static void linear(Crew crew, const Matrix& m, const float* x, int num_rows, flo
   });
 }
 
-static void activate(Crew crew, int, const float* gate_up, int num_rows, int mlp, float* y) {
+static void activate(Crew crew, int activation, const float* gate_up, int num_rows, int mlp, float* y) {
   run(crew, num_rows, [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
       const float* gate = gate_up + size_t(r) * 2 * mlp;
-      for (int i = 0; i < mlp; ++i) y[size_t(r) * mlp + i] = rounded(silu(gate[i]) * gate[mlp + i]);
+      for (int i = 0; i < mlp; ++i) y[size_t(r) * mlp + i] = rounded(activated(activation, gate[i]) * gate[mlp + i]);
     }
   });
 }

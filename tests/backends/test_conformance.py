@@ -58,8 +58,8 @@ def native_backend(family: str, *, isa: str = "", kv_dtype: str = "float16", **c
     )
 
 
-def hopper_backend(family: str) -> NativeBackend:
-    configs = [TinyConfig(family=family, seed=seed, context_len=256) for seed in (1, 2)]
+def hopper_backend(family: str, **changes: object) -> NativeBackend:
+    configs = [TinyConfig(family=family, seed=seed, context_len=256, **changes) for seed in (1, 2)]  # type: ignore[arg-type]
     models = [LoadedModel(c.architecture, make_tensors(c).__getitem__) for c in configs]
     return NativeBackend(models, HopperOptions(num_slots=NUM_SLOTS, num_seq_rows=8, max_tail=32))
 
@@ -79,6 +79,7 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
     "native-gemma3": lambda: native_backend("gemma3", num_layers=3, window=21, tied_head=True),
     "native-gemma3-wide": lambda: native_backend("gemma3", window=140, kv_dtype="float32"),
     "hopper-qwen3": lambda: hopper_backend("qwen3"),
+    "hopper-gemma3": lambda: hopper_backend("gemma3", num_layers=3, window=21, tied_head=True),
 }
 
 

@@ -25,8 +25,8 @@ def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 class StandInKernels:
-    def __init__(self, shapes: Shapes, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        self.shapes, self._cos, self._sin = shapes, cos, sin
+    def __init__(self, shapes: Shapes) -> None:
+        self.shapes = shapes
         self._qkv = torch.from_numpy(np.argsort(qkv_order(shapes)))
         self._gate_up = torch.from_numpy(np.argsort(gate_up_order(shapes)))
         self.rows_per_group = 64 // (shapes.heads // shapes.kv_heads)
@@ -36,7 +36,8 @@ class StandInKernels:
 
     def embed(self, table, gain, inputs, b, rows) -> None:
         b.not_finite[:rows] = 0
-        self._keep(table[inputs.token_ids[:rows].long()], gain, b, rows)
+        x = table[inputs.token_ids[:rows].long()].float() * self.shapes.embed_scale
+        self._keep(x.bfloat16(), gain, b, rows)
 
     def _keep(self, x, gain, b, rows) -> None:
         b.x[:rows] = x
@@ -58,7 +59,7 @@ class StandInKernels:
         if layer.q_gain is not None:
             q, new_k = self._normed(q, layer.q_gain), self._normed(new_k, layer.k_gain)
         at = inputs.positions[:rows].long()
-        cos, sin = self._cos[at][:, None], self._sin[at][:, None]
+        cos, sin = layer.cos[at][:, None], layer.sin[at][:, None]
         b.q[:rows] = _rotated(q, cos, sin).bfloat16()
         kept = [_rotated(new_k, cos, sin).bfloat16(), new_v.bfloat16()]
         for store, values in zip((k, v), kept, strict=True):
@@ -70,35 +71,39 @@ class StandInKernels:
         factor = 1 / torch.sqrt((v.double() ** 2).mean(-1, keepdim=True) + self.shapes.eps)
         return v * factor.float() * gain
 
-    def attend_rows(self, k, v, inputs, b, *, first_row, rows, spans, window=1 << 30) -> None:
+    def attend_rows(self, k, v, inputs, b, *, first_row, rows, spans, window) -> None:
         for row in range(first_row, first_row + rows):
             assert int(inputs.positions[row]) < 256 * spans
-            self._attend(row, row, k, v, inputs, b)
+            self._attend(row, row, k, v, inputs, b, window)
 
-    def attend_groups(self, k, v, inputs, b, groups, *, first_row, rows, spans, window=1 << 30) -> None:
+    def attend_groups(self, k, v, inputs, b, groups, *, first_row, rows, spans, window) -> None:
         for first, count in groups.tolist():
             for row in range(first, first + count):
                 assert first_row <= row < first_row + rows
-                self._attend(row, first + count - 1, k, v, inputs, b)
+                self._attend(row, first + count - 1, k, v, inputs, b, window)
 
-    def _attend(self, row, final_row, k, v, inputs, b) -> None:
+    def _attend(self, row, final_row, k, v, inputs, b, window) -> None:
         """`final_row` names the context's slots."""
         shapes, length, prefix = self.shapes, int(inputs.positions[row]) + 1, int(inputs.prefix_lens[final_row])
         table = inputs.table[int(inputs.seq_rows[final_row]), : min(prefix, length)]
-        slots = torch.cat([table, inputs.tails[final_row, : max(0, length - prefix)]]).long()
+        slots = torch.cat([table, inputs.tails[final_row, : max(0, length - prefix)]]).long()[-window:]
         group = shapes.heads // shapes.kv_heads
         keys, values = (part[slots].double().repeat_interleave(group, 1) for part in (k, v))
-        scores = torch.einsum("hd,jhd->hj", b.q[row].double(), keys) * shapes.head_dim**-0.5
+        scores = torch.einsum("hd,jhd->hj", b.q[row].double(), keys) * (shapes.query_scalar or shapes.head_dim) ** -0.5
         b.attention[row] = torch.einsum("hj,jhd->hd", scores.softmax(-1), values).bfloat16()
 
-    def residual(self, x, w, gain, b, rows, *, many) -> None:
+    def residual(self, x, w, gain, b, rows, *, many, post_gain=None) -> None:
         y = product(x.reshape(len(x), -1)[:rows], w).bfloat16().float()
+        if post_gain is not None:
+            y = self._normed(y, post_gain)
         self._keep((b.x[:rows].float() + y).bfloat16(), gain, b, rows)
 
     def gate_up(self, layer, b, rows, *, many) -> None:
         y = product(b.scaled[:rows], layer.gate_up).bfloat16()[:, self._gate_up].float() * self._factor(b.nodes[:rows])
         gate, up = y.split(self.shapes.mlp, 1)
-        b.h[:rows] = (torch.nn.functional.silu(gate.double()).float() * up).bfloat16()
+        functional, gate = torch.nn.functional, gate.double()
+        gate = functional.gelu(gate, approximate="tanh") if self.shapes.gelu else functional.silu(gate)
+        b.h[:rows] = (gate.float() * up).bfloat16()
 
     def head(self, w, b, logits, row_ids, rows, *, many) -> None:
         at = torch.arange(rows) if row_ids is None else row_ids[:rows].long()
@@ -254,8 +259,8 @@ class StandIn:
 
     name = "cpu"
 
-    def kernels(self, shapes, cos, sin) -> StandInKernels:
-        return StandInKernels(shapes, cos, sin)
+    def kernels(self, shapes) -> StandInKernels:
+        return StandInKernels(shapes)
 
     def draws(self, vocab_size: int, rows: int) -> StandInDraws:
         return StandInDraws(rows)

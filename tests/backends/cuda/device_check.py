@@ -9,6 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from verispec.backends.cuda import bits, kernels, tiny
 from verispec.backends.cuda.bit_model import Context, attention
 from verispec.backends.cuda.forward import DeviceModel, Plan
 from verispec.backends.cuda.kernels import ALL_FEW, ALL_MANY, RowInputs, tree_of_parts, undivided_products
-from verispec.backends.cuda.shapes import SPAN, Shapes, rope_tables
+from verispec.backends.cuda.shapes import SPAN, Positions, Shapes, rope_tables
 
 RESULTS: list[dict[str, object]] = []
 
@@ -60,11 +61,12 @@ def stepwise(model: DeviceModel, inputs: RowInputs, plan: Plan) -> dict[str, tor
         steps[at + "k"], steps[at + "v"] = model.k[i, slots], model.v[i, slots]
         model.attend(i, inputs, plan)
         steps[at + "attention"] = b.attention[:rows].clone()
-        launch.residual(b.attention, layer.o, layer.mlp_gain, b, rows, many=plan.forms.qkv)
+        many, post_gain = plan.forms.qkv, layer.attn_post_gain
+        launch.residual(b.attention, layer.o, layer.mlp_gain, b, rows, many=many, post_gain=post_gain)
         steps[at + "attended"] = b.x[:rows].clone()
         launch.gate_up(layer, b, rows, many=plan.forms.qkv)
         steps[at + "h"] = b.h[:rows].clone()
-        launch.residual(b.h, layer.down, following, b, rows, many=plan.forms.qkv)
+        launch.residual(b.h, layer.down, following, b, rows, many=many, post_gain=layer.mlp_post_gain)
         steps[at + "x"] = b.x[:rows].clone()
     launch.head(model.head, b, model.logits, None, rows, many=plan.forms.qkv)
     steps["logits"] = model.logits[:rows].clone()
@@ -103,8 +105,8 @@ def tiny_groups(rows: dict[str, np.ndarray], most: int) -> torch.Tensor:
 def check_tiny(name: str, goldens: dict[str, dict[str, str]]) -> None:
     source = tiny.tiny_model(name)
     model = DeviceModel(
-        source.shapes, source.arch.num_layers, source.tensors.__getitem__, source.cos, source.sin,
-        num_slots=tiny.NUM_SLOTS, max_rows=64, context_len=tiny.CONTEXT_LEN, tied=source.arch.tied_head,
+        source.shapes, source.positions, source.tensors.__getitem__, num_slots=tiny.NUM_SLOTS, max_rows=64,
+        context_len=tiny.CONTEXT_LEN, tied=source.arch.tied_head,
     )  # fmt: skip
     table = torch.tensor(tiny.slot_table(), dtype=torch.int32, device="cuda")
     given = torch.tensor(tiny.slot_table()[1, : tiny.GIVEN_A], device="cuda")
@@ -144,7 +146,7 @@ def check_windows(name: str) -> None:
     """Sliding windows, single rows and groups, against the bit model; and logits of chosen rows."""
     source = tiny.tiny_model(name)
     model = DeviceModel(
-        source.shapes, 1, source.tensors.__getitem__, source.cos, source.sin, num_slots=tiny.NUM_SLOTS, max_rows=64,
+        source.shapes, source.positions[:1], source.tensors.__getitem__, num_slots=tiny.NUM_SLOTS, max_rows=64,
         context_len=tiny.CONTEXT_LEN, tied=source.arch.tied_head,
     )  # fmt: skip
     shapes, count, start = source.shapes, 40, 250
@@ -158,14 +160,16 @@ def check_windows(name: str) -> None:
     inputs = device_inputs(rows, torch.tensor(table, dtype=torch.int32, device="cuda"))
     usual = kernels.WHOLE_GROUPS_PER_SM
     for window in (1, 30, 64, 100, 257, 1 << 30):
-        reference = attention(q, *stores, Context(table[rows["seq_rows"]], lens), window=window)
+        context, scalar = Context(table[rows["seq_rows"]], lens), shapes.query_scalar
+        reference = attention(q, *stores, context, window=window, query_scalar=scalar)
+        model.layers[0] = replace(model.layers[0], window=window)
         some = tiny_groups(rows, model.kernels.rows_per_group)
         for groups, per_sm in ((None, 1), (some, 1), (some, 0), (tiny_groups(rows, 3), 1), (tiny_groups(rows, 3), 0)):
             kernels.WHOLE_GROUPS_PER_SM = per_sm  # 0: a block has all spans of its rows
             model.buffers.q[:count] = torch.from_numpy(q).cuda()
             model.buffers.attention.fill_(float("nan"))
             single = count if groups is None else 0
-            model.attend(0, inputs, Plan(count, ALL_FEW, single_rows=single, spans=2, groups=groups, window=window))
+            model.attend(0, inputs, Plan(count, ALL_FEW, single_rows=single, spans=2, groups=groups))
             got = model.buffers.attention[:count]
             compare(f"{name} window {window} {groups is None} {per_sm}", got, torch.from_numpy(reference).cuda())
     kernels.WHOLE_GROUPS_PER_SM = usual
@@ -243,7 +247,7 @@ def random_model(name: str, *, layers: int, max_rows: int, sequences: int, conte
                 raise KeyError(tensor)
             size = shapes.attention if kind == "q_bias" else shapes.kv_heads * shapes.head_dim
             return torch.randn(size, generator=generator, device="cuda")
-        if kind in ("q_norm", "k_norm"):
+        if kind in ("q_norm", "k_norm", "attn_post_norm", "mlp_post_norm"):
             raise KeyError(tensor)
         if kind.endswith("norm"):
             return torch.rand(shapes.width, generator=generator, device="cuda") + 0.5
@@ -254,9 +258,9 @@ def random_model(name: str, *, layers: int, max_rows: int, sequences: int, conte
         return values * sizes[kind][1] ** -0.5
 
     frequencies = (10000.0 ** (-np.arange(0, shapes.head_dim, 2) / shapes.head_dim)).astype(np.float32)
-    cos, sin = rope_tables(frequencies, context_len)
+    positions = Positions(*rope_tables(frequencies, context_len))
     model = DeviceModel(
-        shapes, layers, read, cos, sin, num_slots=sequences * context_len + 2, max_rows=max_rows,
+        shapes, [positions] * layers, read, num_slots=sequences * context_len + 2, max_rows=max_rows,
         context_len=context_len, tied=False,
     )  # fmt: skip
     for store in (model.k, model.v):

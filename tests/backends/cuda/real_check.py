@@ -13,9 +13,9 @@ import torch
 from tests.backends.cuda.device_check import decode_rows, device_inputs
 from verispec.backends.cuda.forward import DeviceModel, Plan
 from verispec.backends.cuda.kernels import ALL_FEW, ALL_MANY, Forms, undivided_products
-from verispec.backends.cuda.shapes import SPAN, Shapes, rope_tables
+from verispec.backends.cuda.shapes import SPAN, Shapes, positions_of
 from verispec.model import open_checkpoint
-from verispec.model.architecture import expected_tensors, inverse_frequencies
+from verispec.model.architecture import expected_tensors
 
 
 def reference_model(arch, read, dtype: torch.dtype):
@@ -62,9 +62,8 @@ def main() -> None:
 
     begin = time.perf_counter()
     count, length = texts.shape
-    cos, sin = rope_tables(inverse_frequencies(arch.layers[0].rope, arch.head_dim), length)
     model = DeviceModel(
-        Shapes.of(arch), arch.num_layers, read, cos, sin, num_slots=length * count + 2, max_rows=length,
+        Shapes.of(arch), positions_of(arch, length), read, num_slots=length * count + 2, max_rows=length,
         context_len=length, tied=arch.tied_head,
     )  # fmt: skip
     print(f"load {time.perf_counter() - begin:.1f} s", flush=True)

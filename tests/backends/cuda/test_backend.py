@@ -27,13 +27,17 @@ from verispec.types import SamplingParams  # noqa: E402
 pytestmark = pytest.mark.cuda
 
 
+GEMMA = {"num_layers": 3, "window": 21, "tied_head": True}
+
+
 def stand_in(family: str) -> CudaBackend:
-    configs = [TinyConfig(family=family, seed=seed, context_len=256) for seed in (1, 2)]
+    changes = GEMMA if family == "gemma3" else {}
+    configs = [TinyConfig(family=family, seed=seed, context_len=256, **changes) for seed in (1, 2)]
     models = [CudaModel(c.architecture, make_tensors(c).__getitem__) for c in configs]
     return CudaBackend(models, device=StandIn(), num_slots=conformance.NUM_SLOTS, num_seq_rows=8, max_tail=32)
 
 
-@pytest.fixture(params=["llama", "qwen2", "qwen3"])
+@pytest.fixture(params=["llama", "qwen2", "qwen3", "gemma3"])
 def backend(request: pytest.FixtureRequest) -> CudaBackend:
     return stand_in(request.param)
 

@@ -36,6 +36,15 @@ def test_fused_rounds_once() -> None:
         assert abs(Fraction(float(got)) - exact) <= min(abs(Fraction(float(n)) - exact) for n in neighbours)
 
 
+def test_gelu_is_that_of_the_tanh() -> None:
+    x = np.linspace(-12, 12, 100_001, dtype=np.float32)
+    exact = x.astype(np.float64)
+    exact = 0.5 * exact * (1 + np.tanh(np.sqrt(2 / np.pi) * (exact + 0.044715 * exact**3)))
+    assert np.abs(bits.gelu(x) - exact).max() < 1e-6
+    assert np.abs(bits.silu(x) - exact).max() > 0.1  # the control
+    assert bits.gelu(np.array([0, 1e30, -1e30, np.nan], np.float32)).tobytes()[:8] == np.float32([0, 1e30]).tobytes()
+
+
 def test_exp2_is_close_and_clipped() -> None:
     x = np.linspace(-126, 126, 100_001, dtype=np.float32)
     assert np.max(np.abs(bits.exp2(x) / np.exp2(x.astype(np.float64)) - 1)) < 2e-7

@@ -14,9 +14,10 @@ KINDS = [{"KIND": 0, "ROW_TILES": 1}, {"KIND": 1, "ROW_TILES": 2}, {"KIND": 2, "
 KINDS += [{"KIND": 3, "ROW_TILES": 8}, {"KIND": 4, "ROW_TILES": 1}]
 SOURCES = [
     *(("linear.cu", LINEAR | kind) for kind in KINDS),
+    ("linear.cu", LINEAR | KINDS[2] | {"GELU": 1}),
     *(("rows.cu", {**MODEL, "MLP": 1536, "PARTS": parts}) for parts in (1, 2, 3, 4)),
     *(("attention.cu", {**MODEL, "HEAD_DIM": size, "TWO_BUFFERS": 1, "WHOLE": 0}) for size in (64, 128)),
-    ("attention.cu", {**MODEL, "TWO_BUFFERS": 0, "WHOLE": 1}),
+    *(("attention.cu", {**MODEL, "HEAD_DIM": size, "TWO_BUFFERS": 0, "WHOLE": 1}) for size in (64, 256)),
     ("draw.cu", {}),
     ("steps.cu", {}),
 ]

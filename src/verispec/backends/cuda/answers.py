@@ -21,9 +21,8 @@ def wrong_answers(device: Device, family: str) -> tuple[str, ...]:
     wrong = []
     with device.current():
         model = DeviceModel(
-            source.shapes, source.arch.num_layers, source.tensors.__getitem__, source.cos, source.sin,
-            num_slots=tiny.NUM_SLOTS, max_rows=64, context_len=tiny.CONTEXT_LEN, tied=source.arch.tied_head,
-            device=device,
+            source.shapes, source.positions, source.tensors.__getitem__, num_slots=tiny.NUM_SLOTS, max_rows=64,
+            context_len=tiny.CONTEXT_LEN, tied=source.arch.tied_head, device=device,
         )  # fmt: skip
         table = tiny.slot_table()
         given = torch.from_numpy(table[1, : tiny.GIVEN_A]).to(device.name)

@@ -38,6 +38,19 @@ __device__ __forceinline__ float exp2_ieee(float x) { return exp2_at_most_126(x 
 
 __device__ __forceinline__ float silu(float g) { return div(g, add(1.0f, exp2_ieee(mul(g, -kLog2e)))); }
 
+// The tanh form of GELU: g / (1 + e^(-2 u)), u = sqrt(2 / pi) (g + 0.044715 g^3).
+__device__ __forceinline__ float gelu(float g) {
+  return div(g, add(1.0f, exp2_ieee(mul(g, fused(mul(g, g), -0.10294324f, -2.3022082f)))));
+}
+
+__device__ __forceinline__ float activated(float g) {
+#ifdef GELU
+  return gelu(g);
+#else
+  return silu(g);
+#endif
+}
+
 // The norm's factor from the sum of squares: 1 / sqrt(ss / d + eps).
 __device__ __forceinline__ float norm_factor(float ss, float inverse_d, float eps) {
   return div(1.0f, __fsqrt_rn(fused(ss, inverse_d, eps)));

@@ -33,7 +33,7 @@ struct Args {
   int first_row;
   int spans;              // the most spans a row of this launch has: grid z
   int window;             // how many positions a row sees, itself included
-  float scale;            // log2(e) / sqrt(HEAD_DIM)
+  float scale;            // log2(e) / sqrt(query scalar)
 };
 
 __device__ __forceinline__ int64 slot_of(const Args& a, int row, int64 seq_row, int prefix_len, int j) {
@@ -304,7 +304,7 @@ extern "C" __global__ void __launch_bounds__(kRowThreads) attention_rows(const A
 // grid (groups, KV_HEADS, spans), 4 warps: one span of up to 64 / kGroup consecutive rows of one sequence whose contexts
 // are prefixes of the last row's; a warp holds 16 pairs of row and head. For rows with several spans attention_merge follows,
 // unless WHOLE: then a block has all spans.
-extern "C" __global__ void __launch_bounds__(128, WHOLE ? 2 : 3) attention_groups(const Args a) {
+extern "C" __global__ void __launch_bounds__(128, HEAD_DIM > 128 ? 1 : WHOLE ? 2 : 3) attention_groups(const Args a) {
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ int slots[3][kTile];  // of the tiles in hand, on their way, and behind them
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, t = lane & 3, kv_head = blockIdx.y;

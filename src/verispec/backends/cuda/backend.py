@@ -36,7 +36,7 @@ from verispec.backends.cuda.forward import DeviceModel, Reader
 from verispec.backends.cuda.graphs import Draw, GraphKey, Graphs
 from verispec.backends.cuda.outputs import DeviceOutputs
 from verispec.backends.cuda.probes import probes
-from verispec.backends.cuda.shapes import Shapes, rope_tables
+from verispec.backends.cuda.shapes import Shapes, positions_of
 from verispec.backends.cuda.steps import (
     BROKEN,
     LENGTH,
@@ -67,7 +67,7 @@ from verispec.backends.resident import Resident
 from verispec.backends.rounds import NO_UPDATE, run_rounds
 from verispec.errors import InputError
 from verispec.kv import DUMP_SLOT, NUM_RESERVED, TARGET_STORE
-from verispec.model.architecture import Architecture, inverse_frequencies
+from verispec.model.architecture import Architecture
 from verispec.sampling.draw import NO_TOKEN
 from verispec.sampling.rows import Sampler
 
@@ -387,9 +387,8 @@ def _some(rows: Rows, at: NDArray[np.int64]) -> Rows:
 
 def _loaded(model: CudaModel, device: Device, limits: BackendLimits, loaded: Callable[[float], None]) -> DeviceModel:
     arch = model.architecture
-    cos, sin = rope_tables(inverse_frequencies(arch.layers[0].rope, arch.head_dim), limits.context_len)
     return DeviceModel(
-        Shapes.of(arch), arch.num_layers, model.read, cos, sin, num_slots=limits.num_slots + NUM_RESERVED,
+        Shapes.of(arch), positions_of(arch, limits.context_len), model.read, num_slots=limits.num_slots + NUM_RESERVED,
         max_rows=MAX_PLACES, context_len=limits.context_len, tied=arch.tied_head, device=device,
         max_row_spans=_row_spans(Shapes.of(arch)), head_rows=MAX_HEAD_ROWS, loaded=loaded,
     )  # fmt: skip

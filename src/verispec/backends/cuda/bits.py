@@ -20,6 +20,8 @@ _LOG2E = np.float32(1.44269504)
 _EXP2 = tuple(
     map(np.float32, (1.3264726149e-3, 9.6715129912e-3, 5.5507335812e-2, 2.4022242427e-1, 6.9314700365e-1, 1.0))
 )
+_GELU_LINEAR = np.float32(-2.3022082)  # -2 sqrt(2 / pi) log2 e
+_GELU_CUBIC = np.float32(-0.10294324)  # 0.044715 of it
 _SHIFTER = np.float32(12582912.0)  # 1.5 * 2^23
 
 
@@ -126,6 +128,11 @@ def exp2(x: Float32) -> Float32:
 def silu(g: Float32) -> Float32:
     """g / (1 + 2^(-g log2 e))"""
     return g / (np.float32(1) + exp2(g * -_LOG2E))
+
+
+def gelu(g: Float32) -> Float32:
+    """g / (1 + e^(-2 u)), u = sqrt(2 / pi) (g + 0.044715 g^3): the tanh form of GELU, without a tanh."""
+    return g / (np.float32(1) + exp2(g * fused(g * g, _GELU_CUBIC, _GELU_LINEAR)))
 
 
 def norm_factor(sum_of_squares: Float32, size: int, eps: float) -> Float32:

@@ -35,7 +35,7 @@ class Device(Protocol):
     def name(self) -> str:
         """As torch names it."""
 
-    def kernels(self, shapes: Shapes, cos: torch.Tensor, sin: torch.Tensor) -> Any: ...
+    def kernels(self, shapes: Shapes) -> Any: ...
     def draws(self, vocab_size: int, rows: int) -> Any: ...
     def steps(self) -> Any: ...
     def capture(self, work: Callable[[], object]) -> Graph: ...
@@ -57,9 +57,9 @@ class Gpu:
         self._pool: Any = None
         self._first: Any = None  # kept, because the memory of captures ends with the last graph that uses it
 
-    def kernels(self, shapes: Shapes, cos: torch.Tensor, sin: torch.Tensor) -> Kernels:
+    def kernels(self, shapes: Shapes) -> Kernels:
         """Those of a model's passes."""
-        return Kernels(shapes, cos, sin, self._folder)
+        return Kernels(shapes, self._folder)
 
     def draws(self, vocab_size: int, rows: int) -> DrawKernels:
         """Those of the draw."""

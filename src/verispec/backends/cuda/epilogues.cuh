@@ -104,7 +104,7 @@ __device__ __forceinline__ void finish_qkv(const Args& a, const Columns& columns
 
 __device__ __forceinline__ void finish_gate_up(const Args& a, int tile, int g, int row, float s, float y0, float y1) {
   bf16* h = static_cast<bf16*>(a.out) + static_cast<int64>(row) * (N / 2) + tile * 8 + g;
-  *h = to_bf16(mul(silu(mul(y0, s)), mul(y1, s)));
+  *h = to_bf16(mul(activated(mul(y0, s)), mul(y1, s)));
 }
 
 // All lanes of the warp take part: the node of 16 neighbours is a tree over the eight groups of lanes.

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from verispec.backends.cuda.device import Device, Gpu, Graph
-from verispec.backends.cuda.kernels import MAX_FEW_ROWS, NO_WINDOW, Buffers, Forms, Layer, RowInputs
-from verispec.backends.cuda.shapes import SPAN, Shapes, gate_up_order, qkv_order
+from verispec.backends.cuda.kernels import MAX_FEW_ROWS, Buffers, Forms, Layer, RowInputs
+from verispec.backends.cuda.shapes import SPAN, Positions, Shapes, gate_up_order, qkv_order
 from verispec.backends.protocol import FULL_VIEW, View
 from verispec.errors import InputError
 
@@ -34,7 +34,6 @@ class Plan(NamedTuple):
     spans: int  # the most spans any row has
     groups: torch.Tensor | None = None  # [G, 2]
     head_rows: int = 0  # 0: the head runs on all rows; -1: on none
-    window: int = NO_WINDOW
     view: View = FULL_VIEW
 
 
@@ -42,9 +41,9 @@ class DeviceModel:
     """Weights, K/V stores, kernels and buffers of one model."""
 
     def __init__(
-        self, shapes: Shapes, num_layers: int, read: Reader, cos: NDArray[np.float32], sin: NDArray[np.float32], *,
-        num_slots: int, max_rows: int, context_len: int, tied: bool, device: Device | None = None,
-        max_row_spans: int | None = None, head_rows: int | None = None, loaded: Callable[[float], None] | None = None,
+        self, shapes: Shapes, positions: Sequence[Positions], read: Reader, *, num_slots: int, max_rows: int,
+        context_len: int, tied: bool, device: Device | None = None, max_row_spans: int | None = None,
+        head_rows: int | None = None, loaded: Callable[[float], None] | None = None,
     ) -> None:  # fmt: skip
         refusal = shapes.refusal()
         if refusal is not None:
@@ -52,16 +51,16 @@ class DeviceModel:
         self.shapes = shapes
         self.device = device = device or Gpu()
         load = _Loader(shapes, read, device.name)
-        self.kernels = device.kernels(shapes, load.vector(cos), load.vector(sin))
+        self.kernels = device.kernels(shapes)
         self.layers = []
-        for i in range(num_layers):
-            self.layers.append(load.layer(i))
+        for i, here in enumerate(positions):
+            self.layers.append(load.layer(i, here))
             if loaded is not None:
-                loaded(i / num_layers)
+                loaded(i / len(positions))
         self.embed = load.matrix(read("embed"))
         self.final_gain = load.vector(read("final_norm"))
         self.head = self.embed if tied else load.matrix(read("head"))
-        store = (num_layers, num_slots, shapes.kv_heads, shapes.head_dim)
+        store = (len(positions), num_slots, shapes.kv_heads, shapes.head_dim)
         self.k = torch.zeros(store, dtype=torch.bfloat16, device=device.name)
         self.v = torch.zeros(store, dtype=torch.bfloat16, device=device.name)
         most = max_rows * -(-context_len // SPAN)
@@ -82,10 +81,12 @@ class DeviceModel:
             if is_attention:
                 kernels.qkv(layer, self.k[i], self.v[i], inputs, b, rows, many=plan.forms.qkv)
                 self.attend(i, inputs, plan)
-                kernels.residual(b.attention, layer.o, following, b, rows, many=plan.forms.o)
+                post_gain = layer.attn_post_gain
+                kernels.residual(b.attention, layer.o, following, b, rows, many=plan.forms.o, post_gain=post_gain)
             else:
                 kernels.gate_up(layer, b, rows, many=plan.forms.gate_up)
-                kernels.residual(b.h, layer.down, following, b, rows, many=plan.forms.down)
+                post_gain = layer.mlp_post_gain
+                kernels.residual(b.h, layer.down, following, b, rows, many=plan.forms.down, post_gain=post_gain)
         head_rows = plan.head_rows or rows
         if head_rows > 0:
             kernels.head(self.head, b, self.logits, row_ids, head_rows, many=plan.forms.head)
@@ -100,7 +101,7 @@ class DeviceModel:
 
     def attend(self, layer: int, inputs: RowInputs, plan: Plan) -> None:
         """Attention of all rows, single ones first."""
-        k, v, window = self.k[layer], self.v[layer], plan.window
+        k, v, window = self.k[layer], self.v[layer], self.layers[layer].window
         if plan.single_rows:
             self.kernels.attend_rows(
                 k, v, inputs, self.buffers, first_row=0, rows=plan.single_rows, spans=plan.spans, window=window
@@ -127,6 +128,7 @@ class _Loader:
 
     def __init__(self, shapes: Shapes, read: Reader, device: str) -> None:
         self._shapes, self._read, self._device = shapes, read, device
+        self._tables: dict[int, torch.Tensor] = {}
 
     def vector(self, values: Tensor) -> torch.Tensor:
         return torch.as_tensor(values, dtype=torch.float32, device=self._device).contiguous()
@@ -135,7 +137,11 @@ class _Loader:
         parts = [torch.as_tensor(value, device=self._device).to(torch.bfloat16) for value in values]
         return torch.cat(parts).contiguous()
 
-    def layer(self, index: int) -> Layer:
+    def _table(self, values: NDArray[np.float32]) -> torch.Tensor:
+        """Layers that have the same table share it."""
+        return self._tables.setdefault(id(values), self.vector(values))
+
+    def layer(self, index: int, positions: Positions) -> Layer:
         """One layer's weights."""
 
         def tensor(name: str) -> Tensor:
@@ -157,8 +163,13 @@ class _Loader:
             qkv_bias=optional("q_bias", "k_bias", "v_bias"),
             q_gain=optional("q_norm"),
             k_gain=optional("k_norm"),
+            cos=self._table(positions.cos),
+            sin=self._table(positions.sin),
+            window=positions.window,
             o=self.matrix(tensor("o")),
+            attn_post_gain=optional("attn_post_norm"),
             mlp_gain=self.vector(tensor("mlp_norm")),
             gate_up=ordered(gate_up_order(self._shapes), "gate", "up"),
             down=self.matrix(tensor("down")),
+            mlp_post_gain=optional("mlp_post_norm"),
         )

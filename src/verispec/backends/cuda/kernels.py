@@ -33,7 +33,7 @@ _SM_RING_NBYTES, _BLOCK_RING_NBYTES = 160 * 1024, 96 * 1024
 _MIN_STAGES, _MAX_STAGES = 4, 16
 _MAX_ROW_THREADS = 256
 WHOLE_GROUPS_PER_SM = 4  # with so many blocks in a launch, a block of prompt attention takes all spans of its rows
-NO_WINDOW = 1 << 30
+_MAX_BLOCK_NBYTES = 227 * 1024  # of shared memory
 
 
 class Kind(IntEnum):
@@ -55,9 +55,10 @@ LinearArgs = struct(
 )
 RowArgs = struct(
     "RowArgs",
-    *pointers("y", "nodes_in", "out", "bias", "q_gain", "k_gain", *_KV),
+    *pointers("y", "nodes_in", "out", "bias", "q_gain", "k_gain", "post_gain", *_KV),
     *pointers("gain", "scaled", "nodes_out", "row_ids", "table"),
     ("eps", ctypes.c_float),
+    ("embed_scale", ctypes.c_float),
     ("rows", ctypes.c_int),
     ("width", ctypes.c_int),
 )
@@ -96,10 +97,15 @@ class Layer:
     qkv_bias: torch.Tensor | None  # [(H + 2 KV) d] in natural order
     q_gain: torch.Tensor | None  # [d]
     k_gain: torch.Tensor | None
+    cos: torch.Tensor  # [context, d / 2]
+    sin: torch.Tensor
+    window: int
     o: torch.Tensor  # [width, H d]
+    attn_post_gain: torch.Tensor | None  # [width]
     mlp_gain: torch.Tensor
     gate_up: torch.Tensor  # [2 mlp, width] in `gate_up_order`
     down: torch.Tensor  # [width, mlp]
+    mlp_post_gain: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,14 +202,13 @@ def tree_of_parts(parts: list[torch.Tensor]) -> torch.Tensor:
 class Kernels:
     """All kernels of one model on the current device; compiled when first used, kept in `cache_folder`."""
 
-    def __init__(self, shapes: Shapes, cos: torch.Tensor, sin: torch.Tensor, cache_folder: Path | None = None) -> None:
+    def __init__(self, shapes: Shapes, cache_folder: Path | None = None) -> None:
         self.shapes = shapes
         self._modules = Modules(cache_folder)
-        self._tables = {"cosines": cos, "sines": sin}
         self._kernels: dict[tuple[object, ...], Kernel] = {}
         self._sizes = {"WIDTH": shapes.width, "HEADS": shapes.heads, "KV_HEADS": shapes.kv_heads}
-        self._sizes["HEAD_DIM"] = shapes.head_dim
-        self._scale = float(softmax_scale(shapes.head_dim))
+        self._sizes |= {"HEAD_DIM": shapes.head_dim, **({"GELU": 1} if shapes.gelu else {})}
+        self._scale = float(softmax_scale(shapes.query_scalar or shapes.head_dim))
         self._num_sms = torch.cuda.get_device_properties("cuda").multi_processor_count
 
     # Steps of a pass. `b` is written, `rows` is M.
@@ -212,7 +217,7 @@ class Kernels:
         """x, scaled and nodes of the first layer. It fences a pass from the one before it."""
         args = filled(
             RowArgs(), out=b.x, gain=gain, scaled=b.scaled, nodes_out=b.nodes, row_ids=inputs.token_ids, table=table,
-            rows=rows, not_finite=b.not_finite,
+            rows=rows, not_finite=b.not_finite, embed_scale=self.shapes.embed_scale,
         )  # fmt: skip
         self._rows_kernel("embed_rows", 1).launch(self._eighths(rows), 128, args, stream=current_stream())
 
@@ -224,7 +229,7 @@ class Kernels:
         common = {
             "nodes_in": b.nodes, "out": b.q, "bias": layer.qkv_bias, "positions": inputs.positions,
             "slots": inputs.slots, "k_store": k, "v_store": v, "not_finite": b.not_finite, "rows": rows,
-            "eps": shapes.eps, **self._tables,
+            "eps": shapes.eps, "cosines": layer.cos, "sines": layer.sin,
         }  # fmt: skip
         if not many and not shapes.qk_norm:
             self._linear(Kind.QKV, layer.qkv, rows, filled(LinearArgs(), x=b.scaled, w=layer.qkv, **common))
@@ -232,23 +237,22 @@ class Kernels:
         if many:
             y, parts = self._product(b.scaled[:rows], layer.qkv, b)
         else:  # a q/k norm needs whole heads
-            y, parts = b.products.view(torch.bfloat16), 1
-            args = filled(LinearArgs(), x=b.scaled, w=layer.qkv, out=y, rows=rows)
-            self._linear(Kind.PLAIN, layer.qkv, rows, args)
+            y, parts = self._plain(b.scaled, layer.qkv, b, rows)
         args = filled(RowArgs(), y=y, q_gain=layer.q_gain, k_gain=layer.k_gain, **common)
         self._row_by_row("qkv_rows", parts, rows, shapes.qkv // 16, args)
 
     def attend_rows(
         self, k: torch.Tensor, v: torch.Tensor, inputs: RowInputs, b: Buffers, *, first_row: int, rows: int, spans: int,
-        window: int = NO_WINDOW,
+        window: int,
     ) -> None:  # fmt: skip
         """Attention of rows of any kind, each by itself; `spans` is at least what the longest of them needs."""
         args = self._attention_args(k, v, inputs, b, window)
         filled(args, first_row=first_row, spans=spans)
         grid = (spans, self.shapes.kv_heads, rows)  # short spans run beside whole ones
+        store, weights = SPAN * self.shapes.head_dim * 2, 16 * (SPAN + 8) * 2
         two_buffers = rows * self.shapes.kv_heads * spans <= 2 * self._num_sms
-        store = SPAN * self.shapes.head_dim * 2
-        shared = (2 if two_buffers else 1) * store + 16 * (SPAN + 8) * 2
+        two_buffers &= 2 * store + weights <= _MAX_BLOCK_NBYTES
+        shared = (2 if two_buffers else 1) * store + weights
         kernel = self._attention_kernel("attention_rows", two_buffers=two_buffers)
         kernel.launch(grid, 256, args, stream=current_stream(), shared=shared)
 
@@ -259,7 +263,7 @@ class Kernels:
 
     def attend_groups(
         self, k: torch.Tensor, v: torch.Tensor, inputs: RowInputs, b: Buffers, groups: torch.Tensor, *, first_row: int,
-        rows: int, spans: int, window: int = NO_WINDOW,
+        rows: int, spans: int, window: int,
     ) -> None:  # fmt: skip
         """Attention of `rows` rows from `first_row` on, in groups [G, 2] (first row, number of rows): rows of one
         sequence whose contexts are prefixes of the last one's, in ascending order of position."""
@@ -276,19 +280,30 @@ class Kernels:
             merge.launch((rows, self.shapes.kv_heads, 1), 128, args, stream=current_stream())
 
     def residual(
-        self, x: torch.Tensor, w: torch.Tensor, gain: torch.Tensor, b: Buffers, rows: int, *, many: bool
-    ) -> None:
-        """Output and down products of `x`, added to the residual stream; scaled and nodes for the norm that follows."""
+        self, x: torch.Tensor, w: torch.Tensor, gain: torch.Tensor, b: Buffers, rows: int, *, many: bool,
+        post_gain: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Output and down products of `x`, added to the residual stream; scaled and nodes for the norm that follows.
+
+        With `post_gain` the products themselves go through a norm first.
+        """
         common = {"out": b.x, "gain": gain, "scaled": b.scaled, "nodes_out": b.nodes, "rows": rows}
-        if not many:
+        if not many and post_gain is None:
             self._linear(Kind.RESIDUAL, w, rows, filled(LinearArgs(), x=x, w=w, **common))
             return
-        y, parts = self._product(x.view(-1, w.shape[1])[:rows], w, b)
-        args = filled(RowArgs(), y=y, **common)
-        self._rows_kernel("residual_rows", parts).launch(self._eighths(rows), 128, args, stream=current_stream())
+        if many:
+            y, parts = self._product(x.view(-1, w.shape[1])[:rows], w, b)
+        else:  # that norm needs whole rows
+            y, parts = self._plain(x, w, b, rows)
+        args = filled(RowArgs(), y=y, post_gain=post_gain, eps=self.shapes.eps, **common)
+        if post_gain is None:
+            self._rows_kernel("residual_rows", parts).launch(self._eighths(rows), 128, args, stream=current_stream())
+        else:
+            threads = -(-self.shapes.width // (8 * 32)) * 32
+            self._rows_kernel("post_norm_rows", parts).launch((rows, 1, 1), threads, args, stream=current_stream())
 
     def gate_up(self, layer: Layer, b: Buffers, rows: int, *, many: bool) -> None:
-        """h = silu(gate) up"""
+        """h = activation(gate) up"""
         common = {"nodes_in": b.nodes, "out": b.h, "rows": rows, "eps": self.shapes.eps}
         if not many:
             args = filled(LinearArgs(), x=b.scaled, w=layer.gate_up, **common)
@@ -353,6 +368,12 @@ class Kernels:
         blocks = -(-threads // _MAX_ROW_THREADS)
         per_block = -(-threads // (32 * blocks)) * 32
         self._rows_kernel(name, parts).launch((rows, blocks, 1), per_block, args, stream=current_stream())
+
+    def _plain(self, x: torch.Tensor, w: torch.Tensor, b: Buffers, rows: int) -> tuple[torch.Tensor, int]:
+        """The product of few rows, where what follows it is a kernel of its own."""
+        y = b.products.view(torch.bfloat16)
+        self._linear(Kind.PLAIN, w, rows, filled(LinearArgs(), x=x, w=w, out=y, rows=rows))
+        return y, 1
 
     def _product(self, x: torch.Tensor, w: torch.Tensor, b: Buffers) -> tuple[torch.Tensor, int]:
         rows, (outputs, columns) = len(x), w.shape

@@ -12,6 +12,7 @@ struct Args {
   const float* bias;      // [N] in the order of heads, or null
   const float* q_gain;    // [HEAD_DIM] q/k norm, or null
   const float* k_gain;
+  const float* post_gain; // the norm behind a layer [WIDTH]
   const float* cosines;   // [context, HEAD_DIM / 2]
   const float* sines;
   const int* positions;   // [rows]
@@ -25,6 +26,7 @@ struct Args {
   const int* row_ids;     // head: which rows of the pass, or null. embedding: token ids
   const bf16* table;      // embedding: [vocabulary, WIDTH]
   float eps;
+  float embed_scale;
   int rows;
   int width;              // N of the head
 };
@@ -178,6 +180,34 @@ extern "C" __global__ void __launch_bounds__(128) residual_rows(const Args a) {
   write_eight(a, row, n, valid, x);
 }
 
+// grid (rows), WIDTH / 8 threads: Y goes through a norm of its own before it is added.
+extern "C" __global__ void __launch_bounds__(1024) post_norm_rows(const Args a) {
+  __shared__ float nodes[WIDTH / 16], factor;
+  release_next();
+  wait_for_previous();
+  const int row = blockIdx.x;
+  const bool valid = threadIdx.x < WIDTH / 8;
+  const int n = (valid ? threadIdx.x : threadIdx.x % 2) * 8;
+  float x[8], y[8], square[8];
+  load_outputs(a, WIDTH, row, n, y);
+  unpack(*reinterpret_cast<const uint4*>(static_cast<const bf16*>(a.out) + static_cast<int64>(row) * WIDTH + n), x);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) square[i] = mul(y[i], y[i]);
+  const float half = register_tree<8>(square), node = add(half, __shfl_xor_sync(0xffffffffu, half, 1));
+  if (valid && n % 16 == 0) nodes[n / 16] = node;
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    const float* from = nodes;
+    float ss;
+    sums_of_nodes<WIDTH, 1>(&from, &ss, threadIdx.x);
+    if (threadIdx.x == 0) factor = norm_factor(ss, 1.0f / WIDTH, a.eps);
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < 8; ++i) x[i] = rounded(add(x[i], mul(mul(y[i], factor), a.post_gain[n + i])));
+  write_eight(a, row, n, valid, x);
+}
+
 // grid (rows x WIDTH / 8 / 128): the embedding row. It fences one pass from the next: it releases nobody early.
 extern "C" __global__ void __launch_bounds__(128) embed_rows(const Args a) {
   wait_for_previous();
@@ -186,6 +216,8 @@ extern "C" __global__ void __launch_bounds__(128) embed_rows(const Args a) {
   const int row = valid ? at / (WIDTH / 8) : 0, n = valid ? at % (WIDTH / 8) * 8 : threadIdx.x % 2 * 8;
   float v[8];
   unpack(*reinterpret_cast<const uint4*>(a.table + static_cast<int64>(a.row_ids[row]) * WIDTH + n), v);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) v[i] = rounded(mul(v[i], a.embed_scale));
   write_eight(a, row, n, valid, v);
   if (valid && n == 0) a.not_finite[row] = 0;
 }
@@ -204,7 +236,7 @@ extern "C" __global__ void __launch_bounds__(256) gate_up_rows(const Args a) {
   const float s = row_factor(a, row);
   if (!valid) return;
 #pragma unroll
-  for (int i = 0; i < 8; ++i) gate[i] = mul(silu(mul(gate[i], s)), mul(up[i], s));
+  for (int i = 0; i < 8; ++i) gate[i] = mul(activated(mul(gate[i], s)), mul(up[i], s));
   *reinterpret_cast<uint4*>(static_cast<bf16*>(a.out) + static_cast<int64>(row) * MLP + tile * 8) = pack(gate);
 }
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from verispec.errors import InputError
-from verispec.model.architecture import Architecture, LayerSpec
+from verispec.model.architecture import Architecture, Rope, inverse_frequencies
 from verispec.model.elementary import sin_cos
 
 TILE = 64  # positions of one softmax step, and columns of one stage of the weights
 SPAN = 256  # positions whose sums are one chain of tiles; spans are merged in ascending order
 _MAX_PARTS = 4
 _ENOUGH_WORK = 8192
+NO_WINDOW = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,10 @@ class Shapes:
     vocab: int
     eps: float
     qk_norm: bool = False
+    gelu: bool = False  # the activation; SiLU otherwise
+    post_norms: bool = False
+    query_scalar: float | None = None  # None: head_dim
+    embed_scale: float = 1.0
 
     @property
     def qkv(self) -> int:
@@ -42,11 +48,10 @@ class Shapes:
 
     @classmethod
     def of(cls, arch: Architecture) -> Shapes:
-        """The shapes of an architecture whose layers are all alike and plain."""
+        """The shapes of an architecture whose layers are alike, but for windows and RoPE."""
         first = arch.layers[0]
-        plain = LayerSpec(rope=first.rope, query_scalar=arch.head_dim, qkv_bias=first.qkv_bias, qk_norm=first.qk_norm)
-        if any(spec != plain for spec in arch.layers) or arch.embed_scale != 1:
-            raise InputError(f"the CUDA kernels do not serve {arch.family}: its layers have windows or norms they lack")
+        if any(replace(spec, rope=first.rope, window=first.window) != first for spec in arch.layers):
+            raise InputError(f"the CUDA kernels do not serve {arch.family}: its layers differ in more than windows")
         return cls(
             width=arch.hidden_size,
             heads=arch.num_heads,
@@ -56,14 +61,20 @@ class Shapes:
             vocab=arch.vocab_size,
             eps=arch.norm_eps,
             qk_norm=first.qk_norm,
+            gelu=first.activation == "gelu_tanh",
+            post_norms=first.post_norms,
+            query_scalar=first.query_scalar,
+            embed_scale=arch.embed_scale,
         )
 
     def refusal(self) -> str | None:
         """Why the kernels cannot serve these shapes, in one sentence; None if they can."""
         if self.width % 16 or self.mlp % 16 or self.head_dim % 16 or self.vocab % 16:
             return "the CUDA kernels need width, MLP size, head size and vocabulary in multiples of 16"
-        if self.head_dim > 128:
-            return f"the CUDA kernels serve heads up to 128, not {self.head_dim}"
+        if self.head_dim > 256:
+            return f"the CUDA kernels serve heads up to 256, not {self.head_dim}"
+        if self.post_norms and self.width > 8192:
+            return f"the CUDA kernels serve norms behind layers up to a width of 8192, not {self.width}"
         if self.heads // self.kv_heads > 16:
             return f"the CUDA kernels serve up to 16 heads per K/V head, not {self.heads // self.kv_heads}"
         if self.qk_norm and self.head_dim & (self.head_dim - 1):
@@ -101,3 +112,19 @@ def rope_tables(frequencies: NDArray[np.float32], context_len: int) -> tuple[NDA
     angles = np.arange(context_len, dtype=np.float64)[:, None] * frequencies.astype(np.float64)
     sin, cos = sin_cos(angles)
     return cos.astype(np.float32), sin.astype(np.float32)
+
+
+class Positions(NamedTuple):
+    """What a layer makes of positions: cosines and sines [context, head_dim / 2], and how many of them a row sees."""
+
+    cos: NDArray[np.float32]
+    sin: NDArray[np.float32]
+    window: int = NO_WINDOW
+
+
+def positions_of(arch: Architecture, context_len: int) -> list[Positions]:
+    """One for each layer; those of one RoPE share its tables."""
+    tables: dict[Rope, tuple[NDArray[np.float32], NDArray[np.float32]]] = {}
+    for rope in {spec.rope for spec in arch.layers}:
+        tables[rope] = rope_tables(inverse_frequencies(rope, arch.head_dim), context_len)
+    return [Positions(*tables[spec.rope], spec.window or NO_WINDOW) for spec in arch.layers]

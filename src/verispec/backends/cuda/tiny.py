@@ -1,7 +1,7 @@
 """Tiny models and two passes over them, the same on a GPU and on a CPU: what golden digests are made of."""
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from verispec.backends.cuda.bit_model import BitModel, Context
 from verispec.backends.cuda.bits import bf16
-from verispec.backends.cuda.shapes import Shapes, rope_tables
-from verispec.model.architecture import Architecture, Family, LayerSpec, Rope, expected_tensors, inverse_frequencies
+from verispec.backends.cuda.shapes import Positions, Shapes, positions_of
+from verispec.model.architecture import Architecture, Family, LayerSpec, LinearScaling, Rope, expected_tensors
 
 GOLDENS = Path(__file__).with_name("goldens.json")  # made on an H200 by `device_check`
 CONTEXT_LEN = 512
@@ -52,10 +52,20 @@ def _architecture(
     )  # fmt: skip
 
 
+def _gemma() -> Architecture:
+    """All that Gemma 3 has of its own; the first window leaves a whole span out."""
+    plain = _architecture("gemma3", 128, 2, 1, 256, 192)
+    layer = replace(plain.layers[0], query_scalar=168, qk_norm=True, activation="gelu_tanh", post_norms=True)
+    everywhere = replace(layer, rope=Rope(theta=1e6, scaling=LinearScaling(8.0)))
+    layers = (replace(layer, window=12), everywhere, replace(layer, window=100))
+    return replace(plain, layers=layers, tied_head=True, embed_scale=128**0.5)
+
+
 ARCHITECTURES = {
     "llama": _architecture("llama", 128, 4, 2, 32, 256),  # parts of K 1, 2, 1, 4
     "qwen2": _architecture("qwen2", 192, 3, 1, 64, 192, theta=1e6),  # parts of K 1, 3, 1, 3, and a bias
     "qwen3": _architecture("qwen3", 144, 6, 3, 32, 128),  # rows of 144 columns: no parts; a q/k norm
+    "gemma3": _gemma(),  # parts of K 1, 4, 1, 3
 }
 
 
@@ -65,8 +75,7 @@ class TinyModel(NamedTuple):
     arch: Architecture
     shapes: Shapes
     tensors: dict[str, Float32]
-    cos: Float32
-    sin: Float32
+    positions: list[Positions]
 
 
 def tiny_model(name: str) -> TinyModel:
@@ -80,8 +89,7 @@ def tiny_model(name: str) -> TinyModel:
         elif tensor != "embed":
             values = values * np.float32(4 / np.sqrt(shape[1]))
         tensors[tensor] = values
-    cos, sin = rope_tables(inverse_frequencies(arch.layers[0].rope, arch.head_dim), CONTEXT_LEN)
-    return TinyModel(arch, Shapes.of(arch), tensors, cos, sin)
+    return TinyModel(arch, Shapes.of(arch), tensors, positions_of(arch, CONTEXT_LEN))
 
 
 @dataclass(frozen=True)
@@ -125,9 +133,8 @@ def bit_model_steps(model: TinyModel) -> list[dict[str, Float32]]:
     """What every kernel of both passes must give."""
     table = slot_table()
     bit_model = BitModel(
-        model.shapes, model.arch.num_layers, model.tensors.__getitem__, model.cos, model.sin, num_slots=NUM_SLOTS,
-        tied=model.arch.tied_head,
-    )  # fmt: skip
+        model.shapes, model.positions, model.tensors.__getitem__, num_slots=NUM_SLOTS, tied=model.arch.tied_head
+    )
     given = table[1, :GIVEN_A]
     bit_model.k[:, given], bit_model.v[:, given] = given_kv(model)
     results = []
