@@ -34,9 +34,12 @@ class StandInKernels:
     def plain(self, x, w, *, many) -> torch.Tensor:
         return product(x, w).bfloat16()
 
-    def embed(self, table, gain, inputs, b, rows) -> None:
+    def embed(self, table, gain, inputs, b, rows, starts=None) -> None:
         b.not_finite[:rows] = 0
         x = table[inputs.token_ids[:rows].long()].float() * self.shapes.embed_scale
+        if starts is not None:
+            at = torch.nonzero(starts.ids[:rows] >= 0)[:, 0]
+            x[at] = starts.states[starts.ids[at].long()].float()
         self._keep(x.bfloat16(), gain, b, rows)
 
     def _keep(self, x, gain, b, rows) -> None:
@@ -119,18 +122,8 @@ class StandInDraws:
     def __init__(self, rows: int) -> None:
         self.token_ids, self.logprobs = torch.zeros(rows, dtype=torch.int32), torch.zeros(rows)
 
-    def draw(self, logits, inputs, rows, *, filters, edited=None) -> None:
-        seeds = inputs.seeds[:rows].numpy().view(np.uint32).astype(np.uint64)
-        counters = inputs.counters[:rows].numpy().astype(np.int64)
-        none = np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32)
-        sampling = SamplingRows(
-            seeds=seeds[:, 0] | seeds[:, 1] << np.uint64(32), t=counters[:, 0], sample_index=counters[:, 1],
-            stream=counters[:, 2], temperature=inputs.temperature[:rows].numpy(),
-            top_k=inputs.top_k[:rows].numpy().astype(np.int64), top_p=inputs.top_p[:rows].numpy(),
-            log_min_p=inputs.log_min_p[:rows].numpy(), penalty_rows=none[0], penalty_ids=none[1], repetition=none[2],
-            penalty=none[2], bias_rows=none[0], bias_ids=none[1], bias=none[2],
-        )  # fmt: skip
-        assert filters or not (sampling.filters & (sampling.temperature > 0)).any()
+    def draw(self, logits, inputs, rows, *, filters, edited=None, allowed=None) -> None:
+        sampling = self._sampling(inputs, rows, filters, allowed)
         raw = logits[:rows].numpy()
         with np.errstate(all="ignore"):
             self._sums = weights(np, below_top(np, raw)).sum(axis=-1)
@@ -141,8 +134,45 @@ class StandInDraws:
         self.token_ids[:rows] = torch.from_numpy(drawn.token_ids.astype(np.int32))
         self.logprobs[:rows] = torch.from_numpy(drawn.logprobs)
 
+    def children(self, logits, inputs, rows, *, filters, edited, allowed):
+        """Keys as the kernels make them, from the shared code's scores."""
+        sampling = self._sampling(inputs, rows, filters, allowed)
+        with np.errstate(all="ignore"):
+            processed = draw.process(np, (logits if edited is None else edited)[:rows].numpy(), sampling)
+            greedy = (sampling.temperature == 0)[:, None]
+            z = np.where(greedy, below_top(np, processed), draw.scaled_logits(np, processed, sampling))
+            scores = np.where(greedy, processed, draw.noisy_logits(np, z, sampling)).astype(np.float32)
+        ids = np.arange(z.shape[1], dtype=np.uint64)
+        keys = np.where(z > -np.inf, _ordered(scores) << np.uint64(32) | (np.uint64(0xFFFFFFFF) - ids), 0)
+        tops = _ordered(processed.max(axis=1, keepdims=True)) << np.uint64(32)
+        signed = (keys.astype(np.uint64) ^ np.uint64(1 << 63)).view(np.int64)
+        sums = weights(np, z).sum(axis=-1)
+        return torch.from_numpy(signed), torch.from_numpy(tops.view(np.int64)), torch.from_numpy(sums)
+
+    def _sampling(self, inputs, rows, filters, allowed) -> SamplingRows:
+        seeds = inputs.seeds[:rows].numpy().view(np.uint32).astype(np.uint64)
+        counters = inputs.counters[:rows].numpy().astype(np.int64)
+        none = np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32)
+        sampling = SamplingRows(
+            seeds=seeds[:, 0] | seeds[:, 1] << np.uint64(32), t=counters[:, 0], sample_index=counters[:, 1],
+            stream=counters[:, 2], temperature=inputs.temperature[:rows].numpy(),
+            top_k=inputs.top_k[:rows].numpy().astype(np.int64), top_p=inputs.top_p[:rows].numpy(),
+            log_min_p=inputs.log_min_p[:rows].numpy(), penalty_rows=none[0], penalty_ids=none[1], repetition=none[2],
+            penalty=none[2], bias_rows=none[0], bias_ids=none[1], bias=none[2],
+            masks=None if allowed is None else inputs.masks[:rows].numpy().astype(np.int64),
+            allowed=None if allowed is None else allowed.numpy().view(np.uint32),
+        )  # fmt: skip
+        assert filters or not (sampling.filters & (sampling.temperature > 0)).any()
+        return sampling
+
     def sums(self, rows: int) -> torch.Tensor:
         return torch.from_numpy(self._sums[:rows])
+
+
+def _ordered(values: np.ndarray) -> np.ndarray:
+    """Unsigned numbers in the order of floats."""
+    bits = (values + np.float32(0)).view(np.uint32)
+    return np.where(bits >> 31, ~bits, bits ^ np.uint32(1 << 31)).astype(np.uint64)
 
 
 class StandInSteps:
@@ -184,7 +214,7 @@ class StandInSteps:
                     set_from_record(i, int(seq_rows[i]))
                 else:
                     set_row(i, 0, 0, DUMP_SLOT, 0, 1, 0)
-                self._set_draw(state, i, i, int(inputs.seq_rows[i]), -1, 0)
+                self._set_draw(state, i, i, int(inputs.seq_rows[i]), -1, 0, 0)
             return
         for i, values in enumerate(part("rows", 6, sizes.rows).T.tolist()):
             if values[0] < 0:
@@ -196,15 +226,15 @@ class StandInSteps:
         state.groups[:] = 0
         assert header["groups"] <= max(1, sizes.num_groups)
         state.groups[: header["groups"]] = torch.from_numpy(part("groups", header["groups"], 2))
-        draws = part("draws", 3, header["draws"])
+        draws = part("draws", 4, header["draws"])
         assert draws.shape[1] <= sizes.head_rows
         for i in range(sizes.head_rows):
-            row, t, stream = draws[:, i].tolist() if i < draws.shape[1] else (0, 0, 0)
-            self._set_draw(state, i, row, int(inputs.seq_rows[row]) if i < draws.shape[1] else 0, t, stream)
+            row, *rest = draws[:, i].tolist() if i < draws.shape[1] else (0, 0, 0, 0)
+            self._set_draw(state, i, row, int(inputs.seq_rows[row]) if i < draws.shape[1] else 0, *rest)
 
-    def _set_draw(self, state, i: int, row: int, seq_row: int, t: int, stream: int) -> None:
+    def _set_draw(self, state, i: int, row: int, seq_row: int, t: int, stream: int, mask: int) -> None:
         record, draws = state.records[seq_row], state.draws
-        state.row_ids[i] = row
+        state.row_ids[i], draws.masks[i] = row, mask
         draws.seeds[i] = record[:2]
         t = int(state.inputs.positions[row]) + 1 if t < 0 else t
         draws.counters[i] = torch.tensor([t, int(record[AT["sample"]]), stream])

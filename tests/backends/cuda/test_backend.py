@@ -1,4 +1,5 @@
-"""The CUDA backend's host side on a CPU that stands in for the GPU: conformance, bursts, and the engine's equality."""
+"""The CUDA backend on a GPU, or its host side on a CPU that stands in for one: conformance, bursts, and the engine's
+equality."""
 
 from __future__ import annotations
 
@@ -17,9 +18,11 @@ from tests.support.cuda_stand_in import StandIn  # noqa: E402
 from tests.support.passes import Tape  # noqa: E402
 from tests.support.tiny_models import TinyConfig, make_tensors  # noqa: E402
 from verispec.backends.cuda.backend import CudaBackend, CudaModel  # noqa: E402
+from verispec.backends.cuda.device import Gpu  # noqa: E402
 from verispec.config import EngineConfig  # noqa: E402
 from verispec.engine import Engine, Request  # noqa: E402
 from verispec.errors import BackendDeadError, DeviceMemoryError  # noqa: E402
+from verispec.model import cache_dir  # noqa: E402
 from verispec.spec.registry import make_drafters  # noqa: E402
 from verispec.spec.speculation import Speculation  # noqa: E402
 from verispec.types import SamplingParams  # noqa: E402
@@ -34,7 +37,8 @@ def stand_in(family: str) -> CudaBackend:
     changes = GEMMA if family == "gemma3" else {}
     configs = [TinyConfig(family=family, seed=seed, context_len=256, **changes) for seed in (1, 2)]
     models = [CudaModel(c.architecture, make_tensors(c).__getitem__) for c in configs]
-    return CudaBackend(models, device=StandIn(), num_slots=conformance.NUM_SLOTS, num_seq_rows=8, max_tail=32)
+    device = Gpu(0, cache_dir() / "cuda") if torch.cuda.is_available() else StandIn()
+    return CudaBackend(models, device=device, num_slots=conformance.NUM_SLOTS, num_seq_rows=8, max_tail=32)
 
 
 @pytest.fixture(params=["llama", "qwen2", "qwen3", "gemma3"])
@@ -70,6 +74,10 @@ test_the_tables_end = bursts.test_a_burst_ends_with_the_table
 test_bad_bursts = bursts.test_bad_bursts_raise
 test_masks = provisions.test_masks_decide_what_is_drawn_and_nothing_else
 test_nothing_allowed = provisions.test_where_nothing_is_allowed_nothing_is_drawn
+test_masks_that_do_not_fit = provisions.test_masks_that_do_not_fit_are_refused
+test_hidden = provisions.test_hidden_states_are_those_of_a_reference
+test_hidden_stay = provisions.test_hidden_states_stay_while_others_are_made
+test_hidden_start = provisions.test_a_row_may_start_from_a_hidden_state
 test_two_drafters = drafted.test_two_drafters_and_none_in_one_burst
 
 

@@ -52,16 +52,20 @@ __device__ __forceinline__ int v_offset(int row, int chunk) { return row * kRowB
 template <bool KEYS, int THREADS>
 __device__ __forceinline__ void fetch(const bf16* store, const int* slots, int kv_head, int origin, int begin, int end,
                                       int len, unsigned to) {
-  constexpr int kActive = THREADS / (8 * kChunks) * 8 * kChunks, kStep = kActive / kChunks;
-  static_assert(kStep > 0 && kStep % 8 == 0, "rows a multiple of eight apart are swizzled alike");
+  constexpr int kRowsAtOnce = THREADS / kChunks, kStep = kRowsAtOnce < 8 ? kRowsAtOnce : kRowsAtOnce / 8 * 8;
+  constexpr int kActive = kStep * kChunks;
+  static_assert(kStep > 0, "a row needs as many threads as it has chunks");
   if (kActive < THREADS && threadIdx.x >= kActive) return;
   const int chunk = threadIdx.x % kChunks;
   const bf16* from = store + kv_head * HEAD_DIM + chunk * 8;
   int row = begin - origin + static_cast<int>(threadIdx.x) / kChunks;
-  to += KEYS ? k_offset(row, chunk) : v_offset(row, chunk);
+  const auto place = [&] { return to + (KEYS ? k_offset(row, chunk) : v_offset(row, chunk)); };
+  unsigned at = place();
 #pragma unroll 4
-  for (; row < end - origin; row += kStep, to += kStep * kRowBytes)
-    copy16(to, from + static_cast<int64>(slots[row]) * (KV_HEADS * HEAD_DIM), origin + row < len);
+  for (; row < end - origin; row += kStep, at += kStep * kRowBytes) {
+    if (kStep % 8) at = place();  // rows a multiple of eight apart are swizzled alike
+    copy16(at, from + static_cast<int64>(slots[row]) * (KV_HEADS * HEAD_DIM), origin + row < len);
+  }
 }
 
 // s = chain(q, k) of 16 query rows and 8 COUNT positions. q holds columns 4 t .. 4 t + 3 of each 16.

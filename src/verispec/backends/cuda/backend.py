@@ -2,7 +2,7 @@
 
 A pass that only draws is one copy to the device, one graph per round and one copy back, none of which the host waits
 for; rounds behind the first need no host at all. For what few requests want (log-probabilities of given tokens,
-alternatives, distributions, penalties, bias, masks) the host waits, round by round.
+alternatives, distributions, penalties, bias, drafts) the host waits, round by round.
 Every row has the bits of `docs/cuda-arithmetic.md`, whatever else is in its pass: the family is every number of rows.
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -56,12 +55,15 @@ from verispec.backends.protocol import (
     FROM_STATE,
     BackendLimits,
     Burst,
+    HiddenShape,
+    HiddenStart,
     Pass,
     PassResult,
     ReadyTicket,
     Rows,
     TableUpdate,
     Ticket,
+    Wanted,
 )
 from verispec.backends.resident import Resident
 from verispec.backends.rounds import NO_UPDATE, run_rounds
@@ -102,6 +104,7 @@ class CudaBackend:
             raise InputError(f"the CUDA backend runs up to {MAX_HEAD_ROWS} sequences at once, not {num_seq_rows}")
         self.limits = BackendLimits(
             arch.vocab_size, context_len, num_slots, num_seq_rows, max_tail, len(models), num_masks=NUM_MASKS,
+            hidden=tuple(HiddenShape(m.architecture.num_layers, m.architecture.hidden_size) for m in models),
             prepares=True,
         )  # fmt: skip
         self._device = device
@@ -115,12 +118,13 @@ class CudaBackend:
             self._state = StepState(self.limits, MAX_PLACES, device.name)
             self._graphs = Graphs(device, self._models, self._state, MAX_HEAD_ROWS)
         self.resident = Resident(self.limits)
-        self._outputs = DeviceOutputs(device, self._graphs.draws)
+        self._outputs = DeviceOutputs(device, self._graphs.draws, self._state.allowed)
         count = num_seq_rows + 1
         self._filters = np.zeros(count, np.bool_)
         self._by_hand = np.zeros(count, np.bool_)  # sampled on the host
         self._reach = np.zeros(count, np.int32)  # how far the table's row was written
         self._binds: dict[int, Int32] = {}  # not yet sent
+        self._new_masks: list[tuple[int, Int32]] = []  # not yet sent: the first row of the table, and words
         self._lanes: list[Lane] = []
         self._health = Health()
 
@@ -134,8 +138,9 @@ class CudaBackend:
         self._reach[seq_row] = 0
 
     def set_masks(self, first: int, allowed: NDArray[np.uint32]) -> None:
-        """Masks `first`.. are these from now on. They travel with the passes that use them."""
+        """Masks `first`.. are these from now on. They are sent before the next pass."""
         self.resident.set_masks(first, allowed)
+        self._new_masks.append((first, np.array(allowed).view(np.int32)))
 
     def submit(self, pass_: Pass) -> Ticket:
         """Start the pass; what the host must take part in is done before this returns."""
@@ -155,14 +160,15 @@ class CudaBackend:
         num_rounds = burst.num_rounds if burst is not None else 0
         spans = spans_of(self._longest(pass_, num_rounds))
         parcel, rounds = Parcel(lane.sent), list[Graph]()
-        is_cohort = burst is not None and _is_cohort(pass_)
+        masked = _is_masked(pass_)
+        is_cohort = burst is not None and not masked and _is_cohort(pass_)
         width = 0
         if not is_cohort:
             arranged = arrange(pass_.rows, len(_drawn(pass_)), self._models[pass_.store].kernels.rows_per_group)
             if arranged.columns.shape[1] * spans > self._max_row_spans:
                 return None
-            rounds.append(self._graphs.get(self._key(pass_, arranged, spans, draw)))
-            self._put_rows(parcel, arranged, _drawn(pass_), pass_.wanted.draw and pass_.wanted.draw.noise)
+            rounds.append(self._graphs.get(self._key(pass_, arranged, spans, draw)._replace(masked=masked)))
+            self._put_rows(parcel, arranged, pass_, _drawn(pass_))
             width = arranged.head
         if burst is not None and (is_cohort or num_rounds):
             size = at_least(ROW_SIZES, len(burst.rows))
@@ -186,11 +192,10 @@ class CudaBackend:
     def _draw_on_device(self, pass_: Pass) -> Draw | None:
         """How the rows draw; None where the host must do it."""
         wanted, rows, burst = pass_.wanted, pass_.rows, pass_.burst
-        if wanted.logprobs or wanted.top_k or wanted.noisy_top_k or wanted.distribution or len(rows) > MAX_ROWS:
+        if wanted != Wanted(draw=wanted.draw) or pass_.start is not None or len(rows) > MAX_ROWS:
             return None
         seq_rows = rows.seq_rows[_drawn(pass_)]
-        is_masked = rows.masks is not None and rows.masks[_drawn(pass_)].any()
-        if len(seq_rows) > MAX_HEAD_ROWS or is_masked:
+        if len(seq_rows) > MAX_HEAD_ROWS:
             return None
         if self._by_hand[seq_rows].any() or (burst is not None and (burst.drafts or burst.num_rounds > MAX_ROUNDS)):
             return None
@@ -219,17 +224,20 @@ class CudaBackend:
 
     def _key(self, pass_: Pass, arranged: Arranged, spans: int, draw: Draw) -> GraphKey:
         sizes = StepSizes(arranged.columns.shape[1], arranged.head, arranged.num_groups)
-        return GraphKey(pass_.store, pass_.view, sizes, arranged.single, spans, draw)
+        layers = () if pass_.wanted.hidden is None else tuple(sorted(set(pass_.wanted.hidden.layers)))
+        starts = pass_.start is not None
+        return GraphKey(pass_.store, pass_.view, sizes, arranged.single, spans, draw, starts=starts, hidden=layers)
 
-    def _put_rows(self, parcel: Parcel, arranged: Arranged, head_rows: Int32, noise: Any) -> None:
+    def _put_rows(self, parcel: Parcel, arranged: Arranged, pass_: Pass, head_rows: Int32) -> None:
         parcel.put("rows", arranged.columns)
         if arranged.tails is not None:
             parcel.put("tails", arranged.tails)
             parcel.set("tail_width", arranged.tails.shape[1])
         parcel.put("groups", arranged.groups)
         parcel.set("groups", len(arranged.groups))
-        t, stream = (head_rows * 0 - 1, head_rows * 0) if noise is None else noise
-        parcel.put("draws", arranged.places[head_rows], t, stream)
+        draw, masks, none = pass_.wanted.draw, pass_.rows.masks, head_rows * 0
+        t, stream = (none - 1, none) if draw is None or draw.noise is None else draw.noise
+        parcel.put("draws", arranged.places[head_rows], t, stream, none if masks is None else masks[head_rows])
         parcel.set("draws", len(head_rows))
 
     def _send(self, parcel: Parcel, lane: Lane, update: TableUpdate) -> None:
@@ -239,6 +247,9 @@ class CudaBackend:
             parcel.put("binds", np.concatenate(words).astype(np.int32))
             parcel.set("binds", len(words))
             self._binds.clear()
+        for first, masks in self._new_masks:
+            self._state.allowed[first : first + len(masks)].copy_(torch.from_numpy(masks))
+        self._new_masks.clear()
         count = len(update.seq_rows)
         if count:
             self.resident.table[update.seq_rows, update.positions] = update.slots
@@ -282,21 +293,34 @@ class CudaBackend:
         return result
 
     def _run(self, pass_: Pass, lane: Lane) -> PassResult:
-        head_rows, update = pass_.wanted.head_rows(), pass_.table_update
-        parts, logits = self._pieces(pass_.rows), list[torch.Tensor]()
-        for part in parts:
-            rows = pass_.rows if len(parts) == 1 else _some(pass_.rows, part)
-            wanted = np.searchsorted(part, head_rows[np.isin(head_rows, part)]).astype(np.int32)
-            found = self._logits(replace(pass_, rows=rows, table_update=update), wanted, lane)
+        head_rows, hidden, start = pass_.wanted.head_rows(), pass_.wanted.hidden, pass_.start
+        parts, update = self._pieces(pass_.rows), pass_.table_update
+        logits, states = list[torch.Tensor](), list[torch.Tensor]()
+        heads, kept = [_within(head_rows, part) for part in parts], list[NDArray[np.int64]]()
+        for part, (_, wanted) in zip(parts, heads, strict=True):
+            piece = replace(pass_, rows=_some(pass_.rows, part), wanted=Wanted(), table_update=update)
+            if hidden is not None:
+                at, rows = _within(hidden.rows, part)
+                kept.append(at)
+                piece = replace(piece, wanted=Wanted(hidden=hidden._replace(rows=rows)))
+            if start is not None:
+                at, rows = _within(start.rows, part)
+                piece = replace(piece, start=HiddenStart(rows, start.states[at]))
+            found, found_states = self._forwarded(piece, wanted, lane)
             logits.append(found if len(parts) == 1 else found.clone())
+            states.append(found_states)
             update = NO_UPDATE
-        if not len(head_rows):
-            return PassResult()
-        every = logits[0]
-        if len(parts) > 1:
-            order = np.argsort(np.concatenate([head_rows[np.isin(head_rows, part)] for part in parts]))
-            every = torch.cat(logits)[torch.from_numpy(order).to(self._device.name)]
-        return self._outputs.collect(pass_, self.resident, head_rows, every)
+        result = PassResult()
+        if len(head_rows):
+            every = self._ordered(logits, [at for at, _ in heads])
+            result = self._outputs.collect(pass_, self.resident, head_rows, every)
+        return result if hidden is None else replace(result, hidden=self._ordered(states, kept))
+
+    def _ordered(self, parts: list[torch.Tensor], at: list[NDArray[np.int64]]) -> torch.Tensor:
+        """What parts of a pass gave, in the order in which it was wanted."""
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat(parts)[torch.from_numpy(np.argsort(np.concatenate(at))).to(self._device.name)]
 
     def _pieces(self, rows: Rows) -> list[NDArray[np.int64]]:
         """The rows in parts that fit, contexts first: within a part the order is the pass's."""
@@ -307,14 +331,20 @@ class CudaBackend:
         order = np.argsort(rows.positions, kind="stable")
         return [np.sort(order[i : i + most]) for i in range(0, len(rows), most)]
 
-    def _logits(self, pass_: Pass, head_rows: Int32, lane: Lane) -> torch.Tensor:
-        """Of these rows; NaN where a sequence's K or V was not finite. They stand until the next pass."""
-        rows, model = pass_.rows, self._models[pass_.store]
+    def _forwarded(self, pass_: Pass, head_rows: Int32, lane: Lane) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits of these rows, NaN where a sequence's K or V was not finite, and the hidden states that are wanted.
+
+        The logits stand until the next pass.
+        """
+        rows, model, hidden = pass_.rows, self._models[pass_.store], pass_.wanted.hidden
         arranged = arrange(rows, len(head_rows), model.kernels.rows_per_group)
         spans = spans_of(int(rows.positions.max()) + 1)
-        graph = self._graphs.get(self._key(pass_, arranged, spans, Draw.NONE))
+        key = self._key(pass_, arranged, spans, Draw.NONE)
+        graph = self._graphs.get(key)
+        if pass_.start is not None:
+            self._put_starts(model, pass_.start, arranged)
         parcel = Parcel(lane.sent)
-        self._put_rows(parcel, arranged, head_rows, None)
+        self._put_rows(parcel, arranged, pass_, head_rows)
         parcel.set("out_width", arranged.head)
         self._send(parcel, lane, pass_.table_update)
         graph.replay()
@@ -322,7 +352,17 @@ class CudaBackend:
         broken = self._state.records[:, BROKEN].cpu().numpy() != 0
         if broken[rows.seq_rows[head_rows]].any():
             logits[torch.from_numpy(broken[rows.seq_rows[head_rows]]).to(self._device.name)] = np.nan
-        return logits
+        if hidden is None:
+            return logits, logits
+        places, kept = torch.from_numpy(arranged.places[hidden.rows]).to(self._device.name), self._graphs.hidden(key)
+        return logits, torch.stack([kept[i][places].float() for i in hidden.layers], dim=1)
+
+    def _put_starts(self, model: DeviceModel, start: HiddenStart, arranged: Arranged) -> None:
+        ids, states = model.starts()
+        ids.fill_(-1)
+        places = torch.from_numpy(arranged.places[start.rows]).to(self._device.name).long()
+        ids[places] = torch.arange(len(places), dtype=torch.int32, device=self._device.name)
+        states[: len(places)] = torch.as_tensor(start.states, device=self._device.name).to(torch.bfloat16)
 
     # What it is.
 
@@ -357,6 +397,11 @@ def _drawn(pass_: Pass) -> Int32:
     return pass_.wanted.draw.rows if pass_.wanted.draw is not None else np.zeros(0, np.int32)
 
 
+def _is_masked(pass_: Pass) -> bool:
+    masks = pass_.rows.masks
+    return masks is not None and bool(masks[_drawn(pass_)].any())
+
+
 def _is_cohort(pass_: Pass) -> bool:
     """Whether the pass is one row for each of some sequences, all of which are fed back."""
     rows, burst, draw = pass_.rows, pass_.burst, pass_.wanted.draw
@@ -376,6 +421,12 @@ def _is_cohort(pass_: Pass) -> bool:
 def update_columns(update: TableUpdate) -> tuple[Int32, Int32, Int32]:
     """Rows, positions and slots."""
     return update.seq_rows, update.positions, update.slots
+
+
+def _within(rows: Int32, part: NDArray[np.int64]) -> tuple[NDArray[np.int64], Int32]:
+    """Which of these rows are in a part of the pass, and their places in it."""
+    at = np.flatnonzero(np.isin(rows, part))
+    return at, np.searchsorted(part, rows[at]).astype(np.int32)
 
 
 def _some(rows: Rows, at: NDArray[np.int64]) -> Rows:

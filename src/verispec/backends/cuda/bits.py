@@ -98,7 +98,7 @@ def product(x: Float32, w: Float32, parts: int) -> Float32:
     return low if parts < 3 else low + (p[2] if parts == 3 else p[2] + p[3])
 
 
-def fused(a: Float32, b: Float32, c: Float32 | np.float32) -> Float32:
+def fused(a: Float32, b: Float32 | np.float32, c: Float32 | np.float32) -> Float32:
     """a * b + c with one rounding: the float64 sum is rounded to odd, so that rounding it again is harmless."""
     exact = a.astype(np.float64) * b.astype(np.float64)
     addend = np.asarray(c, np.float32).astype(np.float64)
@@ -107,8 +107,8 @@ def fused(a: Float32, b: Float32, c: Float32 | np.float32) -> Float32:
     error = (exact - (total - back)) + (addend - back)
     bits = np.atleast_1d(total).view(np.int64)
     up = (np.atleast_1d(error) > 0) == (np.atleast_1d(total) > 0)  # away from zero
-    is_even = (bits & 1) == 0
-    bits = np.where((np.atleast_1d(error) != 0) & is_even, np.where(up, bits + 1, bits - 1), bits)
+    is_odd = ((bits & 1) != 0) | ~np.isfinite(np.atleast_1d(total))
+    bits = np.where((np.atleast_1d(error) != 0) & ~is_odd, np.where(up, bits + 1, bits - 1), bits)
     return bits.view(np.float64).reshape(total.shape).astype(np.float32)
 
 
@@ -132,7 +132,8 @@ def silu(g: Float32) -> Float32:
 
 def gelu(g: Float32) -> Float32:
     """g / (1 + e^(-2 u)), u = sqrt(2 / pi) (g + 0.044715 g^3): the tanh form of GELU, without a tanh."""
-    return g / (np.float32(1) + exp2(g * fused(g * g, _GELU_CUBIC, _GELU_LINEAR)))
+    exponent: Float32 = g * fused(g * g, _GELU_CUBIC, _GELU_LINEAR)
+    return g / (np.float32(1) + exp2(exponent))
 
 
 def norm_factor(sum_of_squares: Float32, size: int, eps: float) -> Float32:

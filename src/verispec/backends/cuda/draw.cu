@@ -1,6 +1,7 @@
 // The draw on the device, with the bits of verispec/sampling: argmax of z + noise with the smallest id on a tie, filters
 // without sorting, and log-probabilities from integer sums. Nothing here depends on how the vocabulary is cut.
-// An id's place in an order is one 64-bit key, so that a maximum or a minimum decides ties too.
+// An id's place in an order is one 64-bit key, so that a maximum or a minimum decides ties too. With MASKED, rows see only
+// what their row of the mask table allows.
 #include "arithmetic.cuh"
 
 using namespace vs;
@@ -18,13 +19,17 @@ struct Args {
   const int* top_k;            // [rows], 0 is off
   const float* top_p;          // [rows], 1 is off
   const float* log_min_p;      // [rows], -inf is off
+  const int* masks;            // [rows], rows of the mask table; 0 allows everything
+  const unsigned* allowed;     // [masks, mask_words]: bit i % 32 of word i / 32 allows token i
   uint64* tops;                // [rows, 2, chunks]: best of edited, best of raw
   uint64* best;                // [rows, chunks]: best of z + noise
   int64* sums;                 // [rows, chunks]: weights of the raw logits
   uint64* kept;                // [rows]: the last kept key of the order (-z, id)
   int* token_ids;              // [rows], -1 where there is nothing to draw
   float* logprobs;             // [rows]
+  int64* keys;                 // [rows, vocab]: places in the order by score, ascending as signed numbers
   int vocab;
+  int mask_words;
   int chunk;                   // ids of one block, a multiple of 4: as suits the number of rows
   int chunks;
 };
@@ -42,6 +47,24 @@ __device__ __forceinline__ uint64 best_key(float v, int id) {  // the largest is
 }
 __device__ __forceinline__ uint64 rank_key(float z, int id) {  // ascending in the order (-z, id)
   return static_cast<uint64>(~ordered(z)) << 32 | static_cast<unsigned>(id);
+}
+
+// A logit behind all edits. A mask makes no row usable: NaN and +inf stay what they say.
+__device__ __forceinline__ float processed(const Args& a, int row, int id) {
+  const float v = a.edited[static_cast<int64>(row) * a.vocab + id];
+#ifdef MASKED
+  const int mask = a.masks[row];
+  if (mask > 0 && !(a.allowed[static_cast<int64>(mask) * a.mask_words + id / 32] >> (id % 32) & 1))
+    return v < -neg_inf() ? neg_inf() : __int_as_float(0x7fc00000);
+#endif
+  return v;
+}
+__device__ __forceinline__ bool is_raw(const Args& a) {  // whether nothing was edited
+#ifdef MASKED
+  return false;
+#else
+  return a.raw == a.edited;
+#endif
 }
 
 __device__ __forceinline__ float exp_f32(float x) {  // as native/maths.h has it, for x up to 0
@@ -124,14 +147,14 @@ extern "C" __global__ void __launch_bounds__(kThreads) draw_top(const Args a) {
   release_next();
   wait_for_previous();
   const int row = blockIdx.y, end = min(a.vocab, (blockIdx.x + 1) * a.chunk);
-  const float *edited = a.edited + static_cast<int64>(row) * a.vocab, *raw = a.raw + static_cast<int64>(row) * a.vocab;
+  const float* raw = a.raw + static_cast<int64>(row) * a.vocab;
   uint64 best = 0, best_raw = 0;
   for (int id = blockIdx.x * a.chunk + threadIdx.x; id < end; id += kThreads) {
-    best = Max()(best, best_key(edited[id], id));
-    if (a.raw != a.edited) best_raw = Max()(best_raw, best_key(raw[id], id));
+    best = Max()(best, best_key(processed(a, row, id), id));
+    if (!is_raw(a)) best_raw = Max()(best_raw, best_key(raw[id], id));
   }
   best = block_reduce(best, Max());
-  best_raw = a.raw == a.edited ? best : block_reduce(best_raw, Max());
+  best_raw = is_raw(a) ? best : block_reduce(best_raw, Max());
   if (threadIdx.x > 0) return;
   a.tops[(static_cast<int64>(row) * 2) * a.chunks + blockIdx.x] = best;
   a.tops[(static_cast<int64>(row) * 2 + 1) * a.chunks + blockIdx.x] = best_raw;
@@ -144,7 +167,7 @@ __device__ __forceinline__ float scaled(float logit, float top, float temperatur
 // Which key of the order (-z, id) is the first at which the counts (or the weights) of all before it and its own reach
 // `needed`: digits of 11 bits, most significant first. By one block of 1024 threads.
 template <bool WEIGHTS>
-__device__ uint64 select_key(const float* logits, int vocab, float top, float temperature, int64 needed) {
+__device__ uint64 select_key(const Args& a, int row, float top, float temperature, int64 needed) {
   __shared__ int64 bins[2048];
   __shared__ uint64 prefix;
   __shared__ int64 before;
@@ -154,8 +177,8 @@ __device__ uint64 select_key(const float* logits, int vocab, float top, float te
     for (int i = threadIdx.x; i < 2048; i += 1024) bins[i] = 0;
     __syncthreads();
     const uint64 known = prefix;
-    for (int id = threadIdx.x; id < vocab; id += 1024) {
-      const float z = scaled(logits[id], top, temperature);
+    for (int id = threadIdx.x; id < a.vocab; id += 1024) {
+      const float z = scaled(processed(a, row, id), top, temperature);
       const uint64 key = rank_key(z, id);
       if (low + digits < 64 && key >> (low + digits) != known) continue;
       const int64 amount = WEIGHTS ? weight(z) : 1;
@@ -185,24 +208,23 @@ extern "C" __global__ void __launch_bounds__(1024) draw_filter(const Args a) {
   uint64 kept = kNaNKey;
   if (usable(best) && temperature > 0.0f) {
     const float top = value_of(static_cast<unsigned>(best >> 32));
-    const float* logits = a.edited + static_cast<int64>(row) * a.vocab;
     int64 keep = a.vocab;
     if (log_min_p > neg_inf()) {
       int64 count = 0;
-      for (int id = threadIdx.x; id < a.vocab; id += 1024) count += scaled(logits[id], top, temperature) >= log_min_p;
+      for (int id = threadIdx.x; id < a.vocab; id += 1024) count += scaled(processed(a, row, id), top, temperature) >= log_min_p;
       keep = block_reduce(count, Sum());
     }
     if (top_k > 0 && top_k < keep) keep = top_k;
-    if (keep < a.vocab) kept = select_key<false>(logits, a.vocab, top, temperature, keep > 1 ? keep : 1);
+    if (keep < a.vocab) kept = select_key<false>(a, row, top, temperature, keep > 1 ? keep : 1);
     if (top_p < 1.0f) {
       int64 sum = 0;
       for (int id = threadIdx.x; id < a.vocab; id += 1024) {
-        const float z = scaled(logits[id], top, temperature);
+        const float z = scaled(processed(a, row, id), top, temperature);
         if (rank_key(z, id) <= kept) sum += weight(z);
       }
       sum = block_reduce(sum, Sum());
       const int64 needed = static_cast<int64>(ceil(__dmul_rn(static_cast<double>(top_p), __ll2double_rn(sum))));
-      const uint64 nucleus = select_key<true>(logits, a.vocab, top, temperature, needed > 1 ? needed : 1);
+      const uint64 nucleus = select_key<true>(a, row, top, temperature, needed > 1 ? needed : 1);
       kept = nucleus < kept ? nucleus : kept;
     }
   }
@@ -216,7 +238,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) draw_best(const Args a) {
   const int row = blockIdx.y, end = min(a.vocab, (blockIdx.x + 1) * a.chunk);
   const uint64* tops = a.tops + static_cast<int64>(row) * 2 * a.chunks;
   const uint64 top_key = best_of_chunks(tops, a.chunks), raw_key = best_of_chunks(tops + a.chunks, a.chunks);
-  const float *edited = a.edited + static_cast<int64>(row) * a.vocab, *raw = a.raw + static_cast<int64>(row) * a.vocab;
+  const float* raw = a.raw + static_cast<int64>(row) * a.vocab;
   const float top = value_of(static_cast<unsigned>(top_key >> 32)), raw_top = value_of(static_cast<unsigned>(raw_key >> 32));
   const float temperature = a.temperature[row];
   const bool draws = temperature > 0.0f && usable(top_key), sums = usable(raw_key);
@@ -237,7 +259,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) draw_best(const Args a) {
       if (id >= end) break;
       if (sums) sum += weight(sub(raw[id], raw_top));
       if (!draws) continue;
-      const float z = scaled(edited[id], top, temperature), above = sub(z, bound);
+      const float z = scaled(processed(a, row, id), top, temperature), above = sub(z, bound);
       const unsigned word = word_of(words, lane);
       if (above < 0.0f && mul(__uint2float_rn(word), 2.3283064365386963e-10f) > mul(exp_f32(above), 1.01f)) continue;
       if (z > neg_inf() && rank_key(z, id) <= kept) best = Max()(best, best_key(add(z, gumbel_f32(word)), id));
@@ -248,6 +270,33 @@ extern "C" __global__ void __launch_bounds__(kThreads) draw_best(const Args a) {
   if (threadIdx.x > 0) return;
   a.best[static_cast<int64>(row) * a.chunks + blockIdx.x] = usable(top_key) ? best : kNaNKey;
   a.sums[static_cast<int64>(row) * a.chunks + blockIdx.x] = sum;
+}
+
+// grid (chunks, rows): where each id stands among a row's children, and the sum of weights of those that can be one. At T = 0
+// by the logits alone, without filters.
+extern "C" __global__ void __launch_bounds__(kThreads) draw_children(const Args a) {
+  release_next();
+  wait_for_previous();
+  const int row = blockIdx.y, end = min(a.vocab, (blockIdx.x + 1) * a.chunk);
+  const uint64 top_key = best_of_chunks(a.tops + static_cast<int64>(row) * 2 * a.chunks, a.chunks);
+  const float top = value_of(static_cast<unsigned>(top_key >> 32)), temperature = a.temperature[row];
+  const bool noisy = temperature > 0.0f;
+  const uint64 kept = noisy ? a.kept[row] : kNaNKey;
+  const unsigned *counter = a.counters + row * 3, *seed = a.seeds + row * 2;
+  int64 sum = 0;
+  for (int id = blockIdx.x * a.chunk + threadIdx.x; id < end; id += kThreads) {
+    const float value = processed(a, row, id), z = scaled(value, top, noisy ? temperature : 1.0f);
+    uint64 key = 0;
+    if (usable(top_key) && z > neg_inf() && rank_key(z, id) <= kept) {
+      sum += weight(z);
+      float score = value;
+      if (noisy) score = add(z, gumbel_f32(word_of(philox(id >> 2, counter[0], counter[1], counter[2], seed[0], seed[1]), id & 3)));
+      key = best_key(score, id);
+    }
+    a.keys[static_cast<int64>(row) * a.vocab + id] = static_cast<int64>(key ^ 1ull << 63);
+  }
+  sum = block_reduce(sum, Sum());
+  if (threadIdx.x == 0) a.sums[static_cast<int64>(row) * a.chunks + blockIdx.x] = sum;
 }
 
 // grid (rows), 32 threads: the token and its raw log-probability.

@@ -18,11 +18,13 @@ from verispec.backends.cuda.kernels import RowInputs
 
 _MIN_CHUNK, _MAX_CHUNK = 1024, 16384  # ids of one block
 _ENOUGH_BLOCKS = 1024
-_PARAMETERS = ("seeds", "counters", "temperature", "top_k", "top_p", "log_min_p")
+_PARAMETERS = ("seeds", "counters", "temperature", "top_k", "top_p", "log_min_p", "masks")
 _DrawArgs = struct(
     "DrawArgs",
-    *pointers("raw", "edited", *_PARAMETERS, "tops", "best", "sums", "kept", "token_ids", "logprobs"),
+    *pointers("raw", "edited", *_PARAMETERS, "allowed", "tops", "best", "sums", "kept", "token_ids", "logprobs"),
+    *pointers("keys"),
     ("vocab", ctypes.c_int),
+    ("mask_words", ctypes.c_int),
     ("chunk", ctypes.c_int),
     ("chunks", ctypes.c_int),
 )
@@ -45,13 +47,14 @@ class DrawInputs:
     top_k: torch.Tensor  # [R] int32, 0 is off
     top_p: torch.Tensor  # [R] float32, 1 is off
     log_min_p: torch.Tensor  # [R] float32, -inf is off
+    masks: torch.Tensor | None = None  # [R] int32, rows of the mask table; 0 allows everything
 
 
 class DrawKernels:
     """The draw of up to `rows` rows. `token_ids` (-1: nothing to draw) and `logprobs` hold the last results."""
 
     def __init__(self, vocab: int, rows: int, cache_folder: Path | None = None) -> None:
-        self._modules, self._kernels = Modules(cache_folder), dict[str, Kernel]()
+        self._modules, self._kernels = Modules(cache_folder), dict[tuple[str, ...], Kernel]()
         self._vocab, most, self._chunks = vocab, -(-vocab // _MIN_CHUNK), 0
 
         def empty(*size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -64,9 +67,32 @@ class DrawKernels:
         self._kept, self._all_kept = empty(rows), torch.full((rows,), -1, dtype=torch.int64, device="cuda")
 
     def draw(
-        self, logits: torch.Tensor, inputs: DrawInputs, rows: int, *, filters: bool, edited: torch.Tensor | None = None
-    ) -> None:
-        """Tokens of the first `rows` rows of logits [R, V]. Without `filters` no row may have one on."""
+        self, logits: torch.Tensor, inputs: DrawInputs, rows: int, *, filters: bool, edited: torch.Tensor | None = None,
+        allowed: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Tokens of the first `rows` rows of logits [R, V]. Without `filters` no row may have one on, without
+        `allowed`, the mask table [masks, V / 32], no row a mask."""
+        args = self._tops(logits, inputs, rows, filters=filters, edited=edited, allowed=allowed)
+        self._launch("draw_best", (self._chunks, rows, 1), 256, args)
+        self._launch("draw_token", (rows, 1, 1), 32, args)
+
+    def children(
+        self, logits: torch.Tensor, inputs: DrawInputs, rows: int, *, filters: bool, edited: torch.Tensor | None,
+        allowed: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Keys [R, V] in the order of scores (the score's bits, then the id from above), the keys of the rows' largest
+        logits by chunk [R, chunks], and the sums of weights of those that can be children. All int64."""
+        keys = torch.empty(rows, self._vocab, dtype=torch.int64, device=logits.device)
+        args = self._tops(logits, inputs, rows, filters=filters, edited=edited, allowed=allowed)
+        self._launch("draw_children", (self._chunks, rows, 1), 256, filled(args, keys=keys))
+        tops = self._scratch["tops"].flatten()[: rows * 2 * self._chunks].view(rows, 2, self._chunks)
+        return keys, tops[:, 0], self.sums(rows)
+
+    def _tops(
+        self, logits: torch.Tensor, inputs: DrawInputs, rows: int, *, filters: bool, edited: torch.Tensor | None,
+        allowed: torch.Tensor | None,
+    ) -> ctypes.Structure:  # fmt: skip
+        """The largest logits, and what the filters keep: what every further kernel begins with."""
         chunk = _MIN_CHUNK
         while chunk < _MAX_CHUNK and rows * self._vocab > chunk * _ENOUGH_BLOCKS:
             chunk *= 2
@@ -74,16 +100,16 @@ class DrawKernels:
         args = filled(
             _DrawArgs(), raw=logits, edited=logits if edited is None else edited, token_ids=self.token_ids,
             logprobs=self.logprobs, kept=self._kept if filters else self._all_kept, vocab=self._vocab,
-            chunk=chunk, chunks=chunks, **self._scratch, **{name: getattr(inputs, name) for name in _PARAMETERS},
+            chunk=chunk, chunks=chunks, allowed=allowed, mask_words=0 if allowed is None else allowed.shape[1],
+            **self._scratch, **{name: getattr(inputs, name) for name in _PARAMETERS},
         )  # fmt: skip
         self._launch("draw_top", (chunks, rows, 1), 256, args)
         if filters:
             self._launch("draw_filter", (rows, 1, 1), 1024, args)
-        self._launch("draw_best", (chunks, rows, 1), 256, args)
-        self._launch("draw_token", (rows, 1, 1), 32, args)
+        return args
 
     def sums(self, rows: int) -> torch.Tensor:
-        """The weights of each row's raw logits that the last draw added up. int64"""
+        """The weights of each row that the last call added up. int64"""
         return self._scratch["sums"].flatten()[: rows * self._chunks].view(rows, self._chunks).sum(1)
 
     def advance(self, inputs: RowInputs, draws: DrawInputs, rows: int) -> None:
@@ -102,6 +128,8 @@ class DrawKernels:
         return out
 
     def _launch(self, name: str, grid: tuple[int, int, int], threads: int, args: ctypes.Structure) -> None:
-        if name not in self._kernels:
-            self._kernels[name] = self._modules.kernel("draw.cu", name, {})
-        self._kernels[name].launch(grid, threads, args, stream=current_stream())
+        defines = {"MASKED": 1} if getattr(args, "allowed", None) else {}
+        key = (name, *defines)
+        if key not in self._kernels:
+            self._kernels[key] = self._modules.kernel("draw.cu", name, defines)
+        self._kernels[key].launch(grid, threads, args, stream=current_stream())

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from verispec.backends.cuda.device import Device, Gpu, Graph
-from verispec.backends.cuda.kernels import MAX_FEW_ROWS, Buffers, Forms, Layer, RowInputs
+from verispec.backends.cuda.kernels import MAX_FEW_ROWS, Buffers, Forms, Layer, RowInputs, Starts
 from verispec.backends.cuda.shapes import SPAN, Positions, Shapes, gate_up_order, qkv_order
 from verispec.backends.protocol import FULL_VIEW, View
 from verispec.errors import InputError
@@ -35,6 +35,8 @@ class Plan(NamedTuple):
     groups: torch.Tensor | None = None  # [G, 2]
     head_rows: int = 0  # 0: the head runs on all rows; -1: on none
     view: View = FULL_VIEW
+    starts: Starts | None = None
+    hidden: dict[int, torch.Tensor] | None = None  # by layer: where the residual stream before it goes [rows, width]
 
 
 class DeviceModel:
@@ -65,6 +67,7 @@ class DeviceModel:
         self.v = torch.zeros(store, dtype=torch.bfloat16, device=device.name)
         most = max_rows * -(-context_len // SPAN)
         self.buffers = Buffers.of(shapes, max_rows, min(most, max_row_spans or most), device.name)
+        self._starts: Starts | None = None
         self.logits = torch.empty(head_rows or max_rows, shapes.vocab, dtype=torch.float32, device=device.name)
 
     def forward(self, inputs: RowInputs, plan: Plan, row_ids: torch.Tensor | None = None) -> torch.Tensor:
@@ -76,8 +79,10 @@ class DeviceModel:
         ]  # fmt: skip
         gains = [layer.attn_gain if is_attention else layer.mlp_gain for _, layer, is_attention in parts]
         gains.append(self.final_gain)  # each part leaves its result scaled for the norm behind it
-        kernels.embed(self.embed, gains[0], inputs, b, rows)
+        kernels.embed(self.embed, gains[0], inputs, b, rows, plan.starts)
+        hidden = dict(plan.hidden or {})
         for (i, layer, is_attention), following in zip(parts, gains[1:], strict=True):
+            _keep(hidden, i, b.x)
             if is_attention:
                 kernels.qkv(layer, self.k[i], self.v[i], inputs, b, rows, many=plan.forms.qkv)
                 self.attend(i, inputs, plan)
@@ -87,10 +92,18 @@ class DeviceModel:
                 kernels.gate_up(layer, b, rows, many=plan.forms.gate_up)
                 post_gain = layer.mlp_post_gain
                 kernels.residual(b.h, layer.down, following, b, rows, many=plan.forms.down, post_gain=post_gain)
+        _keep(hidden, len(self.layers), b.x)
         head_rows = plan.head_rows or rows
         if head_rows > 0:
             kernels.head(self.head, b, self.logits, row_ids, head_rows, many=plan.forms.head)
         return self.logits[: max(0, head_rows)]
+
+    def starts(self) -> Starts:
+        """Room for rows that start from hidden states, made when it is first wanted."""
+        if self._starts is None:
+            x = self.buffers.x
+            self._starts = Starts(torch.full((len(x),), -1, dtype=torch.int32, device=x.device), torch.empty_like(x))
+        return self._starts
 
     def forms(self, rows: int, head_rows: int) -> Forms:
         """The quicker form of each product; both have the same bits."""
@@ -115,6 +128,13 @@ class DeviceModel:
     def capture(self, work: Callable[[], object]) -> Graph:
         """A graph of what `work` launches."""
         return self.device.capture(work)
+
+
+def _keep(hidden: dict[int, torch.Tensor], layer: int, x: torch.Tensor) -> None:
+    """Copies the stream for all layers up to this one that have not had it."""
+    for i in [i for i in hidden if i <= layer]:
+        to = hidden.pop(i)
+        to.copy_(x[: len(to)])
 
 
 def most_few_rows(w: torch.Tensor) -> int:

@@ -6,6 +6,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from verispec.backends.cuda.arrange import PADDING
 from verispec.backends.cuda.device import Device, Graph
@@ -31,6 +32,9 @@ class GraphKey(NamedTuple):
     single: int
     spans: int
     draw: Draw
+    masked: bool = False
+    starts: bool = False  # some rows from hidden states
+    hidden: tuple[int, ...] = ()  # layers
 
 
 class Graphs:
@@ -41,6 +45,7 @@ class Graphs:
         self._steps = device.steps()
         self.draws = device.draws(models[0].shapes.vocab, max_head_rows)
         self._graphs: dict[GraphKey, Graph] = {}
+        self._hidden: dict[GraphKey, dict[int, torch.Tensor]] = {}
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -50,8 +55,15 @@ class Graphs:
         found = self._graphs.get(key)
         if found is None:
             self._send_padding(key.sizes)
+            if key.hidden:
+                x = self._models[key.store].buffers.x
+                self._hidden[key] = {i: torch.empty_like(x[: key.sizes.rows]) for i in key.hidden}
             found = self._graphs[key] = self._device.capture(lambda: self._round(key))
         return found
+
+    def hidden(self, key: GraphKey) -> dict[int, torch.Tensor]:
+        """Where a captured round leaves the residual stream before these layers. [rows, width]"""
+        return self._hidden[key]
 
     def _send_padding(self, sizes: StepSizes) -> None:
         """What the run before a capture reads: rows of padding, or no members."""
@@ -66,10 +78,11 @@ class Graphs:
         plan = Plan(
             rows=sizes.rows, forms=model.forms(sizes.rows, sizes.head_rows), single_rows=key.single, spans=key.spans,
             groups=state.groups[: sizes.num_groups] if sizes.num_groups else None, head_rows=sizes.head_rows or -1,
-            view=key.view,
+            view=key.view, starts=model.starts() if key.starts else None, hidden=self._hidden.get(key),
         )  # fmt: skip
         self._steps.begin(state, sizes)
         logits = model.forward(state.inputs, plan, None if sizes.is_round else state.row_ids[: sizes.head_rows])
         if key.draw:
-            self.draws.draw(logits, state.draws, sizes.head_rows, filters=key.draw is Draw.FILTERED)
+            filters, allowed = key.draw is Draw.FILTERED, state.allowed if key.masked else None
+            self.draws.draw(logits, state.draws, sizes.head_rows, filters=filters, allowed=allowed)
         self._steps.end(state, sizes, self.draws.token_ids, self.draws.logprobs, model.buffers.not_finite)

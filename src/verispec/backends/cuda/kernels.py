@@ -56,7 +56,7 @@ LinearArgs = struct(
 RowArgs = struct(
     "RowArgs",
     *pointers("y", "nodes_in", "out", "bias", "q_gain", "k_gain", "post_gain", *_KV),
-    *pointers("gain", "scaled", "nodes_out", "row_ids", "table"),
+    *pointers("gain", "scaled", "nodes_out", "row_ids", "table", "state_ids", "states"),
     ("eps", ctypes.c_float),
     ("embed_scale", ctypes.c_float),
     ("rows", ctypes.c_int),
@@ -124,6 +124,13 @@ class RowInputs:
     ready_lens: torch.Tensor  # [M] how much of the row's context was written before this pass
     tails: torch.Tensor  # [M, D]
     table: torch.Tensor  # [sequence rows, context]
+
+
+class Starts(NamedTuple):
+    """Rows that start from a hidden state: its index for each row of a pass, -1 for the others."""
+
+    ids: torch.Tensor  # [M] int32
+    states: torch.Tensor  # [M, width] bf16
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,11 +220,15 @@ class Kernels:
 
     # Steps of a pass. `b` is written, `rows` is M.
 
-    def embed(self, table: torch.Tensor, gain: torch.Tensor, inputs: RowInputs, b: Buffers, rows: int) -> None:
+    def embed(
+        self, table: torch.Tensor, gain: torch.Tensor, inputs: RowInputs, b: Buffers, rows: int,
+        starts: Starts | None = None,
+    ) -> None:  # fmt: skip
         """x, scaled and nodes of the first layer. It fences a pass from the one before it."""
         args = filled(
             RowArgs(), out=b.x, gain=gain, scaled=b.scaled, nodes_out=b.nodes, row_ids=inputs.token_ids, table=table,
             rows=rows, not_finite=b.not_finite, embed_scale=self.shapes.embed_scale,
+            state_ids=starts and starts.ids, states=starts and starts.states,
         )  # fmt: skip
         self._rows_kernel("embed_rows", 1).launch(self._eighths(rows), 128, args, stream=current_stream())
 

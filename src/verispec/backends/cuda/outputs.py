@@ -1,7 +1,7 @@
 """From the logits of a pass, on the device, to what was wanted, while the host waits: what no captured graph gives.
 
-Draws with penalties, bias and masks, given log-probabilities and alternatives are computed on the device, with the
-bits of `verispec.sampling`; distributions and children of draft nodes by that code itself, from downloaded rows.
+Draws with penalties and bias, children of draft nodes, given log-probabilities and alternatives are computed on the
+device, with the bits of `verispec.sampling`; distributions by that code itself, from downloaded rows.
 """
 
 from __future__ import annotations
@@ -18,25 +18,32 @@ from verispec.backends.cuda.drawing import DrawInputs
 from verispec.backends.outputs import HostLogits, collect
 from verispec.backends.protocol import Pass, PassResult
 from verispec.backends.resident import Resident
-from verispec.sampling.draw import DrawResult, TopKResult
+from verispec.sampling.draw import NO_TOKEN, DrawResult, NoisyTopK, TopKResult
 from verispec.sampling.maths import log_f32
 from verispec.sampling.rows import SamplingRows
 from verispec.sampling.weights import WEIGHT_BITS, Totals, logprobs
 
 Int32 = NDArray[np.int32]
+_LOW_WORD = np.uint64(0xFFFFFFFF)
+
+
+def _values(keys: NDArray[np.uint64]) -> NDArray[np.float32]:
+    """The floats in the upper words of keys, whose order is that of unsigned numbers."""
+    bits = (keys >> np.uint64(32)).astype(np.uint32)
+    return np.where(bits >> 31, bits ^ np.uint32(1 << 31), ~bits).astype(np.uint32).view(np.float32)
 
 
 class DeviceOutputs:
     """Computes results by the draw's kernels and by plain torch."""
 
-    def __init__(self, device: Device, draws: Any) -> None:
-        self._device, self._draws = device.name, draws
+    def __init__(self, device: Device, draws: Any, allowed: torch.Tensor) -> None:
+        self._device, self._draws, self._allowed = device.name, draws, allowed
 
     def collect(self, pass_: Pass, resident: Resident, head_rows: Int32, logits: torch.Tensor) -> PassResult:
         """`logits[i]` are those of row `head_rows[i]` of the pass; `head_rows` is ascending."""
         wanted = pass_.wanted
-        draw, given, top_k = wanted.draw, wanted.logprobs, wanted.top_k
-        rest = replace(wanted, draw=None, logprobs=None, top_k=None)
+        draw, given, top_k, noisy = wanted.draw, wanted.logprobs, wanted.top_k, wanted.noisy_top_k
+        rest = replace(wanted, draw=None, logprobs=None, top_k=None, noisy_top_k=None)
         rows = rest.head_rows()
         result = PassResult()
         if len(rows):
@@ -45,6 +52,10 @@ class DeviceOutputs:
         if draw is not None:
             sampling = resident.sampling(pass_.rows, draw.rows, draw.noise)
             result = replace(result, draw=self._draw(logits[self._at(head_rows, draw.rows)], sampling))
+        if noisy is not None:
+            sampling = resident.sampling(pass_.rows, noisy.rows, noisy.noise)
+            found = self._children(logits[self._at(head_rows, noisy.rows)], sampling, noisy.k)
+            result = replace(result, noisy_top_k=found)
         if given is not None or top_k is not None:
             total = self._totals(logits)
         if given is not None:
@@ -56,8 +67,8 @@ class DeviceOutputs:
             chosen = logits[self._sent(at)]
             ids = torch.argsort(0.0 - chosen, dim=-1, stable=True)[:, : top_k.k]  # a zero has one sign here
             values = torch.gather(chosen, 1, ids).cpu().numpy()
-            found = logprobs(values, Totals(*(part[at] for part in total)))
-            result = replace(result, top_k=TopKResult(ids.cpu().numpy(), found))
+            of_ids = logprobs(values, Totals(*(part[at] for part in total)))
+            result = replace(result, top_k=TopKResult(ids.cpu().numpy(), of_ids))
         return result
 
     def _sent(self, values: NDArray[np.generic]) -> torch.Tensor:
@@ -69,15 +80,44 @@ class DeviceOutputs:
         return self._sent(np.searchsorted(head_rows, rows))
 
     def _draw(self, logits: torch.Tensor, sampling: SamplingRows) -> DrawResult:
-        edited, rows = self._edited(logits, sampling), len(sampling)
-        self._draws.draw(logits, self._inputs(sampling), rows, filters=bool(sampling.filters.any()), edited=edited)
+        rows, inputs, how = self._how(logits, sampling)
+        self._draws.draw(logits, inputs, rows, **how)
         tokens, found = (part[:rows].cpu().numpy() for part in (self._draws.token_ids, self._draws.logprobs))
         return DrawResult(tokens.astype(np.int64), found.copy())
 
+    def _how(self, logits: torch.Tensor, sampling: SamplingRows) -> tuple[int, DrawInputs, dict[str, Any]]:
+        """How many rows, their parameters, and what the kernels must look at beside."""
+        is_masked = sampling.masks is not None and bool(sampling.masks.any())
+        return len(sampling), self._inputs(sampling), {
+            "filters": bool(sampling.filters.any()), "edited": self._edited(logits, sampling),
+            "allowed": self._allowed if is_masked else None,
+        }  # fmt: skip
+
+    def _children(self, logits: torch.Tensor, sampling: SamplingRows, k: int) -> NoisyTopK:
+        """As `draw.noisy_top_k` has it: the device finds them, the host computes their few values."""
+        rows, inputs, how = self._how(logits, sampling)
+        keys, tops, sums = self._draws.children(logits, inputs, rows, **how)
+        best = torch.topk(keys, k, dim=1).values  # all keys of a row are different, but for those of no child
+        words = best.cpu().numpy().view(np.uint64) ^ np.uint64(1 << 63)
+        exists = words > 0
+        ids = np.where(exists, _LOW_WORD - (words & _LOW_WORD), 0).astype(np.int64)
+        edited = logits if how["edited"] is None else how["edited"]
+        chosen = torch.gather(edited[:rows], 1, self._sent(ids)).cpu().numpy()
+        top = _values(tops.cpu().numpy().view(np.uint64).max(axis=1))[:, None]
+        temperature = np.where(sampling.temperature > 0, sampling.temperature, np.float32(1))[:, None]
+        z = (chosen - top) / temperature
+        noisy = np.where(sampling.temperature[:, None] > 0, _values(words), z)
+        total = sums.cpu().numpy()[:, None]
+        log_total = log_f32(np, np.where(total > 0, total, 1).astype(np.float32) * np.float32(2.0**-WEIGHT_BITS))
+        none = np.float32(-np.inf)
+        return NoisyTopK(
+            np.where(exists, ids, NO_TOKEN), np.where(exists, noisy - log_total, none),
+            np.where(exists, z - log_total, none),
+        )  # fmt: skip
+
     def _edited(self, logits: torch.Tensor, sampling: SamplingRows) -> torch.Tensor | None:
-        """Penalties, bias, bans and masks applied, as `draw.process` does."""
-        masked = np.flatnonzero(() if sampling.masks is None else sampling.masks)
-        if not len(sampling.penalty_rows) and not len(sampling.bias_rows) and not len(masked):
+        """Penalties, bias and bans applied, as `draw.process` does; masks are for the kernels."""
+        if not len(sampling.penalty_rows) and not len(sampling.bias_rows):
             return None
         edited = logits.clone()
         at = self._sent(sampling.penalty_rows), self._sent(sampling.penalty_ids)
@@ -85,14 +125,6 @@ class DeviceOutputs:
         edited[at] = torch.where(value > 0, value / repetition, value * repetition) - self._sent(sampling.penalty)
         at = self._sent(sampling.bias_rows), self._sent(sampling.bias_ids)
         edited[at] = edited[at] + self._sent(sampling.bias)
-        if len(masked):
-            assert sampling.masks is not None
-            assert sampling.allowed is not None
-            part = edited[self._sent(masked)]
-            packed = self._sent(sampling.allowed[sampling.masks[masked]].view(np.uint8)).int()  # [masked, V / 8]
-            bits = (packed[:, :, None] >> torch.arange(8, device=self._device)) & 1
-            banned = torch.where(part < torch.inf, -torch.inf, torch.nan)  # a mask makes no row usable
-            edited[self._sent(masked)] = torch.where(bits.flatten(1)[:, : part.shape[1]] > 0, part, banned)
         return edited
 
     def _inputs(self, sampling: SamplingRows) -> DrawInputs:
@@ -106,6 +138,7 @@ class DeviceOutputs:
             seeds=words(seeds), counters=words(counters.view(np.int32)), temperature=words(sampling.temperature),
             top_k=words(sampling.top_k.astype(np.int32)), top_p=words(sampling.top_p),
             log_min_p=words(sampling.log_min_p),
+            masks=None if sampling.masks is None else words(sampling.masks.astype(np.int32)),
         )  # fmt: skip
 
     def _totals(self, logits: torch.Tensor) -> Totals:

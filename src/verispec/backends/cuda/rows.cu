@@ -25,6 +25,8 @@ struct Args {
   float* nodes_out;       // [rows, WIDTH / 16]
   const int* row_ids;     // head: which rows of the pass, or null. embedding: token ids
   const bf16* table;      // embedding: [vocabulary, WIDTH]
+  const int* state_ids;   // embedding: rows that start from one of `states`, -1 for the others; or null
+  const bf16* states;     // [.., WIDTH]
   float eps;
   float embed_scale;
   int rows;
@@ -215,9 +217,11 @@ extern "C" __global__ void __launch_bounds__(128) embed_rows(const Args a) {
   const bool valid = at < a.rows * (WIDTH / 8);
   const int row = valid ? at / (WIDTH / 8) : 0, n = valid ? at % (WIDTH / 8) * 8 : threadIdx.x % 2 * 8;
   float v[8];
-  unpack(*reinterpret_cast<const uint4*>(a.table + static_cast<int64>(a.row_ids[row]) * WIDTH + n), v);
+  const int state = a.state_ids != nullptr ? a.state_ids[row] : -1;
+  const bf16* from = state < 0 ? a.table + static_cast<int64>(a.row_ids[row]) * WIDTH : a.states + static_cast<int64>(state) * WIDTH;
+  unpack(*reinterpret_cast<const uint4*>(from + n), v);
 #pragma unroll
-  for (int i = 0; i < 8; ++i) v[i] = rounded(mul(v[i], a.embed_scale));
+  for (int i = 0; i < 8; ++i) v[i] = state < 0 ? rounded(mul(v[i], a.embed_scale)) : v[i];
   write_eight(a, row, n, valid, v);
   if (valid && n == 0) a.not_finite[row] = 0;
 }

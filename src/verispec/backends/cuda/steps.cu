@@ -32,6 +32,7 @@ struct Args {
   int* top_k;
   float* top_p;
   float* log_min_p;
+  int* masks;
   const int* drawn;       // [head_rows]
   const float* logprobs;  // [head_rows]
   const int* not_finite;  // [rows]
@@ -62,9 +63,9 @@ __device__ __forceinline__ void set_from_record(const Args& a, int row, int seq_
     set_row(a, row, 0, 0, kDumpSlot, 0, 1, 0);
 }
 
-__device__ __forceinline__ void set_draw(const Args& a, int i, int row, int seq_row, int t, int stream) {
+__device__ __forceinline__ void set_draw(const Args& a, int i, int row, int seq_row, int t, int stream, int mask) {
   const int* record = record_of(a, seq_row);
-  a.row_ids[i] = row;
+  a.row_ids[i] = row, a.masks[i] = mask;
   a.seeds[2 * i] = record[kSeedLow], a.seeds[2 * i + 1] = record[kSeedHigh];
   a.counters[3 * i] = t >= 0 ? t : a.positions[row] + 1, a.counters[3 * i + 1] = record[kSample], a.counters[3 * i + 2] = stream;
   a.temperature[i] = __int_as_float(record[kTemperature]), a.top_k[i] = record[kTopK];
@@ -96,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) begin_round(const Args a)
         record[kNext] = token, record[kLength] = member[3 * members + i] + 1;
       }
       set_from_record(a, i, seq_row, goes_on);
-      set_draw(a, i, i, a.seq_rows[i], -1, 0);  // of this thread's own row
+      set_draw(a, i, i, a.seq_rows[i], -1, 0, 0);  // of this thread's own row
     }
     return;
   }
@@ -114,8 +115,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) begin_round(const Args a)
   __syncthreads();
   const int draws = sent[kDraws], *draw = sent + sent[kDrawsAt];
   for (int i = threadIdx.x; i < a.head_rows; i += kThreads) {
-    if (i < draws) set_draw(a, i, draw[i], a.seq_rows[draw[i]], draw[draws + i], draw[2 * draws + i]);
-    else set_draw(a, i, 0, 0, 0, 0);  // padding draws greedily
+    if (i < draws) set_draw(a, i, draw[i], a.seq_rows[draw[i]], draw[draws + i], draw[2 * draws + i], draw[3 * draws + i]);
+    else set_draw(a, i, 0, 0, 0, 0, 0);  // padding draws greedily
   }
 }
 

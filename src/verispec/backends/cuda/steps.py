@@ -38,7 +38,7 @@ RECORD = (
 RECORD_WORDS = 32
 NEXT, LENGTH, BROKEN = (RECORD.index(name) for name in ("next", "length", "broken"))
 _ROWS = ("token_ids", "positions", "slots", "seq_rows", "prefix_lens", "ready_lens", "tails")
-_DRAWS = ("seeds", "counters", "temperature", "top_k", "top_p", "log_min_p")
+_DRAWS = ("seeds", "counters", "temperature", "top_k", "top_p", "log_min_p", "masks")
 _StepArgs = struct(
     "StepArgs",
     *pointers("sent", "records", "table", "slot_tokens", *_ROWS, "groups", "row_ids", *_DRAWS),
@@ -65,19 +65,20 @@ class StepState:
             return torch.zeros(size, dtype=dtype, device=device)
 
         count, rows = limits.num_seq_rows + 1, max_rows
-        self.max_words = len(HEADER) + count * (RECORD_WORDS + 5) + rows * (14 + limits.max_tail) + 3 * MAX_UPDATES
+        self.max_words = len(HEADER) + count * (RECORD_WORDS + 5) + rows * (15 + limits.max_tail) + 3 * MAX_UPDATES
         self.sent = zeros(self.max_words)
         self.records = zeros(count, RECORD_WORDS)
         self.slot_tokens = zeros(limits.num_slots + NUM_RESERVED)
         self.groups = zeros(rows, 2)
         self.row_ids = zeros(rows)
+        self.allowed = zeros(limits.num_masks, -(-limits.vocab_size // 32))  # the mask table
         self.out = zeros((MAX_ROUNDS + 1) * 2 * rows)
         names = ("token_ids", "positions", "slots", "seq_rows", "prefix_lens", "ready_lens")
         table = zeros(count, limits.context_len)
         table[0] = DUMP_SLOT  # the context of padding
         self.inputs = RowInputs(**{n: zeros(rows) for n in names}, tails=zeros(rows, limits.max_tail), table=table)
         self.draws = DrawInputs(
-            seeds=zeros(rows, 2), counters=zeros(rows, 3), top_k=zeros(rows),
+            seeds=zeros(rows, 2), counters=zeros(rows, 3), top_k=zeros(rows), masks=zeros(rows),
             **{n: zeros(rows, dtype=torch.float32) for n in ("temperature", "top_p", "log_min_p")},
         )  # fmt: skip
 
