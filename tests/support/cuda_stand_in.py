@@ -134,7 +134,7 @@ class StandInDraws:
         self.token_ids[:rows] = torch.from_numpy(drawn.token_ids.astype(np.int32))
         self.logprobs[:rows] = torch.from_numpy(drawn.logprobs)
 
-    def children(self, logits, inputs, rows, *, filters, edited, allowed):
+    def children(self, logits, inputs, rows, *, filters, edited, allowed, shares=None):
         """Keys as the kernels make them, from the shared code's scores."""
         sampling = self._sampling(inputs, rows, filters, allowed)
         with np.errstate(all="ignore"):
@@ -142,6 +142,9 @@ class StandInDraws:
             greedy = (sampling.temperature == 0)[:, None]
             z = np.where(greedy, below_top(np, processed), draw.scaled_logits(np, processed, sampling))
             scores = np.where(greedy, processed, draw.noisy_logits(np, z, sampling)).astype(np.float32)
+            if shares is not None:
+                values = (logits if edited is None else edited)[:rows].numpy()
+                shares[:] = torch.from_numpy(draw.probabilities(np, values, sampling))
         ids = np.arange(z.shape[1], dtype=np.uint64)
         keys = np.where(z > -np.inf, _ordered(scores) << np.uint64(32) | (np.uint64(0xFFFFFFFF) - ids), 0)
         tops = _ordered(processed.max(axis=1, keepdims=True)) << np.uint64(32)

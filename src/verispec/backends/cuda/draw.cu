@@ -28,6 +28,7 @@ struct Args {
   int* token_ids;              // [rows], -1 where there is nothing to draw
   float* logprobs;             // [rows]
   int64* keys;                 // [rows, vocab]: places in the order by score, ascending as signed numbers
+  float* shares;               // [rows, vocab]: probabilities
   int vocab;
   int mask_words;
   int chunk;                   // ids of one block, a multiple of 4: as suits the number of rows
@@ -297,6 +298,29 @@ extern "C" __global__ void __launch_bounds__(kThreads) draw_children(const Args 
   }
   sum = block_reduce(sum, Sum());
   if (threadIdx.x == 0) a.sums[static_cast<int64>(row) * a.chunks + blockIdx.x] = sum;
+}
+
+// grid (chunks, rows), behind draw_children: what each id's weight is of them all; at T = 0 the best has everything. A row
+// that is not usable has NaN throughout.
+extern "C" __global__ void __launch_bounds__(kThreads) draw_shares(const Args a) {
+  release_next();
+  wait_for_previous();
+  const int row = blockIdx.y, end = min(a.vocab, (blockIdx.x + 1) * a.chunk);
+  const uint64 top_key = best_of_chunks(a.tops + static_cast<int64>(row) * 2 * a.chunks, a.chunks);
+  const float top = value_of(static_cast<unsigned>(top_key >> 32)), temperature = a.temperature[row];
+  int64 sum = 0;
+  for (int i = threadIdx.x; i < a.chunks; i += kThreads) sum += a.sums[static_cast<int64>(row) * a.chunks + i];
+  const float total = mul(__ll2float_rn(block_reduce(sum, Sum())), 9.094947017729282e-13f);  // 2^-40
+  for (int id = blockIdx.x * a.chunk + threadIdx.x; id < end; id += kThreads) {
+    const int64 at = static_cast<int64>(row) * a.vocab + id;
+    float share = 0.0f;
+    if (temperature > 0.0f) {
+      if (a.keys[at] != static_cast<int64>(1ull << 63)) share = div(exp_f32(scaled(processed(a, row, id), top, temperature)), total);
+    } else if (id == static_cast<int>(0xffffffffu - static_cast<unsigned>(top_key))) {
+      share = 1.0f;
+    }
+    a.shares[at] = usable(top_key) ? share : __int_as_float(0x7fc00000);
+  }
 }
 
 // grid (rows), 32 threads: the token and its raw log-probability.

@@ -22,7 +22,7 @@ _PARAMETERS = ("seeds", "counters", "temperature", "top_k", "top_p", "log_min_p"
 _DrawArgs = struct(
     "DrawArgs",
     *pointers("raw", "edited", *_PARAMETERS, "allowed", "tops", "best", "sums", "kept", "token_ids", "logprobs"),
-    *pointers("keys"),
+    *pointers("keys", "shares"),
     ("vocab", ctypes.c_int),
     ("mask_words", ctypes.c_int),
     ("chunk", ctypes.c_int),
@@ -78,13 +78,18 @@ class DrawKernels:
 
     def children(
         self, logits: torch.Tensor, inputs: DrawInputs, rows: int, *, filters: bool, edited: torch.Tensor | None,
-        allowed: torch.Tensor | None,
+        allowed: torch.Tensor | None, shares: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         """Keys [R, V] in the order of scores (the score's bits, then the id from above), the keys of the rows' largest
-        logits by chunk [R, chunks], and the sums of weights of those that can be children. All int64."""
+        logits by chunk [R, chunks], and the sums of weights of those that can be children. All int64.
+
+        Probabilities are left in `shares` [R, V].
+        """
         keys = torch.empty(rows, self._vocab, dtype=torch.int64, device=logits.device)
         args = self._tops(logits, inputs, rows, filters=filters, edited=edited, allowed=allowed)
         self._launch("draw_children", (self._chunks, rows, 1), 256, filled(args, keys=keys))
+        if shares is not None:
+            self._launch("draw_shares", (self._chunks, rows, 1), 256, filled(args, shares=shares))
         tops = self._scratch["tops"].flatten()[: rows * 2 * self._chunks].view(rows, 2, self._chunks)
         return keys, tops[:, 0], self.sums(rows)
 

@@ -1,7 +1,7 @@
 """From the logits of a pass, on the device, to what was wanted, while the host waits: what no captured graph gives.
 
-Draws with penalties and bias, children of draft nodes, given log-probabilities and alternatives are computed on the
-device, with the bits of `verispec.sampling`; distributions by that code itself, from downloaded rows.
+Draws with penalties and bias, children of draft nodes, distributions, given log-probabilities and alternatives: all
+computed on the device, with the bits of `verispec.sampling`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from verispec.backends.cuda.device import Device
 from verispec.backends.cuda.drawing import DrawInputs
-from verispec.backends.outputs import HostLogits, collect
-from verispec.backends.protocol import Pass, PassResult
+from verispec.backends.protocol import Pass, PassResult, StaleHandleError
 from verispec.backends.resident import Resident
 from verispec.sampling.draw import NO_TOKEN, DrawResult, NoisyTopK, TopKResult
 from verispec.sampling.maths import log_f32
@@ -33,6 +32,30 @@ def _values(keys: NDArray[np.uint64]) -> NDArray[np.float32]:
     return np.where(bits >> 31, bits ^ np.uint32(1 << 31), ~bits).astype(np.uint32).view(np.float32)
 
 
+class _Handle:
+    """Distributions of some rows, made from a copy of their logits when they are asked for."""
+
+    def __init__(self, outputs: DeviceOutputs, logits: torch.Tensor, sampling: SamplingRows) -> None:
+        self._outputs, self._sampling = outputs, sampling
+        self._logits: torch.Tensor | None = logits
+
+    def probabilities(self) -> NDArray[np.float32]:
+        """[R, V], on the host."""
+        return self._outputs.shares(self._alive(), self._sampling)
+
+    def logprobs(self, rows: NDArray[np.int64], token_ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Of one id at each of these rows, raw."""
+        return self._outputs.given(self._alive(), rows, token_ids)
+
+    def release(self) -> None:
+        self._logits = None
+
+    def _alive(self) -> torch.Tensor:
+        if self._logits is None:
+            raise StaleHandleError("the distribution was released")
+        return self._logits
+
+
 class DeviceOutputs:
     """Computes results by the draw's kernels and by plain torch."""
 
@@ -42,13 +65,13 @@ class DeviceOutputs:
     def collect(self, pass_: Pass, resident: Resident, head_rows: Int32, logits: torch.Tensor) -> PassResult:
         """`logits[i]` are those of row `head_rows[i]` of the pass; `head_rows` is ascending."""
         wanted = pass_.wanted
-        draw, given, top_k, noisy = wanted.draw, wanted.logprobs, wanted.top_k, wanted.noisy_top_k
-        rest = replace(wanted, draw=None, logprobs=None, top_k=None, noisy_top_k=None)
-        rows = rest.head_rows()
+        draw, given, top_k, noisy, shown = (
+            wanted.draw, wanted.logprobs, wanted.top_k, wanted.noisy_top_k, wanted.distribution
+        )  # fmt: skip
         result = PassResult()
-        if len(rows):
-            here = logits[self._at(head_rows, rows)].cpu().numpy()
-            result = collect(replace(pass_, wanted=rest), resident, rows, HostLogits(here))
+        if shown is not None:
+            rows = logits[self._at(head_rows, shown.rows)].clone()
+            result = replace(result, distribution=_Handle(self, rows, resident.sampling(pass_.rows, shown.rows)))
         if draw is not None:
             sampling = resident.sampling(pass_.rows, draw.rows, draw.noise)
             result = replace(result, draw=self._draw(logits[self._at(head_rows, draw.rows)], sampling))
@@ -56,13 +79,11 @@ class DeviceOutputs:
             sampling = resident.sampling(pass_.rows, noisy.rows, noisy.noise)
             found = self._children(logits[self._at(head_rows, noisy.rows)], sampling, noisy.k)
             result = replace(result, noisy_top_k=found)
-        if given is not None or top_k is not None:
-            total = self._totals(logits)
         if given is not None:
             at = np.searchsorted(head_rows, given.rows)
-            values = logits[self._sent(at), self._sent(given.token_ids)].cpu().numpy()
-            result = replace(result, logprobs=logprobs(values, Totals(*(part[at] for part in total))))
+            result = replace(result, logprobs=self.given(logits, at, given.token_ids.astype(np.int64)))
         if top_k is not None:
+            total = self._totals(logits)
             at = np.searchsorted(head_rows, top_k.rows)
             chosen = logits[self._sent(at)]
             ids = torch.argsort(0.0 - chosen, dim=-1, stable=True)[:, : top_k.k]  # a zero has one sign here
@@ -114,6 +135,21 @@ class DeviceOutputs:
             np.where(exists, ids, NO_TOKEN), np.where(exists, noisy - log_total, none),
             np.where(exists, z - log_total, none),
         )  # fmt: skip
+
+    def shares(self, logits: torch.Tensor, sampling: SamplingRows) -> NDArray[np.float32]:
+        """As `draw.probabilities` has them. [R, V]"""
+        rows, inputs, how = self._how(logits, sampling)
+        shares = torch.empty_like(logits)
+        self._draws.children(logits, inputs, rows, **how, shares=shares)
+        found: NDArray[np.float32] = shares.cpu().numpy()
+        return found
+
+    def given(self, logits: torch.Tensor, rows: NDArray[np.int64], token_ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Raw log-probabilities of one id at each of these rows."""
+        total = self._totals(logits)
+        values = logits[self._sent(rows), self._sent(token_ids)].cpu().numpy()
+        found: NDArray[np.float32] = logprobs(values, Totals(*(part[rows] for part in total)))
+        return found
 
     def _edited(self, logits: torch.Tensor, sampling: SamplingRows) -> torch.Tensor | None:
         """Penalties, bias and bans applied, as `draw.process` does; masks are for the kernels."""
