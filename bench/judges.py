@@ -53,9 +53,11 @@ def sdks(bench: Bench) -> Outcome:
 
 
 def hostile(bench: Bench) -> Outcome:
-    """5,000 generated requests that no client should send."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:logging", "tests/server/test_hostile.py"]
-    return verdict(run([*command, "--times", "12.5"]), "own, 5,000 requests")
+    """Generated requests that no client should send, 2,000 of them with schemas, grammars and tools."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:logging"]
+    found = verdict(run([*command, "tests/server/test_hostile.py", "--times", "12.5"]), "own, 5,000 and 2,000 requests")
+    shaped = verdict(run([*command, "tests/server/test_hostile_schemas.py", "--times", "8"]), found.version)
+    return found if not found.is_good else shaped
 
 
 def schemathesis(bench: Bench) -> Outcome:
@@ -120,6 +122,14 @@ def client(package: str, bench: Bench) -> Outcome:
     """One of `judge_clients.py`."""
     python = bench.environment(package, package)
     done = run([python, HERE / "judge_clients.py", package, bench.url, bench.model])
+    return verdict(done, version_of(python, package))
+
+
+def tools(package: str, bench: Bench) -> Outcome:
+    """One of `judge_tools.py`: typed answers and calls of tools, which need room in the context."""
+    python = bench.environment(package, package)
+    with serving(bench.model, "--port", "0", "--max-len", "1024", "--served-model-name", bench.model) as url:
+        done = run([python, HERE / "judge_tools.py", package, url, bench.model])
     return verdict(done, version_of(python, package))
 
 
@@ -214,6 +224,7 @@ JUDGES: dict[str, Callable[[Bench], Outcome]] = {
     "openai's own tests": openai_tests,
     "openai (Node)": node,
     **{name: partial(client, name) for name in ("litellm", "langchain-openai", "openai-agents", "llm")},
+    **{f"{name}, tools": partial(tools, name) for name in ("openai", "anthropic", "langchain-openai", "openai-agents")},
     "lm-eval": lm_eval,
     "aiperf": aiperf,
     "llama.cpp's tests": llama_cpp,

@@ -7,9 +7,10 @@ import json
 import sys
 from collections.abc import Iterator
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 import pytest
+from pydantic import BaseModel
 
 from tests.support.served import Served, serving
 from verispec.llm import LLM
@@ -78,6 +79,51 @@ def test_openai_chat(client: openai.OpenAI, name: str) -> None:
         update={"prompt_tokens_details": chunks[-1].usage.prompt_tokens_details}
     )
     assert chunks[0].system_fingerprint == answer.system_fingerprint
+
+
+class Look(BaseModel):
+    """Looks."""
+
+    on: bool
+    how: Literal["fast", "slow"]
+
+
+def test_openai_typed_answers_and_calls(client: openai.OpenAI, name: str) -> None:
+    ask: dict[str, Any] = {"model": name, "messages": MESSAGES, "seed": 1, "max_tokens": 200}
+    parsed = client.chat.completions.parse(**ask, response_format=Look).choices[0].message.parsed
+    assert isinstance(parsed, Look)
+    own: dict[str, Any] = {"model": name, "input": "hello", "max_output_tokens": 200, "extra_body": {"seed": 1}}
+    assert client.responses.parse(**own, text_format=Look).output_parsed == parsed
+    tools: dict[str, Any] = {"tools": [openai.pydantic_function_tool(Look)], "tool_choice": "required"}
+    answer = client.chat.completions.parse(**ask, **tools, parallel_tool_calls=False).choices[0]
+    (call,) = answer.message.tool_calls or ()
+    assert isinstance(call.function.parsed_arguments, Look)
+    with client.chat.completions.stream(**ask, **tools, parallel_tool_calls=False) as stream:
+        message = stream.get_final_completion().choices[0].message
+    assert message.content is answer.message.content is None
+    assert [(each.id, each.function.arguments) for each in message.tool_calls or ()] == [
+        (call.id, call.function.arguments)
+    ]
+    flat: Any = {"type": "function", **openai.pydantic_function_tool(Look)["function"]}
+    forced: dict[str, Any] = {**own, "tools": [flat], "tool_choice": {"type": "function", "name": "Look"}}
+    (item,) = client.responses.create(**forced, parallel_tool_calls=False).output
+    assert item.arguments == call.function.arguments  # type: ignore[union-attr]
+    events = list(client.responses.create(**forced, parallel_tool_calls=False, stream=True))
+    assert events[-1].response.output == [item]
+
+
+def test_anthropic_typed_answers_and_calls(claude: anthropic.Anthropic, name: str) -> None:
+    tools: Any = [{"name": "look", "input_schema": Look.model_json_schema()}]
+    ask: dict[str, Any] = {
+        "model": name, "messages": MESSAGES, "max_tokens": 200, "tools": tools, "extra_body": {"seed": 1},
+        "tool_choice": {"type": "tool", "name": "look", "disable_parallel_tool_use": True},
+    }  # fmt: skip
+    message = claude.messages.create(**ask)
+    (block,) = message.content
+    Look.model_validate(block.input)  # type: ignore[union-attr]
+    assert message.stop_reason == "tool_use"
+    with claude.messages.stream(**ask) as stream:
+        assert stream.get_final_message().content == message.content
 
 
 def test_openai_completions_and_models(keyed: Served, client: openai.OpenAI, name: str) -> None:

@@ -48,7 +48,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]}, "tools[0].function.parameters"),
     ({"tools": [{"type": "function", "function": {"name": "f", "strict": 1}}]}, "tools[0].function.strict"),
     ({"parallel_tool_calls": "x"}, "parallel_tool_calls"),
-    ({"response_format": {"type": "json_object"}}, "response_format.type"),
     ({"modalities": ["audio"]}, "modalities"),
     ({"messages": []}, "messages"),
     ({"messages": "hello"}, "messages"),

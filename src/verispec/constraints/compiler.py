@@ -10,7 +10,7 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -41,6 +41,14 @@ def library_version() -> str:
         return f"llguidance {version('llguidance')}"
     except PackageNotFoundError:
         return "none"
+
+
+def json_term(schema: Mapping[str, Any]) -> str:
+    """A schema as a term inside a grammar, where answers are spelt as by the schema alone."""
+    own = schema.get("x-guidance")
+    return "%json " + json.dumps(
+        {**schema, "x-guidance": {**_LAYOUT, **(own if isinstance(own, dict) else {}), **_EXACT}}
+    )
 
 
 class Compiler:
@@ -95,7 +103,10 @@ class Compiler:
         from llguidance import LLMatcher, LLParserLimits
 
         if kind == "schema":
-            grammar = LLMatcher.grammar_from_json_schema(source, defaults=_LAYOUT, overrides=_EXACT)  # type: ignore[arg-type]
+            try:
+                grammar = LLMatcher.grammar_from_json_schema(source, defaults=_LAYOUT, overrides=_EXACT)  # type: ignore[arg-type]
+            except ValueError as error:  # a number of more than 64 bits
+                raise ConstraintError(kind, str(error)) from error
         elif kind == "regex":
             grammar = LLMatcher.grammar_from_regex(source)
         else:

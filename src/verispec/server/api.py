@@ -54,6 +54,17 @@ class StreamOptions(Struct, kw_only=True, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
+class StructuredOutputs(Struct, kw_only=True, forbid_unknown_fields=True):
+    """What an answer has to look like, as vLLM names it. White space is never free here."""
+
+    json: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: Annotated[list[str], Meta(min_length=1, max_length=1024)] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool | None = None
+
+
 class Sampling(Struct, kw_only=True, forbid_unknown_fields=True):
     """The fields that decide tokens, under the names most interfaces share."""
 
@@ -79,6 +90,8 @@ class Sampling(Struct, kw_only=True, forbid_unknown_fields=True):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     add_special_tokens: bool | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: StructuredOutputs | None = None
     verispec: Extension | None = None
     user: Any = None
 
@@ -124,7 +137,6 @@ class ChatRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
     logprobs: bool | None = None
     top_logprobs: Alternatives | None = None
     tool_choice: str | dict[str, Any] | None = None
-    response_format: dict[str, Any] | None = None
     prediction: Prediction | None = None
     modalities: list[str] | None = None
     metadata: Any = None
@@ -215,6 +227,7 @@ class ResponsesRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     tools: Tools | None = None
     tool_choice: str | dict[str, Any] | None = None
     text: dict[str, Any] | None = None
+    structured_outputs: StructuredOutputs | None = None
     seed: Annotated[int, Meta(ge=0)] | None = None
     verispec: Extension | None = None
     user: Any = None
@@ -269,7 +282,7 @@ class MessagesRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     metadata: Any = None
     service_tier: Any = None
     thinking: Any = None
-    output_config: Any = None
+    output_config: dict[str, Any] | None = None
     cache_control: Any = None
     context_management: Any = None
     inference_geo: Any = None
@@ -281,7 +294,7 @@ class MessagesRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     mcp_servers: Any = None
 
     inert: ClassVar[frozenset[str]] = frozenset((
-        "metadata", "service_tier", "thinking", "output_config", "cache_control", "context_management", "inference_geo",
+        "metadata", "service_tier", "thinking", "cache_control", "context_management", "inference_geo",
         "user_profile_id", "workspace_id", "diagnostics", "speed",
     ))  # fmt: skip
     refused: ClassVar[frozenset[str]] = frozenset(("container", "mcp_servers"))

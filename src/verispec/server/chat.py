@@ -9,7 +9,7 @@ import msgspec
 from verispec.errors import InputError
 from verispec.server.api import ChatRequest, TemplateRequest, TokenizeRequest
 from verispec.server.choices import Choice, Commit, Item
-from verispec.server.conversation import check_text_format, plain_messages
+from verispec.server.conversation import plain_messages
 from verispec.server.core import Answer, Call, Core, sampling_params
 from verispec.server.errors import ApiError
 from verispec.server.http import Received, Reply
@@ -31,7 +31,6 @@ async def chat_call(core: Core, body: ChatRequest, received: Received) -> Call:
     """The call that a conversation makes."""
     if body.modalities not in (None, ["text"]):
         raise ApiError(400, "modalities can only be text", param="modalities")
-    check_text_format(body.response_format, "response_format")
     if body.top_logprobs is not None and not body.logprobs:
         raise InputError("top_logprobs needs logprobs to be true")
     params = sampling_params(
@@ -41,12 +40,8 @@ async def chat_call(core: Core, body: ChatRequest, received: Received) -> Call:
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
     tools = tool_use(body.tools, body.tool_choice, core.llm.tokenizer, parallel=body.parallel_tool_calls)
-    if tools.is_guided:
-        raise ApiError(
-            400, "tool_choice can be auto or none: no answer can be made to call a tool", param="tool_choice"
-        )
     prompt_ids = await rendered(core, body, tools)
-    return make_call(core, body, received, prompts=[prompt_ids], params=params, tools=tools)
+    return await make_call(core, body, received, prompts=[prompt_ids], params=params, tools=tools)
 
 
 async def rendered(
@@ -115,7 +110,7 @@ def _shape(body: ChatRequest, *, has_tools: bool) -> Shape:
         whole=whole,
         frame=frame,
         plain=(b',"delta":{"content":', b'},"logprobs":null,"finish_reason":null}]}'),
-        opening={"delta": {"role": "assistant", "content": ""}},
+        opening={"delta": {"role": "assistant", "content": None if has_tools else ""}},
         has_details=wants_logprobs or wants_ids or has_tools,
     )
 
@@ -155,7 +150,7 @@ def _delta(answer: Answer, commit: Commit) -> dict[str, Any]:
             calls[number] |= {"id": answer.call_id(commit.choice, number), "type": "function"}
             calls[number]["function"]["name"] = part.name
         calls[number]["function"]["arguments"] += part.text
-    delta: dict[str, Any] = {"content": commit.text} if commit.text or not calls else {}
+    delta: dict[str, Any] = {"content": commit.text} if commit.text else {}
     return {**delta, "tool_calls": list(calls.values())} if calls else delta
 
 

@@ -37,7 +37,7 @@ async def completions(core: Core, received: Received) -> Reply:
         logprobs=body.logprobs,
         prompt_logprobs=prompt_logprobs,
     )
-    call = make_call(core, body, received, prompts=await _prompts(core, body), params=params)
+    call = await make_call(core, body, received, prompts=await _prompts(core, body), params=params)
     return await reply(core.start(call), body, _shape(body), model)
 
 

@@ -34,12 +34,6 @@ def joined_text(content: str | Sequence[Mapping[str, Any]] | None, where: str) -
     return "".join(texts)
 
 
-def check_text_format(wanted: Mapping[str, Any] | None, name: str) -> None:
-    """Answers are text; nothing makes them JSON."""
-    if wanted is not None and wanted.get("type", "text") != "text":
-        raise ApiError(400, f"{name}.type must be text: structured answers are not supported", param=f"{name}.type")
-
-
 def _plain(message: Message, where: str) -> dict[str, Any]:
     for name in ("audio", "function_call"):
         if getattr(message, name) is not None:

@@ -22,6 +22,7 @@ from verispec.errors import InputError, QueueFullError, VerispecError
 from verispec.llm import LLM
 from verispec.receipt import Receipt
 from verispec.receipt.values import check_recordable
+from verispec.sampling.constraint import Grammar
 from verispec.server.api import Extension, Sampling, Speculative
 from verispec.server.choices import Choice, Commit
 from verispec.server.errors import ApiError
@@ -52,6 +53,7 @@ class Call:
     keeps_stop: bool = False
     skip: Mapping[int, int] = field(default_factory=dict)
     tools: ToolUse = field(default_factory=ToolUse)
+    grammar: Grammar | None = None  # what `params` say of the answer, compiled
 
     @property
     def num_choices(self) -> int:
@@ -346,6 +348,7 @@ class Core:
             text=lambda: self._text_stream(call),
             committed_ids=asked.committed_ids or (),
             salt=call.tenant,
+            grammar=call.grammar,
         )
 
 

@@ -74,6 +74,11 @@ def as_api_error(error: Exception, *, fields: frozenset[str] = frozenset()) -> A
             return ApiError(500, "the server failed to answer this request", code="internal_error")
 
 
+def wrong(place: str, message: str) -> ApiError:
+    """400 for what is wrong at a place of the request."""
+    return ApiError(400, f"{place}: {message}", param=place)
+
+
 @contextmanager
 def renamed(names: Mapping[str, str]) -> Iterator[None]:
     """Errors of a chat completion, with its fields as another interface names them: parts of `param`, by theirs."""

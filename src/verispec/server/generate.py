@@ -33,7 +33,7 @@ async def generate(core: Core, received: Received) -> Reply:
         ids = await core.tokenised(lambda: core.llm.tokenizer.encode(text), len(text))
     named = {_SGLANG_NAMES.get(name, name): value for name, value in (body.sampling_params or {}).items()}
     logprobs = (body.top_logprobs_num or 0) if body.return_logprob else None
-    answer = _started(core, received, ids, named, body.stream, body.verispec, logprobs=logprobs)
+    answer = await _started(core, received, ids, named, body.stream, body.verispec, logprobs=logprobs)
 
     def written() -> Any:
         found = [_sglang(answer, i, with_logprobs=bool(body.return_logprob)) for i in range(len(answer.choices))]
@@ -52,7 +52,7 @@ async def inference_generate(core: Core, received: Received) -> Reply:
     logprobs = named.pop("logprobs", None)
     if logprobs is not None and (isinstance(logprobs, bool) or not isinstance(logprobs, int)):
         raise InputError("sampling_params.logprobs must be a whole number")
-    answer = _started(core, received, body.token_ids, named, body.stream, body.verispec, logprobs=logprobs)
+    answer = await _started(core, received, body.token_ids, named, body.stream, body.verispec, logprobs=logprobs)
     request_id = new_id("gen-")
 
     def written() -> dict[str, Any]:
@@ -72,7 +72,7 @@ async def inference_generate(core: Core, received: Received) -> Reply:
     return json_reply(await answer.whole(written))
 
 
-def _started(
+async def _started(
     core: Core,
     received: Received,
     prompt_ids: list[int],
@@ -86,7 +86,7 @@ def _started(
     sampling.stream, sampling.verispec = stream, extension
     max_tokens = _DEFAULT_MAX_TOKENS if sampling.max_tokens is None else sampling.max_tokens
     params = sampling_params(sampling, core.llm.generation_defaults, max_tokens=max_tokens, logprobs=logprobs)
-    return core.start(make_call(core, sampling, received, prompts=[prompt_ids], params=params))
+    return core.start(await make_call(core, sampling, received, prompts=[prompt_ids], params=params))
 
 
 def _sglang(answer: Answer, index: int, *, with_logprobs: bool) -> dict[str, Any]:

@@ -20,7 +20,10 @@ from verispec.types import FinishReason
 
 _encode = msgspec.json.encode
 _FUNCTION = {"name": "name", "description": "description", "input_schema": "parameters", "strict": "strict"}
-_NAMES = {"tool_choice.function": "tool_choice", ".function.parameters": ".input_schema", ".function": ""}
+_NAMES = {
+    "tool_choice.function": "tool_choice", ".function.parameters": ".input_schema", ".function": "",
+    "response_format.json_schema": "output_config.format", "response_format": "output_config.format",
+}  # fmt: skip
 _NOT_SHOWN = ("thinking", "redacted_thinking")
 
 
@@ -69,7 +72,16 @@ def _as_chat(body: MessagesRequest | CountRequest) -> ChatRequest:
         tools=None if body.tools is None else [_in_function(tool) for tool in body.tools],
         tool_choice=_choice(choice),
         parallel_tool_calls=False if choice.get("disable_parallel_tool_use") is True else None,
+        response_format=_format(body.output_config),
     )
+
+
+def _format(config: Any) -> dict[str, Any] | None:
+    """What the answer has to look like, as chat completions have it."""
+    asked = config.get("format") if isinstance(config, Mapping) else None
+    if not isinstance(asked, Mapping | None):
+        raise ApiError(400, "output_config.format must be an object", param="output_config.format")
+    return None if asked is None else {"type": asked.get("type"), "json_schema": asked}
 
 
 def _in_function(tool: Mapping[str, Any]) -> dict[str, Any]:

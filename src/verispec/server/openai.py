@@ -19,6 +19,7 @@ from verispec.server.choices import Choice, Commit
 from verispec.server.core import Answer, Call, Core
 from verispec.server.errors import ApiError, as_api_error
 from verispec.server.http import EVENTS, Received, Reply, event, json_reply
+from verispec.server.structure import structured, wanted_answer
 from verispec.server.tool_use import ToolUse
 from verispec.types import SamplingParams
 
@@ -49,7 +50,7 @@ def new_id(prefix: str) -> str:
     return prefix + ID_SOURCE.get()()
 
 
-def make_call(
+async def make_call(
     core: Core,
     body: Sampling,
     received: Received,
@@ -62,14 +63,16 @@ def make_call(
     asked = body.verispec or Extension()
     seen = _seen(received.header("last-event-id"), body, params, num_choices=len(prompts) * params.n)
     given = [len(ids) for ids in asked.committed_ids or [[]] * params.n]
+    structure = await structured(core.llm, params, wanted_answer(body), tools)
     return Call(
         prompts=prompts,
-        params=params,
+        params=structure.params,
         extension=asked,
         tenant=received.tenant,
         keeps_stop=bool(body.include_stop_str_in_output),
         skip={i: max(0, num_tokens - given[i % params.n]) for i, num_tokens in seen.items()},
-        tools=tools or ToolUse(),
+        tools=structure.tools,
+        grammar=structure.grammar,
     )
 
 

@@ -10,7 +10,7 @@ import msgspec
 from verispec.server.api import ChatRequest, Message, ResponsesRequest
 from verispec.server.chat import chat_call
 from verispec.server.choices import Commit
-from verispec.server.conversation import check_text_format, joined_text
+from verispec.server.conversation import joined_text
 from verispec.server.core import Answer, Core
 from verispec.server.errors import ApiError, as_api_error, renamed
 from verispec.server.http import EVENTS, Received, Reply, event, json_reply
@@ -41,7 +41,6 @@ async def responses(core: Core, received: Received) -> Reply:
 
 def _as_chat(body: ResponsesRequest) -> ChatRequest:
     """The same request as a chat completion."""
-    check_text_format((body.text or {}).get("format"), "text.format")
     messages = [] if body.instructions is None else [Message(role="system", content=body.instructions)]
     if isinstance(body.input, str):
         messages.append(Message(role="user", content=body.input))
@@ -58,10 +57,19 @@ def _as_chat(body: ResponsesRequest) -> ChatRequest:
         tools=None if body.tools is None else [_in_function(tool) for tool in body.tools],
         tool_choice=_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
+        response_format=_format((body.text or {}).get("format")),
+        structured_outputs=body.structured_outputs,
         seed=body.seed,
         stream=body.stream,
         verispec=body.verispec,
     )
+
+
+def _format(asked: Any) -> dict[str, Any] | None:
+    """As chat completions have it, where a schema is inside of `json_schema`."""
+    if not isinstance(asked, dict | None):
+        raise ApiError(400, "text.format must be an object", param="text.format")
+    return asked if asked is None or asked.get("type") != "json_schema" else {**asked, "json_schema": asked}
 
 
 def _in_function(tool: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,15 +1,18 @@
-"""How models write calls of tools: a format per family, known by the chat template.
+"""How models write calls of tools: a format per family, known by the chat template, and the grammar of such calls.
 
 Templates that know nothing of tools get them as text: in the system message, in hermes' form, which most models have
-seen. Knows texts, nothing of requests or of how calls are read back (`tool_reader`).
+seen. Knows texts and grammars, nothing of requests or of how calls are read back (`tool_reader`).
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+from verispec.constraints import json_term
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +60,48 @@ def recognised(template: str) -> ToolFormat:
     elif "<|python_tag|>" in template or "ipython" in template:
         fmt = LLAMA3
     return replace(fmt, has_tools="tools" in template, has_calls="tool_calls" in template)
+
+
+def calls_grammar(
+    fmt: ToolFormat,
+    schemas: Mapping[str, Mapping[str, Any]],
+    *,
+    open_id: int | None,
+    is_single: bool,
+    must_call: bool,
+    answer: str | None = None,
+) -> str:
+    """The grammar, in Lark, of calls of functions with such arguments; or else, unless it `must_call`, of an `answer`,
+    itself a term of Lark, or of any text, which may also come before calls where the format has them anywhere.
+
+    `open_id` is the control token that `open` is, if it is one.
+    """
+    items = [f"item_{i}: {_terms(head)} args_{i}" for i, head in enumerate(fmt.heads(list(schemas)))]
+    arguments = [f"args_{i}: {json_term(schema)}" for i, schema in enumerate(schemas.values())]
+    more = "" if is_single or fmt.between is None else f" ({json.dumps('}' + fmt.between)} item)*"
+    opened = json.dumps(fmt.open + fmt.begin) if open_id is None else f"<[{open_id}]> {json.dumps(fmt.begin)}"
+    calls = "calls" if fmt.is_leading else f"{opened} calls"
+    if must_call:
+        start = [f"start: {calls}"]
+    elif answer is not None:
+        start = [f"start: answer | {calls}", f"answer: {answer}"]
+    elif fmt.is_leading:
+        start = [f"start: TEXT? | {calls}", r"TEXT: /[^{\s](?s:.*)/"]
+    elif open_id is not None:
+        start = [f"start: TEXT ({calls})?", "TEXT: /(?s:.*)/"]
+    else:
+        start = [
+            f"start: TEXT | opened {json.dumps(fmt.begin)} calls",
+            f"opened[lazy]: /(?s:.*){re.escape(fmt.open)}/",
+            f"TEXT: /(?s:.*)/ & ~/(?s:.*){re.escape(fmt.open)}(?s:.*)/",
+        ]
+    names = " | ".join(f"item_{i}" for i in range(len(items)))
+    return "\n".join([*start, f"calls: item{more} {json.dumps('}' + fmt.end)}", f"item: {names}", *items, *arguments])
+
+
+def _terms(head: str) -> str:
+    """JSON as a grammar of it has its parts, each a term: a longer one would hide what else begins like it."""
+    return " ".join(map(json.dumps, re.findall(r'{|"[^"]*"|[:,] ', head)))
 
 
 def calls_as_text(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

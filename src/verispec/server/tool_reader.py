@@ -187,8 +187,10 @@ class _ObjectEnd:
                 self._is_quoted, self._is_escaped = char != '"', char == "\\"
             elif char == '"':
                 self._is_quoted = True
-            else:
-                self._depth += (char in "{[") - (char in "}]")
+            elif char in "{[":
+                self._depth += 1
+            elif char in "}]":
+                self._depth -= 1
                 if not self._depth:
                     self.is_found = True
                     return i

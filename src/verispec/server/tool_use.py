@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from verispec.model.tokenizer import Tokenizer
-from verispec.server.errors import ApiError
-from verispec.server.tool_formats import HERMES, ToolFormat, recognised
+from verispec.server.errors import wrong
+from verispec.server.tool_formats import HERMES, ToolFormat, calls_grammar, recognised
 from verispec.server.tool_reader import Reader, TextReader, ToolReader
 
+ANY_OBJECT = {"type": "object"}
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 
@@ -23,6 +24,15 @@ class Function:
     parameters: Mapping[str, Any] | None
     is_strict: bool
     place: str
+
+    @property
+    def schema(self) -> Mapping[str, Any]:
+        """What the arguments must match, which are an object in any case. Raises 400 if the schema says otherwise."""
+        if self.parameters is None:
+            return {**ANY_OBJECT, "properties": {}, "additionalProperties": False}
+        if self.parameters.get("type", "object") != "object":
+            raise wrong(f"{self.place}.parameters.type", "must be object")
+        return {**ANY_OBJECT, **self.parameters}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,12 +52,31 @@ class ToolUse:
 
     @property
     def is_guided(self) -> bool:
-        return self.must_call
+        return bool(self.functions) and (
+            self.must_call or self.is_single or self.is_answer_json or any(f.is_strict for f in self.functions)
+        )
 
     @property
     def shown_ids(self) -> tuple[int, ...]:
         """Control tokens that have text in an answer, for the reader to see them."""
         return (self.open_id,) if self.functions and self.open_id is not None else ()
+
+    @property
+    def checked(self) -> list[Function]:
+        """Functions whose arguments must match their schema; those of others are any object."""
+        return [f for f in self.functions if self.is_guided and (self.must_call or f.is_strict)]
+
+    def grammar(self, answer: str | None) -> str:
+        """The grammar of answers, where calls are guided; `answer` is a term for those that call nothing."""
+        schemas = {f.name: f.schema if f in self.checked else ANY_OBJECT for f in self.functions}
+        return calls_grammar(
+            self.format,
+            schemas,
+            open_id=self.open_id,
+            is_single=self.is_single,
+            must_call=self.must_call,
+            answer=answer,
+        )
 
     def reader(self) -> Reader:
         if not self.functions:
@@ -71,10 +100,10 @@ def tool_use(
     names = [function.name for function in functions]
     for function in functions:
         if names.count(function.name) > 1:
-            raise _wrong(f"{function.place}.name", f"{function.name} is the name of several tools")
+            raise wrong(f"{function.place}.name", f"{function.name} is the name of several tools")
     mode, allowed = _chosen(choice, names)
     if mode == "required" and not allowed:
-        raise _wrong("tool_choice", "there is no tool to be called")
+        raise wrong("tool_choice", "there is no tool to be called")
     fmt = recognised(tokenizer.chat_template or "")
     control = {text: token_id for token_id, text in tokenizer.special_texts.items()}
     return ToolUse(
@@ -91,15 +120,15 @@ def tool_use(
 def _function(tool: Mapping[str, Any], place: str) -> Function:
     function = tool.get("function")
     if tool.get("type") != "function" or not isinstance(function, Mapping):
-        raise _wrong(place, 'must be like {"type": "function", "function": {"name": ...}}')
+        raise wrong(place, 'must be like {"type": "function", "function": {"name": ...}}')
     place += ".function"
     name, parameters, strict = (function.get(key) for key in ("name", "parameters", "strict"))
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise _wrong(f"{place}.name", "must be up to 128 letters, digits and _ . : / -")
+        raise wrong(f"{place}.name", "must be up to 128 letters, digits and _ . : / -")
     if not isinstance(parameters, Mapping | None):
-        raise _wrong(f"{place}.parameters", "must be a JSON schema")
+        raise wrong(f"{place}.parameters", "must be a JSON schema")
     if not isinstance(strict, bool | None):
-        raise _wrong(f"{place}.strict", "must be true or false")
+        raise wrong(f"{place}.strict", "must be true or false")
     return Function(name=name, parameters=parameters, is_strict=bool(strict), place=place)
 
 
@@ -120,19 +149,15 @@ def _chosen(choice: Any, names: Sequence[str]) -> tuple[str, Sequence[str]]:
             or not isinstance(listed, list)
             or asked.get("mode") not in ("auto", "required")
         ):
-            raise _wrong("tool_choice.allowed_tools", "must have a mode, auto or required, and a list of tools")
+            raise wrong("tool_choice.allowed_tools", "must have a mode, auto or required, and a list of tools")
         place = "tool_choice.allowed_tools.tools"
         return asked["mode"], [_known(each, f"{place}[{i}]", names) for i, each in enumerate(listed)]
-    raise _wrong("tool_choice", "must be none, auto, required, or name a function")
+    raise wrong("tool_choice", "must be none, auto, required, or name a function")
 
 
 def _known(named: Any, place: str, names: Sequence[str]) -> str:
     function = named.get("function") if isinstance(named, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or name not in names:
-        raise _wrong(f"{place}.function.name", "must be the name of one of the tools")
+        raise wrong(f"{place}.function.name", "must be the name of one of the tools")
     return name
-
-
-def _wrong(place: str, message: str) -> ApiError:
-    return ApiError(400, f"{place}: {message}", param=place)

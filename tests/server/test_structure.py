@@ -1,0 +1,225 @@
+"""Answers in a shape over HTTP: they match, and are the same in every interface, streamed, resumed and in a crowd."""
+
+from __future__ import annotations
+
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jsonschema
+import pytest
+
+from tests.server.test_tools import CHAT, LOOK, MESSAGES, RESPONSES, SAY, SCHEMA, ids_of, joined_calls
+from tests.support.served import Frame, Served, chat_body
+
+COMPLETIONS = "/v1/completions"
+ASK: dict[str, Any] = {"max_tokens": 200, "temperature": 1.0, "seed": 3}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMA, "strict": True}}
+USER = {"role": "user", "content": "hello"}
+
+
+def flat(tool: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """A tool as responses have it."""
+    return {"type": "function", **tool["function"], **more}
+
+
+def theirs(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool as messages have it."""
+    known = {key: value for key, value in tool["function"].items() if key != "parameters"}
+    return {**known, "input_schema": tool["function"]["parameters"]}
+
+
+def asked(path: str, **fields: Any) -> dict[str, Any]:
+    limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
+    said = {"input": "hello"} if path == RESPONSES else {"messages": [USER]}
+    return {**said, "temperature": 1.0, "seed": 3, limit: 200, **fields}
+
+
+def test_an_answer_matches_its_schema_in_every_interface(served: Served) -> None:
+    chat = served.chat(**ASK, response_format=FORMAT)
+    text = chat["choices"][0]["message"]["content"]
+    jsonschema.validate(json.loads(text), SCHEMA)
+    assert chat["choices"][0]["finish_reason"] == "stop"
+    by_vllm = served.chat(**ASK, structured_outputs={"json": json.dumps(SCHEMA)})
+    assert by_vllm["verispec"]["digest"] == chat["verispec"]["digest"]
+    inner = {"type": "json_schema", "name": "it", "schema": SCHEMA, "strict": True}
+    response = served.post(RESPONSES, asked(RESPONSES, text={"format": inner})).json()
+    assert response["output"][0]["content"][0]["text"] == text
+    assert response["text"]["format"]["schema"] == SCHEMA
+    own = {"format": {"type": "json_schema", "schema": SCHEMA}}
+    message = served.post(MESSAGES, asked(MESSAGES, output_config=own)).json()
+    assert message["content"][0]["text"] == text
+    assert message["verispec"]["digest"] == response["verispec"]["digest"] == chat["verispec"]["digest"]
+
+
+@pytest.mark.parametrize(("wanted", "pattern"), [
+    ({"regex": "[ab]{3}c"}, "[ab]{3}c"),
+    ({"choice": ["yes", 'no "way"\n']}, 'yes|no "way"\n'),
+    ({"grammar": 'start: "x" NUMBER\nNUMBER: /[0-9]{2}/'}, "x[0-9]{2}"),
+    ({"json_object": True}, r"(?s)\{.*"),
+])  # fmt: skip
+def test_vllms_words_for_it(served: Served, wanted: dict[str, Any], pattern: str) -> None:
+    body = {"prompt": "ab", **ASK, "max_tokens": 40, "structured_outputs": wanted}
+    (choice,) = served.post(COMPLETIONS, body).json()["choices"]
+    assert re.fullmatch(pattern, choice["text"]), choice
+    ids = ids_of(served, "ab")
+    sampling = {**ASK, "max_tokens": 40, "structured_outputs": wanted}
+    tokens = served.post("/inference/v1/generate", {"token_ids": ids, "sampling_params": sampling}).json()
+    assert served.post("/detokenize", {"tokens": tokens["choices"][0]["token_ids"]}).json()["prompt"] == choice["text"]
+
+
+def test_any_object_is_an_object(served: Served) -> None:
+    for seed in range(2):
+        answer = served.chat(**{**ASK, "seed": seed, "max_tokens": 60}, response_format={"type": "json_object"})[
+            "choices"
+        ][0]
+        assert answer["message"]["content"].startswith("{")
+        if answer["finish_reason"] == "stop":
+            assert isinstance(json.loads(answer["message"]["content"]), dict)
+
+
+CHOICES: list[Any] = ["required", {"type": "function", "function": {"name": "say"}}]
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=["required", "named"])
+def test_calls_that_must_be_made_are_right_in_every_interface(served: Served, choice: Any) -> None:
+    tools = {"tools": [LOOK, SAY], "tool_choice": choice, "parallel_tool_calls": False}
+    chat = served.chat(**ASK, **tools)
+    (call,) = chat["choices"][0]["message"]["tool_calls"]
+    jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMA)
+    assert chat["choices"][0]["finish_reason"] == "tool_calls"
+    if choice != "required":
+        assert call["function"]["name"] == "say"
+    frames = served.stream(CHAT, chat_body(**ASK, **tools, stream=True))
+    assert joined_calls(frames) == [call]
+    own = {"type": "function", "name": "say"} if choice != "required" else choice
+    fields = asked(RESPONSES, tools=[flat(LOOK), flat(SAY)], tool_choice=own, parallel_tool_calls=False)
+    (item,) = served.post(RESPONSES, fields).json()["output"]
+    assert (item["name"], item["arguments"]) == (call["function"]["name"], call["function"]["arguments"])
+    assert item["call_id"] == call["id"]
+    events = served.stream(RESPONSES, {**fields, "stream": True})
+    deltas = [e.data["delta"] for e in events if e.name == "response.function_call_arguments.delta"]
+    assert "".join(deltas) == item["arguments"]
+    assert events[-1].data["response"]["output"] == [item]
+    wanted = {"type": "any" if choice == "required" else "tool", "disable_parallel_tool_use": True}
+    if choice != "required":
+        wanted["name"] = "say"
+    said = asked(MESSAGES, tools=[theirs(LOOK), theirs(SAY)], tool_choice=wanted)
+    message = served.post(MESSAGES, said).json()
+    (block,) = message["content"]
+    assert (block["name"], block["input"]) == (item["name"], json.loads(item["arguments"]))
+    assert message["stop_reason"] == "tool_use"
+    parts = [
+        e.data["delta"] for e in served.stream(MESSAGES, {**said, "stream": True}) if e.name == "content_block_delta"
+    ]
+    assert "".join(part["partial_json"] for part in parts) == item["arguments"]
+
+
+def strict(tool: dict[str, Any]) -> dict[str, Any]:
+    return {**tool, "function": {**tool["function"], "strict": True}}
+
+
+def parallel(served: Served) -> dict[str, Any]:
+    """A request whose answer is two calls or more, and whose client has seen the first tag."""
+    given = {"committed_ids": [ids_of(served, "So.\n<tool_call>")]}
+    bias = {str(ids_of(served, "\n")[0]): 30}  # no end where there may be another call
+    return chat_body(**{**ASK, "max_tokens": 300}, tools=[strict(LOOK), SAY], logit_bias=bias, verispec=given)
+
+
+def test_arguments_of_strict_tools_stream_in_pieces(served: Served) -> None:
+    body = parallel(served)
+    whole = served.post(CHAT, body).json()["choices"][0]["message"]["tool_calls"]
+    assert len(whole) > 1
+    frames = served.stream(CHAT, {**body, "stream": True})
+    assert joined_calls(frames) == whole
+    pieces = [d for f in frames[:-1] for d in f.data["choices"][0]["delta"].get("tool_calls", ())]
+    assert len(pieces) > len(whole) + 1
+    assert len({call["id"] for call in whole}) == len(whole)
+    for call in whole[:-1]:
+        if call["function"]["name"] == "look":  # the other is not strict
+            jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMA)
+
+
+def test_a_stream_of_calls_continues_behind_any_frame(served: Served) -> None:
+    fields = {**ASK, "tools": [LOOK, SAY], "tool_choice": "required", "stream": True, "max_tokens": 150}
+    frames = served.stream(CHAT, chat_body(**fields))
+    named = [i for i, frame in enumerate(frames) if frame.event_id]
+
+    def deltas(found: list[Frame]) -> list[Any]:
+        return [d for f in found[:-1] for d in f.data["choices"][0]["delta"].get("tool_calls", ())]
+
+    def told(entries: list[Any]) -> list[tuple[int, str]]:
+        return [(e["index"], e["function"].get("name", "") + e["function"]["arguments"]) for e in entries]
+
+    def joined(entries: list[tuple[int, str]]) -> dict[int, str]:
+        found: dict[int, str] = {}
+        for index, text in entries:
+            found[index] = found.get(index, "") + text
+        return found
+
+    for i in named[:: max(1, len(named) // 6)]:
+        rest = served.stream(CHAT, chat_body(**fields), headers={"Last-Event-ID": frames[i].event_id or ""})
+        both = told(deltas([*frames[: i + 1], frames[-1]])) + told(deltas(rest))
+        assert joined(both) == joined(told(deltas(frames))), frames[i].event_id
+
+
+def test_a_crowd_changes_no_constrained_answer(served: Served) -> None:
+    bodies = [chat_body(**{**ASK, "seed": seed}, response_format=FORMAT) for seed in range(3)]
+    bodies += [chat_body(**{**ASK, "seed": seed}, tools=[LOOK, SAY], tool_choice="required") for seed in range(3)]
+    bodies += [chat_body(**{**ASK, "seed": 9, "max_tokens": 60})]
+    alone = [served.post(CHAT, body).json()["choices"] for body in bodies]
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        together = list(pool.map(lambda body: served.post(CHAT, body).json()["choices"], bodies))
+    assert together == alone
+    assert len(set(map(str, alone[:6]))) > 3  # control: seeds make a difference
+
+
+def test_a_schema_and_tools_give_an_object_or_calls(served: Served) -> None:
+    kinds = set()
+    for seed in range(12):
+        body = {**ASK, "seed": seed, "tools": [strict(LOOK)], "response_format": FORMAT}
+        message = served.chat(**body)["choices"][0]["message"]
+        kinds.add(message["content"] is None)
+        text = message["content"] or message["tool_calls"][0]["function"]["arguments"]
+        jsonschema.validate(json.loads(text), SCHEMA)
+    assert kinds == {True, False}
+
+
+BAD_SCHEMA = {"type": "object", "properties": {"a": {"anyOf": [{"type": "string"}, {"type": "no such"}]}}}
+PLACE = "properties.a.anyOf[1]"
+
+
+@pytest.mark.parametrize(("path", "fields", "param"), [
+    (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": BAD_SCHEMA}}},
+     f"response_format.json_schema.schema.{PLACE}"),
+    (CHAT, {"structured_outputs": {"json": BAD_SCHEMA}}, f"structured_outputs.json.{PLACE}"),
+    (CHAT, {"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+    (CHAT, {"structured_outputs": {"regex": "(["}}, "structured_outputs.regex"),
+    (CHAT, {"structured_outputs": {"grammar": "start: nothing"}}, "structured_outputs.grammar"),
+    (CHAT, {"structured_outputs": {}}, "structured_outputs"),
+    (CHAT, {"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+    (CHAT, {"structured_outputs": {"regex": "a"}, "tools": [LOOK]}, "structured_outputs.regex"),
+    (CHAT, {"structured_outputs": {"regex": "a"}, "response_format": FORMAT}, "structured_outputs"),
+    (CHAT, {"response_format": {"type": "xml"}}, "response_format.type"),
+    (CHAT, {"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+    (CHAT, {"tools": [{"type": "function", "function": {"name": "f", "parameters": BAD_SCHEMA, "strict": True}}]},
+     f"tools[0].function.parameters.{PLACE}"),
+    (CHAT, {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}],
+            "tool_choice": "required"}, "tools[0].function.parameters.type"),
+    (CHAT, {"tools": [LOOK], "tool_choice": "required", "max_tokens": 0}, "max_tokens"),
+    (RESPONSES, {"text": {"format": {"type": "json_schema", "name": "x", "schema": BAD_SCHEMA}}},
+     f"text.format.schema.{PLACE}"),
+    (RESPONSES, {"tools": [{"type": "function", "name": "f", "parameters": BAD_SCHEMA, "strict": True}]},
+     f"tools[0].parameters.{PLACE}"),
+    (MESSAGES, {"output_config": {"format": {"type": "json_schema", "schema": BAD_SCHEMA}}},
+     f"output_config.format.schema.{PLACE}"),
+    (MESSAGES, {"tools": [{"name": "f", "input_schema": BAD_SCHEMA}], "tool_choice": {"type": "any"}},
+     f"tools[0].input_schema.{PLACE}"),
+])  # fmt: skip
+def test_what_cannot_be_followed_is_named_with_its_place(
+    served: Served, path: str, fields: dict[str, Any], param: str
+) -> None:
+    answer = served.post(path, {**asked(path), **fields})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param
