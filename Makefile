@@ -6,8 +6,9 @@ FOLDER ?= build
 VENV := .venv
 BIN := $(VENV)/bin
 HF_BIN := .venv-hf/bin
+RAY_BIN := .venv-ray/bin
 
-.PHONY: help run serve check test-page judges test test-hf test-cuda gpu-test test-long test-wheel wheel native native-asan native-aarch64 native-digests lint goldens model setup clean
+.PHONY: help run serve check test-page judges test test-hf test-scale test-scale-core test-cuda gpu-test test-long test-wheel wheel native native-asan native-aarch64 native-digests lint goldens model setup clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -35,6 +36,12 @@ judges: setup model ## Clients and checkers of others against a running server; 
 test-hf: $(HF_BIN)/.installed model ## Compare with torch and transformers (into .venv-hf); the CUDA backend on a CPU
 	$(HF_BIN)/pytest -m hf tests/hf
 	$(HF_BIN)/pytest -m cuda tests/backends/cuda/test_backend.py
+
+test-scale: $(RAY_BIN)/.installed model ## Replicas on a cluster of local Ray nodes that are lost in mid-stream; minutes
+	$(RAY_BIN)/pytest -s --durations 5 tests/scale
+
+test-scale-core: $(RAY_BIN)/.installed model ## The core of it: two nodes are lost
+	$(RAY_BIN)/pytest -s --times 0.2 tests/scale -k "mid_stream or fingerprint"
 
 test-cuda: $(BIN)/.cuda-compiler ## Compile the CUDA kernels and look at their PTX (installs NVRTC, 64 MB; no GPU)
 	$(BIN)/pytest -n auto -m cuda tests/backends/cuda/test_compile.py
@@ -101,10 +108,15 @@ $(HF_BIN)/.installed: pyproject.toml hatch_build.py $(wildcard native/*)
 	$(HF_BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,hf]'
 	@touch $@
 
+$(RAY_BIN)/.installed: pyproject.toml hatch_build.py $(wildcard native/*)
+	$(PYTHON) -m venv .venv-ray
+	$(RAY_BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,ray]'
+	@touch $@
+
 $(BIN)/.cuda-compiler: $(BIN)/.installed
 	$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["cuda-compiler"])' \
 	  | xargs $(BIN)/python -m pip install --quiet --disable-pip-version-check
 	@touch $@
 
 clean: ## Remove environments and caches of this checkout
-	rm -rf $(VENV) .venv-hf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-hf .venv-ray build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -39,6 +39,10 @@ class StoppedError(VerispecError):
     """A batch ended before its time. What was finished is in the journal, and the same command goes on from there."""
 
 
+class InUseError(InputError):
+    """Another process has the journal open."""
+
+
 class Commit(NamedTuple):
     """Tokens of one sample, from number `at` of those drawn, and the text they released."""
 
@@ -125,7 +129,7 @@ class Journal:
                 pass
             except BlockingIOError:
                 os.close(file)
-                raise InputError(f"{path}: another batch is writing it; wait for its end") from None
+                raise InUseError(f"{path}: another batch is writing it; wait for its end") from None
             except BaseException:
                 os.close(file)
                 raise
