@@ -51,7 +51,7 @@ HOMES = {
     "safetensors": {"model"},
     "optuna": {"tuning"},
     "matplotlib": {"tuning", "cli"},
-    "torch": {"backends/cuda", "backends/torch_backend.py"},
+    "torch": {"backends/cuda", "backends/gpu.py", "backends/torch_backend.py"},
     "cuda": {"backends/cuda"},
     "nvidia": {"backends/cuda"},
 }

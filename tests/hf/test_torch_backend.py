@@ -86,7 +86,7 @@ def test_it_computes_what_numpy_computes(family: str) -> None:
 
 def on_a_gpu_of(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
     """The CPU in the place of a GPU with so much memory."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (nbytes, nbytes))
     monkeypatch.setattr(torch_backend, "_device_name", lambda index: "cpu")
 

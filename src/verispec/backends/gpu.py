@@ -17,6 +17,11 @@ _MOST_SLOTS = 1 << 19
 _LEAST_SLOTS = 256
 
 
+def num_gpus() -> int:
+    """How many torch has."""
+    return int(torch.cuda.device_count())
+
+
 def fitting_slots(architectures: Sequence[Architecture], *, index: int, gpu_memory: float, value_nbytes: int) -> int:
     """How many tokens of K/V fit into this share of the device's memory, beside weights and workspace."""
     free, total = torch.cuda.mem_get_info(index)

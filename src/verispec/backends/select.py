@@ -77,9 +77,9 @@ def engine_defaults(name: str) -> EngineConfig:
 def uses_gpu(name: str) -> bool:
     """Whether the backend keeps K and V in a GPU's memory here."""
     if name == "torch":
-        import torch
+        from verispec.backends.gpu import num_gpus
 
-        return bool(torch.cuda.is_available())
+        return num_gpus() > 0
     return name == "cuda"
 
 
@@ -107,10 +107,10 @@ def check_name(name: str, device: int = 0) -> None:
     if name == "torch":
         if not _has_torch():
             raise InputError("backend torch: torch is missing: pip install 'verispec[cuda]'")
-        import torch
+        from verispec.backends.gpu import num_gpus
 
-        if device >= max(1, torch.cuda.device_count()):
-            raise InputError(f"backend torch: there is no GPU {device}: torch has {torch.cuda.device_count()}")
+        if device >= max(1, num_gpus()):
+            raise InputError(f"backend torch: there is no GPU {device}: torch has {num_gpus()}")
 
 
 def make_backend(
