@@ -21,7 +21,7 @@ from verispec.llm import LLM
 from verispec.receipt import parse, replay
 from verispec.types import SamplingParams, TokenLogprobs
 
-KINDS = range(6)
+KINDS = range(7)
 RECORDED = Options(receipts=True)
 
 
@@ -69,6 +69,16 @@ def test_control_a_journal_that_forgets_or_changes_a_token_is_noticed(tiny: LLM)
         wrong.token_ids, wrong.values = wrong.token_ids[change], wrong.values[change]
         wrong.alternatives = wrong.alternatives[change]
         assert answered(tiny, line(1), {1: wrong}) != whole
+
+
+def test_what_depends_on_the_load_is_not_gone_on_with(tiny: LLM) -> None:
+    samples = {0: Remembered()}
+    asked = {**line(0), "deterministic": False, "n": 1}
+    assert answered(tiny, asked, samples, Options()).error is None
+    assert len(samples[0]) == 0
+    del asked["deterministic"]
+    assert answered(tiny, asked, samples, Options()).error is None
+    assert len(samples[0]) > 0
 
 
 def test_results_depend_on_nothing_else(tiny: LLM, tiny_path: Path) -> None:

@@ -209,6 +209,12 @@ def test_the_bar_shows_rate_and_time_left(monkeypatch: pytest.MonkeyPatch) -> No
             display.advance()
             time.sleep(0.01)
     assert re.search(r"20/40.* [\d.]+/s.*0:00:0\d", shown.getvalue())
+    shown.truncate(0)
+    with CountDisplay("generating", 10**9, num_before=10**8) as display:
+        assert "/s" not in shown.getvalue()
+        time.sleep(0.01)
+        display.advance()
+    assert re.search(r"100000001/1000000000 [\d.]{1,4}/s", shown.getvalue())  # what was there before is no speed
 
 
 def test_elsewhere_a_slow_stage_is_one_line(

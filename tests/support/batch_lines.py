@@ -20,7 +20,7 @@ def line(number: int, *, num_tokens: int = 24) -> dict[str, Any]:
     text = f"{chance.choice(WORDS)} {chance.choice(WORDS)}"
     common = {"max_tokens": chance.randrange(num_tokens // 2, num_tokens + 1), "ignore_eos": number % 3 == 0}
     messages = [{"role": "user", "content": text}]
-    match number % 6:
+    match number % 7:
         case 0:
             return {"prompt": text, "temperature": 1.0, "n": 2, "logprobs": 2, "id": number, **common}
         case 1:
@@ -32,6 +32,8 @@ def line(number: int, *, num_tokens: int = 24) -> dict[str, Any]:
         case 3:
             body = {"input": text, "max_output_tokens": common["max_tokens"], "top_logprobs": 2}
             return _named(number, "/v1/responses", body)
+        case 6:
+            return {"prompt": text, "temperature": 1.0, "regex": "((th|er|ab) ?){6,8}z", "n": 2, "logprobs": 1}
         case 4:
             return {"messages": messages, "temperature": 0.7, "stop": ["q"], "prompt_logprobs": 1, **common}
         case _:

@@ -66,7 +66,7 @@ def main() -> None:
         if "start" in asked:
             process = os.fork()
             if process == 0:
-                log = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+                log = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
                 for stream in (1, 2):
                     os.dup2(log, stream)
                 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from importlib.metadata import PackageNotFoundError
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,6 +22,7 @@ from verispec.async_llm import Stream
 from verispec.batch.lines import MAX_SEED_DIGITS, derived, is_prompt_line
 from verispec.batch.prompts import LineReader, as_object
 from verispec.batch.resume import PROGRESS, Progress, ResumingLLM
+from verispec.constraints import library_version
 from verispec.engine import Request
 from verispec.errors import InputError, QueueFullError
 from verispec.llm import LLM
@@ -89,6 +91,7 @@ class Answerer:
             "model": derived(*files, llm.tokenizer.chat_template or "", defaults),
             "profile": llm.profile,
             "max_len": str(llm.max_len),
+            "constraints": _constraint_library(),
         }
 
     async def answer(self, index: int, line: bytes, progress: Progress, *, earlier: int | None = None) -> Result:
@@ -216,6 +219,13 @@ async def _when_room(start: Callable[[], Awaitable[T]]) -> T:
             return await start()
         except QueueFullError:
             await asyncio.sleep(_WAIT_SECONDS)
+
+
+def _constraint_library() -> str:
+    try:
+        return library_version()
+    except PackageNotFoundError:
+        return "none"
 
 
 def parts_of(options: Options) -> dict[str, str]:

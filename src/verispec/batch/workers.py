@@ -152,11 +152,15 @@ class ProcessWorker(Worker):
 def main() -> None:
     """A process's side. Ctrl-C is the parent's business."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    out = os.fdopen(os.dup(1), "wb", buffering=0)
+    out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what anything else prints is no message
 
     def send(message: Mapping[str, Any]) -> None:
-        out.write(json.dumps(message).encode() + b"\n")
+        try:
+            out.write(json.dumps(message).encode() + b"\n")
+            out.flush()
+        except OSError:  # the parent is gone
+            os._exit(0)
 
     try:
         asyncio.run(_serve(send))

@@ -95,11 +95,11 @@ def _run(
 
     quiet, journal, total = asked.quiet, batch.journal, len(batch.lines)
     num_before = len(journal.finished)
-    if num_before and not quiet:
-        terminal.note(f"{num_before} of {total} lines are finished; going on with the others")
-    if journal.num_damaged and not quiet:
-        terminal.note(f"{journal.path}: {journal.num_damaged} damaged records; what they held is computed again")
     try:
+        if num_before and not quiet:
+            terminal.note(f"{num_before} of {total} lines are finished; going on with the others")
+        if journal.num_damaged and not quiet:
+            terminal.note(f"{journal.path}: {journal.num_damaged} damaged records; what they held is computed again")
         if num_before < total:
             workers, close = _workers(chosen, asked, drafting, loading)
             with CountDisplay("answering", total, quiet=quiet, num_before=num_before) as display:
