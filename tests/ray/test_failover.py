@@ -82,6 +82,19 @@ def test_killed_anywhere_the_joined_answer_is_the_same(llms: list[LLM], life: in
     assert num_failovers == 1
 
 
+def test_what_follows_a_grammar_goes_on_in_it(llms: list[LLM]) -> None:
+    pytest.importorskip("llguidance")
+    params = {**PARAMS, "regex": "([a-f]{3}-){4}end", "max_tokens": 40, "stop": []}
+
+    async def heard() -> Heard:
+        async with remote(Mortal("a", llms[0], life=8), Mortal("b", llms[1])) as (llm, _):
+            found = await Heard().listen(llm, params)
+            assert llm.thread.counts["failovers"] == 1
+            return found
+
+    assert asyncio.run(heard()) == undisturbed(llms[1], **params)
+
+
 def test_one_answer_outlives_many_replicas(llms: list[LLM]) -> None:
     async def heard() -> tuple[Heard, int]:
         replicas = [Mortal(f"r{i}", llms[i % 2], life=2) for i in range(6)]

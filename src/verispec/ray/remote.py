@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 from prometheus_client.core import CounterMetricFamily, Metric
 
+from verispec.constraints import Compiler
 from verispec.engine import Engine, Request
 from verispec.engine.thread import Sink, Status
 from verispec.errors import VerispecError
@@ -206,7 +207,7 @@ class Dispatcher:
     def _work(self, request: Request, attempt: int, seen: set[str]) -> Work:
         text = request.text()
         return Work(
-            request=replace(request, text=NoText, eos_ids=tuple(request.eos_ids)),
+            request=replace(request, text=NoText, grammar=None, eos_ids=tuple(request.eos_ids)),
             keeps_stop=isinstance(text, TextStream) and text.keeps_stop,
             attempt=attempt,
             address=self._address,
@@ -269,6 +270,7 @@ class RemoteLLM(LLM):
         self._speculation = card.speculation
         self._config = card.config
         self._backend: Any = SimpleNamespace(limits=card.limits)
+        self._constraints = Compiler(self.tokenizer, self.vocab_size)
         self._chat_prompts = None
         self._chat_lock = threading.Lock()
 

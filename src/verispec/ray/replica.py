@@ -55,7 +55,7 @@ class Work:
     `prefix_keys` name the beginnings of its prompt.
     """
 
-    request: Request  # without text: a replica makes its own
+    request: Request  # without text and grammar: a replica makes its own
     keeps_stop: bool
     attempt: int
     address: Address
@@ -166,8 +166,12 @@ class Replica:
         self.llm.close()
 
     def _request(self, work: Work) -> Request:
-        stop, tokenizer = work.request.params.stop, self.llm.tokenizer
-        return replace(work.request, text=lambda: TextStream(tokenizer, stop, keeps_stop=work.keeps_stop))
+        params, tokenizer = work.request.params, self.llm.tokenizer
+        return replace(
+            work.request,
+            text=lambda: TextStream(tokenizer, params.stop, keeps_stop=work.keeps_stop),
+            grammar=self.llm.grammar(params),
+        )
 
     async def _link(self, address: Address) -> Uplink:
         """The connection to an ingress, made with its first request."""
