@@ -88,7 +88,7 @@ def shares(bench: Bench) -> Iterator[str]:
         for _ in range(options.repeats):
             base = max(
                 offline(bench.engine(running=8, family=family), _all_fast(bench, drafter)).tokens_per_second
-                for drafter in ("none", "ngram")
+                for drafter in ("none", "suffix")
             )
             speeds.append(base)
             for share in SHARES[1:]:
@@ -113,7 +113,7 @@ def _all_fast(bench: Bench, drafter: str) -> list[Request]:
 
 def single(bench: Bench) -> Iterator[str]:
     """All requests deterministic against none of them, by the number of running sequences."""
-    drafters = ("none", "ngram", "decode", "auto")
+    drafters = ("none", "suffix", "decode", "auto")
     results: Results = {}
     yield "\n| running | best non-deterministic tok/s | " + " | ".join(f"`{d}`" for d in drafters) + " | auto / best |"
     yield "|---|---|" + "---|" * (len(drafters) + 1)
@@ -124,7 +124,7 @@ def single(bench: Bench) -> Iterator[str]:
         for _ in range(bench.options.repeats):
             base = max(
                 offline(bench.engine(running=running), _all_fast(bench, d)[:few]).tokens_per_second
-                for d in ("none", "ngram")
+                for d in ("none", "suffix")
             )
             bases.append(base)
             for drafter in drafters:

@@ -53,14 +53,14 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
     options = parser.parse_args()
-    llm = LLM(options.model, drafter="none", prefix_cache=False)
+    llm = LLM(options.model, drafter="none", prefix_cache=False, history_len=0)
     print(f"{cpu_name()}; {blas_name()}; Python {platform.python_version()}; {options.model}; profile {llm.profile}")
     print("| prompts | batch | drafter | tok/s median (min-max) | tokens per pass | ratio to none |")
     print("|---|---|---|---|---|---|")
     for kind in options.kinds:
         for size in options.batch:
             batch = prompts(llm, kind, size, options.prompt_len)
-            speeds: dict[str, list[float]] = {"none": [], "ngram": []}
+            speeds: dict[str, list[float]] = {"none": [], "suffix": []}
             per_pass = {}
             digests = set()
             for _ in range(options.repeats):

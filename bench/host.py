@@ -195,7 +195,7 @@ def step_cases(quick: bool) -> Iterable[Case]:
     for running, goal in ((1, 0.08), (8, 0.12), (64, 0.4), (256, 1.3)):
         engine = make_engine(1_000_000, running=running)
         yield Case("steps", f"none, {running} running", "ms", stepping(engine), goal)
-    for drafter, running, goal in (("ngram", 1, 0.12), ("ngram", 32, 0.4), ("auto", 1, 0.12), ("auto", 32, 0.5)):
+    for drafter, running, goal in (("suffix", 1, 0.12), ("suffix", 32, 0.4), ("auto", 1, 0.12), ("auto", 32, 0.5)):
         for what, period in (("nothing to quote", NEW), ("quotes", REPEATS)):
             engine = make_engine(1_000_000, running=running, drafter=drafter, period=period)
             yield Case("steps", f"{drafter}, {running} running, {what}", "ms", stepping(engine), goal, most=300)

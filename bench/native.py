@@ -3,7 +3,7 @@
     python bench/native.py [--parts passes memory ...] [--text FILE]
 
 Parts: greedy (texts against the numpy backend's), passes (T(M)), overhead (time outside of kernels), quoting (drafter
-ngram against none), accuracy (against the numpy backend on the same dequantised weights; --text FILE), memory (RSS,
+suffix against none), accuracy (against the numpy backend on the same dequantised weights; --text FILE), memory (RSS,
 start to first token). Beside llama.cpp: bench/table.py.
 """
 
@@ -35,7 +35,7 @@ class Bench:
         self.path = resolve(options.model)
 
     def load(self, path: Path, **options: Any) -> LLM:
-        return LLM(path, drafter="none", prefix_cache=False, threads=self.options.threads, **options)
+        return LLM(path, drafter="none", prefix_cache=False, history_len=0, threads=self.options.threads, **options)
 
 
 def ours(llm: LLM, batch: list[list[int]], new: int, drafter: str = "none") -> float:
@@ -104,14 +104,14 @@ def overhead(bench: Bench) -> Iterator[str]:
 
 
 def quoting(bench: Bench) -> Iterator[str]:
-    """Drafter ngram against none where the text quotes itself."""
+    """Drafter suffix against none where the text quotes itself."""
     llm = bench.load(bench.path)
     for size in (1, 8):
         batch = make_prompts(llm, "quote", size, 128)
-        pairs = [(ours(llm, batch, 128, "none"), ours(llm, batch, 128, "ngram")) for _ in range(bench.options.repeats)]
+        pairs = [(ours(llm, batch, 128, "none"), ours(llm, batch, 128, "suffix")) for _ in range(bench.options.repeats)]
         plain, drafted = ([size * 128 / s for s in column] for column in zip(*pairs, strict=True))
         ratio = statistics.median(a / b for a, b in pairs)
-        yield f"quote prompts, batch {size}: none {cell(plain)}, ngram {cell(drafted)} tok/s, ratio {ratio:.2f}"
+        yield f"quote prompts, batch {size}: none {cell(plain)}, suffix {cell(drafted)} tok/s, ratio {ratio:.2f}"
 
 
 def accuracy(bench: Bench) -> Iterator[str]:

@@ -164,7 +164,7 @@ def main() -> None:
 
         plain = DraftSetup(backend=backend, find_menu=llm.skip_menu, draft_cost=llm.calibration.draft_cost)
         return {
-            "none": DRAFTERS["none"](plain), "tuned": DRAFTERS[what](plain), "ngram": DRAFTERS["ngram"](plain),
+            "none": DRAFTERS["none"](plain), "tuned": DRAFTERS[what](plain), "suffix": DRAFTERS["suffix"](plain),
             "drafted": OnlyByName(forced(backend)),
             "one-hot": OnlyByName(forced(OneHot(backend))),
         }  # fmt: skip

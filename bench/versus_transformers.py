@@ -4,7 +4,7 @@
     .venv-hf/bin/python bench/versus_transformers.py --batch 1 8 32 --repeats 5
 
 SmolLM2-135M in float32, 128 prompt and 128 new tokens per sequence, greedy, EOS ignored. transformers runs with its
-default attention (sdpa) and cache; verispec runs deterministically, with drafter `none` and with `ngram`.
+default attention (sdpa) and cache; verispec runs deterministically, with drafter `none` and with `suffix`.
 """
 
 from __future__ import annotations
@@ -55,24 +55,24 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=128)
     options = parser.parse_args()
     threads = len(os.sched_getaffinity(0))
-    reference, llm = load_reference(threads), LLM(prefix_cache=False)
+    reference, llm = load_reference(threads), LLM(prefix_cache=False, history_len=0)
     print(f"{cpu_name()}; {threads} cores; torch {torch.__version__}; {blas_name()}; profile {llm.profile}")
-    print("| batch | transformers tok/s | verispec none | ratio | verispec ngram | ratio |")
+    print("| batch | transformers tok/s | verispec none | ratio | verispec suffix | ratio |")
     print("|---|---|---|---|---|---|")
     for size in options.batch:
         batch = prompts(llm, "free", size, 128)
-        theirs, none, ngram = [], [], []
+        theirs, none, suffix = [], [], []
         for _ in range(options.repeats):
             theirs.append(run_reference(reference, batch, options.new))
             none.append(run_verispec(llm, batch, options.new, "none"))
-            ngram.append(run_verispec(llm, batch, options.new, "ngram"))
+            suffix.append(run_verispec(llm, batch, options.new, "suffix"))
 
         def cell(speeds: list[float]) -> str:
             return f"{statistics.median(speeds):.1f} ({min(speeds):.1f}-{max(speeds):.1f})"
 
-        ratios = [statistics.median(a / b for a, b in zip(ours, theirs, strict=True)) for ours in (none, ngram)]
+        ratios = [statistics.median(a / b for a, b in zip(ours, theirs, strict=True)) for ours in (none, suffix)]
         print(
-            f"| {size} | {cell(theirs)} | {cell(none)} | {ratios[0]:.2f} | {cell(ngram)} | {ratios[1]:.2f} |",
+            f"| {size} | {cell(theirs)} | {cell(none)} | {ratios[0]:.2f} | {cell(suffix)} | {ratios[1]:.2f} |",
             flush=True,
         )
 

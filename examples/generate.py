@@ -2,7 +2,7 @@
 
 from verispec import LLM, SamplingParams
 
-with LLM("smollm2-135m", drafter="ngram") as llm:
+with LLM("smollm2-135m", drafter="suffix") as llm:
     prompts = ["The capital of France is", "Once upon a time", "def add(a, b):"]
     params = SamplingParams(max_tokens=24, temperature=0.8, top_p=0.95, seed=7)
     batch = llm.generate(prompts, params)

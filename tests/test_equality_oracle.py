@@ -54,7 +54,7 @@ def test_a_crowd_changes_nothing(world: World, drafter: str, config: dict[str, i
         assert bits(found) == bits(world.alone(request))
     if config.get("num_slots"):
         assert sum(o.stats.preemptions for outs in outputs for o in outs) > 0
-    if drafter in ("ngram", "decode") and not config:
+    if drafter in ("suffix", "decode") and not config:
         assert sum(o.stats.accepted for outs in outputs for o in outs) > 0
     if drafter != "auto":
         assert (engine.totals.replays > 15) is (drafter == "decode")
@@ -83,7 +83,7 @@ def test_bursts_and_steps_in_the_air_change_nothing(
 ) -> None:
     """Stops, limits and aborts inside a burst, beside requests that need the host after every round."""
     plain = [replace(r, is_streamed=i % 2 > 0) for i, r in enumerate(make_requests(14, drafter="none"))]
-    requests = plain + make_requests(4, seed=9, drafter="decode") + make_requests(3, seed=8, drafter="ngram")
+    requests = plain + make_requests(4, seed=9, drafter="decode") + make_requests(3, seed=8, drafter="suffix")
     engine = world.engine(max_burst=max_burst, depth=depth, **config)
     rounds = counted_rounds(engine)
     outputs = run(engine, requests, abort_every=7)
@@ -240,7 +240,7 @@ def test_control_another_seed_differs(world: World) -> None:
 
 
 def test_the_real_model(smollm2: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SmolLM2: prompts alone with `none`, and as one batch with `ngram` beside non-deterministic traffic."""
+    """SmolLM2: prompts alone with `none`, and as one batch with `suffix` beside non-deterministic traffic."""
     prompts = [
         "one two three four one two three four one two three four one two",
         "def fibonacci(n):\n    ",
@@ -250,13 +250,13 @@ def test_the_real_model(smollm2: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     params = [SamplingParams(max_tokens=24, seed=i, temperature=(0.0, 1.0)[i % 2]) for i in range(4)]
     alone = [smollm2.generate(p, s, drafter="none")[0] for p, s in zip(prompts, params, strict=True)]
     noise = [replace(s, deterministic=False, seed=99) for s in params]
-    crowd = smollm2.generate([*prompts, *prompts], [*params, *noise], drafter="ngram")
+    crowd = smollm2.generate([*prompts, *prompts], [*params, *noise], drafter="suffix")
     assert [c.digest for c in crowd[:4]] == [a.digest for a in alone]
     assert [c.text for c in crowd[:4]] == [a.text for a in alone]
     with monkeypatch.context() as patch:  # whatever the clock said of this machine, a draft is worth its rows
         patch.setattr(smollm2, "calibration", replace(smollm2.calibration, cost=FLAT_COST))
         engine = smollm2.fresh_engine()
-    ((drafted,),) = run(engine, [smollm2.request(prompts[0], params[0], drafter="ngram")])
+    ((drafted,),) = run(engine, [smollm2.request(prompts[0], params[0], drafter="suffix")])
     smollm2.engine = smollm2.fresh_engine()  # the other engine has overwritten its K/V
     assert drafted.digest == alone[0].digest
     assert drafted.stats.accepted > 0

@@ -199,7 +199,7 @@ def test_bad_requests_are_refused_and_leave_nothing(smollm2: LLM, prompt: object
 
 
 def test_unknown_names_are_refused(smollm2: LLM) -> None:
-    with pytest.raises(InputError, match="unknown drafter 'magic'; known: none, ngram"):
+    with pytest.raises(InputError, match="unknown drafter 'magic'; known: none, suffix"):
         smollm2.generate("x", SHORT, drafter="magic")
     for options, message in (
         ({"drafter": "magic"}, "unknown drafter"),

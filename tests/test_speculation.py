@@ -102,14 +102,14 @@ def refusal(engine: Engine, drafter: str, tree: str, accept: str, *, determinist
 
 
 def test_a_drafter_that_is_not_there_is_refused(engine: Engine) -> None:
-    message = "unknown drafter 'magic'; known: none, ngram, decode, skip, model, auto"
+    message = "unknown drafter 'magic'; known: none, suffix, grammar, decode, skip, model, auto"
     assert refusal(engine, "magic", "", "match", deterministic=True) == message
 
 
-@pytest.mark.parametrize("drafter", ["none", "ngram", "decode"])
+@pytest.mark.parametrize("drafter", ["none", "decode"])
 @pytest.mark.parametrize("tree", ["chain:3", "beam:3,3"])
-def test_a_tree_needs_a_drafter_with_probabilities(engine: Engine, drafter: str, tree: str) -> None:
-    message = f"tree {tree} needs a drafter with probabilities (skip, model, auto), not {drafter!r}"
+def test_a_tree_needs_a_drafter_of_trees(engine: Engine, drafter: str, tree: str) -> None:
+    message = f"tree {tree} needs a drafter of trees (suffix, skip, model, auto), not {drafter!r}"
     assert refusal(engine, drafter, tree, "match", deterministic=True) == message
 
 
@@ -122,7 +122,7 @@ def test_rules_of_probabilities_are_not_deterministic(engine: Engine, drafter: s
 
 
 @pytest.mark.parametrize("accept", ["rejection", "recursive"])
-@pytest.mark.parametrize("drafter", ["none", "ngram", "decode", "auto"])
+@pytest.mark.parametrize("drafter", ["none", "suffix", "decode", "auto"])
 def test_rules_of_probabilities_need_them(engine: Engine, drafter: str, accept: str) -> None:
     assert refusal(engine, drafter, "", accept, deterministic=False) == (
         f"accept {accept} needs the probabilities of drafter skip or model, not {drafter!r}"
@@ -154,10 +154,10 @@ def test_what_is_not_refused(engine: Engine, drafter: str, tree: str, accept: st
 
 
 def test_an_engine_whose_drafters_have_no_probabilities_says_so() -> None:
-    """Without a backend in their set-up, `skip` and `model` cannot draft; `auto` would find no tree either."""
+    """Without a backend in their set-up, `skip` and `model` cannot draft; `auto` has the trees of `suffix`."""
     engine = Engine(FakeBackend(), family=(4, 16), drafters=make_drafters())
-    for drafter in ("skip", "model", "auto"):
-        assert "needs a drafter with probabilities" in refusal(engine, drafter, "chain:3", "match", deterministic=True)
+    for drafter in ("skip", "model"):
+        assert "needs a drafter of trees" in refusal(engine, drafter, "chain:3", "match", deterministic=True)
 
 
 # The LLM
@@ -190,7 +190,7 @@ def plain(folder: Path, model: Path) -> Iterator[LLM]:
     ("options", "message"),
     [
         ({"drafter": "model"}, "drafter model needs a draft_model"),
-        ({"drafter": "magic"}, "unknown drafter 'magic'; known: none, ngram, decode, skip, model, auto"),
+        ({"drafter": "magic"}, "unknown drafter 'magic'; known: none, suffix, grammar, decode, skip, model, auto"),
         ({"tree": "chain"}, "tree must be chain:N, branch:b1,b2,... or beam:W,L with whole numbers from 1 to 999, "
                             "not 'chain'"),
         ({"accept": "magic"}, "unknown accept 'magic'; known: match, rejection, recursive"),
@@ -217,7 +217,7 @@ def test_options_that_make_no_sense_load_nothing(
         ({"speculative": "off"}, "speculative must be false or a mapping, not str"),
         ({"speculative": {"method": "magic"}}, "unknown drafter 'magic'"),
         ({"speculative": {"tree": "beam:9"}}, "tree must be chain:N"),
-        ({"speculative": {"method": "ngram", "tree": "beam:2,2"}}, "tree beam:2,2 needs a drafter with probabilities"),
+        ({"speculative": {"method": "decode", "tree": "beam:2,2"}}, "tree beam:2,2 needs a drafter of trees"),
         ({"speculative": {"accept": "recursive"}}, "accept recursive lets tokens depend on the drafter"),
         ({"drafter": "magic"}, "unknown drafter 'magic'"),
     ],
@@ -247,6 +247,7 @@ def test_the_draft_model_that_is_not_there(plain: LLM) -> None:
         {"drafter": "none"},
         {"drafter": "model"},
         {"drafter": "ngram"},
+        {"speculative": {"method": "suffix", "tree": "branch:3,2"}},
         {"speculative": {"tree": "branch:3,2"}},
         {"speculative": {"method": "model"}},
         {"speculative": {"method": "model", "tree": "chain:3"}},
@@ -260,7 +261,7 @@ def test_whatever_is_asked_for_the_answer_is_the_same(llm: LLM, plain: LLM, opti
     (found,) = llm.generate("abc the", params, **options)
     assert (found.digest, found.text, found.profile) == (expected.digest, expected.text, expected.profile)
     off = options in ({"speculative": False}, {"drafter": "none"})
-    wants_model = not off and "ngram" not in options.values() and "auto" not in str(options)
+    wants_model = not off and not any(name in str(options) for name in ("ngram", "suffix", "auto"))
     assert (found.stats.draft_passes > 0) == wants_model or "auto" in str(options)
 
 
@@ -270,7 +271,7 @@ def test_naming_the_default_drafter_keeps_its_tree(llm: LLM) -> None:
 
     assert tree(drafter="model") == TreeShape.beam(2, 3)
     assert tree(speculative={"method": "model"}) is None
-    assert tree(drafter="ngram") is None
+    assert tree(drafter="suffix") is None
 
 
 @pytest.mark.parametrize("options", [{"tree": "chain:3", "accept": "rejection"}, {"accept": "recursive"}], ids=str)

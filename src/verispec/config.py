@@ -16,7 +16,9 @@ class EngineConfig:
     context or the capacity, whichever is less). `row_budget` bounds the rows of one canonical pass, `max_running` the
     sequences that run at once, `max_waiting` the queue behind them, `max_draft` the tokens of one
     path of a draft (None: each drafter's own default). `max_burst` bounds the rounds a backend runs by itself; `depth`
-    is how many steps may be in the air at once.
+    is how many steps may be in the air at once. `history_len` tokens of earlier answers are kept to draft from; with
+    `shares_history` requests draft from the answers of every salt, and tell nothing of their drafts unless they are
+    traced: these draft from their own text alone.
     """
 
     num_slots: int = 8192
@@ -28,15 +30,18 @@ class EngineConfig:
     max_burst: int = 16
     depth: int = 1
     prefix_cache: bool = True
+    history_len: int = 2**15
+    shares_history: bool = False
 
     def __post_init__(self) -> None:
         lowest = {"num_slots": 2, "row_budget": 1, "max_running": 1, "max_waiting": 1, "max_draft": 0, "max_len": 2}
-        lowest |= {"max_burst": 1, "depth": 1}
+        lowest |= {"max_burst": 1, "depth": 1, "history_len": 0}
         for name, low in lowest.items():
             value = getattr(self, name)
             if value is not None or name not in ("max_draft", "max_len"):
                 object.__setattr__(self, name, check_int(name, value, low, MAX_SIZE))
-        check_bool("prefix_cache", self.prefix_cache)
+        for name in ("prefix_cache", "shares_history"):
+            check_bool(name, getattr(self, name))
         if self.max_len is not None and self.max_len > self.num_slots:
             raise InputError(f"max_len must be from 2 to num_slots ({self.num_slots}), not {self.max_len}")
 

@@ -31,7 +31,7 @@ from verispec.backends.select import (
     make_backend,
     uses_gpu,
 )
-from verispec.config import DEFAULTS, MAX_SIZE
+from verispec.config import DEFAULTS, MAX_SIZE, EngineConfig
 from verispec.constraints import Compiler
 from verispec.engine import Engine, Request
 from verispec.engine.thread import EngineThread, Status
@@ -70,13 +70,16 @@ class Runtime:
     `weights="q8"` makes the native backend quantise float weights at load, `kv_dtype` is its float16 or float32; both
     are part of the profile. `family` names canonical shapes other than the audit's choice; `full_audit` audits kernels
     that loading checks by known answers only, `fresh_audit` measures again. `progress(stage, share)` reports loading.
+    `history_len` tokens of earlier answers are kept for drafter `suffix`; they are kept apart by salt, which is a
+    server's API key, unless `share_history` says that all may draft from all: requests then tell nothing of their
+    drafts.
     """
 
     def __init__(
         self,
         model: str | Path = DEFAULT_MODEL,
         *,
-        drafter: str = "ngram",
+        drafter: str = "suffix",
         draft_model: str | Path | None = None,
         tree: str | None = None,
         accept: str = Accept.MATCH,
@@ -91,6 +94,8 @@ class Runtime:
         draft_len: int | None = DEFAULTS.max_draft,
         force: bool = False,
         prefix_cache: bool = True,
+        history_len: int = DEFAULTS.history_len,
+        share_history: bool = DEFAULTS.shares_history,
         family: Sequence[int] | None = None,
         full_audit: bool = False,
         fresh_audit: bool = False,
@@ -122,6 +127,8 @@ class Runtime:
             engine_defaults(backend),
             max_draft=draft_len,
             prefix_cache=prefix_cache,
+            history_len=history_len,
+            shares_history=share_history,
             **{name: value for name, value in sizes.items() if value is not None},
         )
         paths = _resolved(model, draft_model, report)
@@ -247,21 +254,23 @@ class Runtime:
             self._backend,
             family=self.calibration.family,
             cost=self.calibration.cost,
-            drafters=drafters or make_drafters(self._draft_setup(config.max_draft)),
+            drafters=drafters or make_drafters(self._draft_setup(config)),
             default_drafter=None if drafters else self._speculation.method,
             config=config,
             no_family_reason=self.calibration.no_family_reason,
         )
 
-    def _draft_setup(self, draft_len: int | None) -> DraftSetup:
+    def _draft_setup(self, config: EngineConfig) -> DraftSetup:
         menu = self.skip_menu()  # now: looking for it may read the whole model
         return DraftSetup(
-            draft_len=draft_len,
+            draft_len=config.max_draft,
             backend=self._backend,
             cost=self.calibration.cost,
             find_menu=lambda: menu,
             draft_cost=self.calibration.draft_cost,
             force=self._force,
+            history_len=config.history_len,
+            shares_history=config.shares_history,
         )
 
     def _tune_quickly(self, report: LoadProgress) -> None:

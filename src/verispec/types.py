@@ -452,6 +452,14 @@ class SequenceStats:
         """The longest time between two commits, in seconds."""
         return max(self.gaps, default=0.0)
 
+    def without_drafts(self) -> SequenceStats:
+        """Without all that tells how many tokens were drafted or accepted."""
+        hidden = ("passes", "fast_passes", "draft_passes", "drafted", "accepted", "replays", "mismatches", "recomputed")
+        reason = "not told here: drafts may come from what other keys were answered"
+        return replace(
+            self, **dict.fromkeys(hidden, 0), chosen=Counter(), chosen_because="", no_draft_reason=reason, gaps=[]
+        )
+
     def record_commit(self, now: float, num_tokens: int) -> None:
         """Note that tokens became visible at `now`."""
         if not num_tokens:

@@ -188,7 +188,7 @@ REQUESTS = (
 )  # fmt: skip
 WAYS = {
     "batch": {"max_burst": 1}, "bursts": {"max_burst": 6}, "preemption": {"num_slots": 60, "prefix_cache": False},
-    "chunks": {"row_budget": 5}, "ngram": {}, "decode": {}, "skip": {},
+    "chunks": {"row_budget": 5}, "suffix": {}, "decode": {}, "skip": {},
 }  # fmt: skip
 
 

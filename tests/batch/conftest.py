@@ -18,5 +18,5 @@ def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny(tiny_path: Path) -> Iterator[LLM]:
-    with loaded(tiny_path, tiny_path.parent / "cache", drafter="ngram") as llm:
+    with loaded(tiny_path, tiny_path.parent / "cache", drafter="suffix") as llm:
         yield llm

@@ -57,7 +57,7 @@ class Victim:
 
     def die(self, name: str, way: str, chance: random.Random, share: float, *, workers: int = 1) -> None:
         """One life: up to a random moment, of which about `share` of all its work goes by."""
-        options = ["--drafter", chance.choice(("none", "ngram")), "--batch-size", chance.choice("248"), "--workers"]
+        options = ["--drafter", chance.choice(("none", "suffix")), "--batch-size", chance.choice("248"), "--workers"]
         room = self._size(name) + round(2 * share * self._num_bytes * chance.random())
         more = {"max_file_nbytes": room} if way == "full" else {}
         process = self._start(name, *options, str(workers), **more)

@@ -58,7 +58,7 @@ def test_json_counts_what_was_served(tiny: Cli, model: Path) -> None:
     assert found["equal"] is True
     assert found["prompts"] == 2
     speeds = {(speed["drafter"], speed["sequences"]): speed for speed in found["speeds"]}
-    assert {name for name, _ in speeds} >= {"none", "ngram", "decode", "model", "auto"}
+    assert {name for name, _ in speeds} >= {"none", "suffix", "decode", "model", "auto"}
     for (_, sequences), speed in speeds.items():
         num_requests = 4 if sequences == 1 else 6  # whole groups
         assert speed["new_tokens"] == num_requests * 23
@@ -78,7 +78,7 @@ def test_outputs_that_differ_are_told(tiny: Cli, monkeypatch: pytest.MonkeyPatch
 def test_a_plot(tiny: Cli, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "speed.png"
-    done = tiny("--drafters", "none,ngram", "--plot", str(picture))
+    done = tiny("--drafters", "none,suffix", "--plot", str(picture))
     assert done.code == 0, done.err
     assert picture.read_bytes().startswith(b"\x89PNG")
 
@@ -89,7 +89,7 @@ def test_a_plot(tiny: Cli, tmp_path: Path) -> None:
         (["--sequences", "1,0"], "--sequences must be numbers from 1 to 1024 with commas between, not '1,0'"),
         (["--sequences", ""], "--sequences must be numbers"),
         (["--sequences", "9" * 30], "--sequences must be numbers"),
-        (["--drafters", "none,magic"], "--drafters: 'magic' cannot draft here, only none, ngram, decode"),
+        (["--drafters", "none,magic"], "--drafters: 'magic' cannot draft here, only none, suffix, grammar, decode"),
         (["--drafters", "model"], "it needs --draft-model"),
         (["--drafters", "skip"], "`verispec tune` makes it possible"),
         (["--repeats", "0"], "--repeats must be from 1 to 100, not 0"),

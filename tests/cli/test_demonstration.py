@@ -70,7 +70,7 @@ def test_every_situation_takes_place_and_gives_the_bits_of_the_reference(llm: LL
         assert by_name[name, "none"].num_beside == CROWD
 
 
-@pytest.mark.parametrize("drafter", ["none", "ngram", "decode", "auto"])  # the others lack a menu and a second model
+@pytest.mark.parametrize("drafter", ["none", "suffix", "decode", "auto"])  # the others lack a menu and a second model
 def test_every_drafter_is_shown_alone_and_in_the_crowd(cases: list[Case], drafter: str) -> None:
     runs = {case.name: case.run for case in cases if case.drafter == drafter}
     assert {ALONE, MIDDLE} <= set(runs)

@@ -143,7 +143,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["generate", "x", "--model", "no-such-model"], "--model: 'no-such-model' is neither"),
     (["generate", "x", "--model", ""], "--model: ''"),
     (["generate", "x", "--model", __file__], "test_generate.py"),
-    (["generate", "x", "--drafter", "magic"], "unknown --drafter 'magic'; known: none, ngram"),
+    (["generate", "x", "--drafter", "magic"], "unknown --drafter 'magic'; known: none, suffix"),
     (["generate", "x", "--draft-len", "-1"], "--draft-len must"),
     (["generate", "x", "--accept", "magic"], "--accept must be match or rejection or recursive, not 'magic'"),
     (["generate", "x", "--backend", "magic"], "unknown --backend 'magic'"),
@@ -239,7 +239,7 @@ def test_the_terminal_gets_no_commands_from_the_model() -> None:
 
 
 def test_colour_on_a_terminal_and_never_elsewhere(cli: Cli, terminal: Callable[..., Any]) -> None:
-    # decode drafts whatever passes cost; ngram would not on a machine too busy to time them
+    # decode drafts whatever passes cost; suffix would not on a machine too busy to time them
     arguments = ["generate", "Say: a b a b", "--color", "drafts", "--max-tokens", "12", "--drafter", "decode"]
     on_terminal = terminal(*arguments).rest()
     assert GREEN in on_terminal

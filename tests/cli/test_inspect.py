@@ -156,7 +156,7 @@ def test_nothing_asked_is_answered_with_help(bare_cli: Cli) -> None:
     [
         (["gen"], ["generate"]),
         (["generate", "--top-"], ["--top-k", "--top-p"]),
-        (["generate", "x", "--drafter", "n"], ["none", "ngram"]),
+        (["generate", "x", "--drafter", "n"], ["none"]),
         (["generate", "--accept", ""], ["match", "rejection", "recursive"]),
         (["run", "-m", "smol"], ["smollm2-135m"]),
         (["models", "p"], ["pull", "path"]),
@@ -180,4 +180,4 @@ def test_bash_completes(tmp_path: Path) -> None:
     """
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=True)
-    assert (done.stdout, done.stderr) == ("none ngram\n", "")
+    assert (done.stdout, done.stderr) == ("none\n", "")

@@ -125,11 +125,12 @@ def test_show_tree_shows_the_last_drafts_on_stderr(tiny: Cli) -> None:
     assert "\x1b" not in done.err, "no colours where stderr is no terminal"
 
 
-def test_show_tree_of_drafts_without_probabilities_and_of_none(tiny: Cli) -> None:
-    ngram = tiny("--max-tokens", "40", "--drafter", "ngram", "--show-tree", "-q", draft=False)
-    assert ngram.code == 0
-    shown = re.search(r"^[│├└─ ]+'.*'  draft   -    target \d\.\d{3}  (accepted|rejected)$", ngram.err, re.MULTILINE)
-    assert shown or ngram.err == "no drafts to show\n"  # where passes were timed on a busy machine, ngram may not pay
+def test_show_tree_of_drafts_from_the_text_and_of_none(tiny: Cli) -> None:
+    suffix = tiny("--max-tokens", "40", "--drafter", "suffix", "--show-tree", "-q", draft=False)
+    assert suffix.code == 0
+    node = r"^[│├└─ ]+'.*'  draft [01]\.\d{3}  target \d\.\d{3}  (accepted|rejected)$"
+    shown = re.search(node, suffix.err, re.MULTILINE)
+    assert shown or suffix.err == "no drafts to show\n"  # where passes were timed on a busy machine, suffix may not pay
     nothing = tiny("--max-tokens", "5", "--drafter", "none", "--show-tree", "-q", draft=False)
     assert (nothing.code, nothing.err) == (0, "no drafts to show\n")
 
@@ -207,14 +208,14 @@ def test_a_mistake_is_one_sentence(tiny: Cli, arguments: list[str], sentence: st
 
 
 SENSELESS: list[tuple[list[str], str]] = [
-    (["--drafter", "ngram", "--tree", "chain:3"],
-     "--tree chain:3 needs a drafter with probabilities (skip, model, auto), not 'ngram'"),
+    (["--drafter", "decode", "--tree", "chain:3"],
+     "--tree chain:3 needs a drafter of trees (suffix, skip, model, auto), not 'decode'"),
     (["--drafter", "none", "--tree", "beam:2,2"],
-     "--tree beam:2,2 needs a drafter with probabilities (skip, model, auto), not 'none'"),
+     "--tree beam:2,2 needs a drafter of trees (suffix, skip, model, auto), not 'none'"),
     (["--drafter", "model", "--accept", "recursive"],
      "--accept recursive lets tokens depend on the drafter, the tree and the load, so it needs --no-deterministic"),
-    (["--drafter", "ngram", "--accept", "rejection", "--no-deterministic"],
-     "--accept rejection needs the probabilities of drafter skip or model, not 'ngram'"),
+    (["--drafter", "suffix", "--accept", "rejection", "--no-deterministic"],
+     "--accept rejection needs the probabilities of drafter skip or model, not 'suffix'"),
     (["--drafter", "auto", "--accept", "recursive", "--no-deterministic"],
      "--accept recursive needs the probabilities of drafter skip or model, not 'auto'"),
     (["--drafter", "model", "--accept", "rejection", "--tree", "beam:2,2", "--no-deterministic"],
@@ -266,7 +267,7 @@ def test_chat_tells_it_in_flags_too(bare_cli: Cli, model: Path, monkeypatch: pyt
     monkeypatch.setenv("XDG_CACHE_HOME", str(model.parent))
     done = bare_cli("chat", "--model", str(model), "--drafter", "none", "--tree", "chain:3", stdin=b"abc\n")
     assert (done.code, done.out) == (2, "")
-    assert done.err == ("verispec: --tree chain:3 needs a drafter with probabilities (skip, model, auto), not 'none'\n")
+    assert done.err == ("verispec: --tree chain:3 needs a drafter of trees (suffix, skip, model, auto), not 'none'\n")
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])

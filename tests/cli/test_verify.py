@@ -189,7 +189,7 @@ def test_what_could_not_be_brought_about_is_said(tiny_cli: Cli) -> None:
         (["x", "--seed", "-1"], "--seed must"),
         (["x", "--crowd", "0"], "--crowd must be from 1 to 64"),
         (["x", "--crowd", "99999"], "--crowd must be from 1 to 64"),
-        (["x", "--drafter", "ngram"], "--drafter"),
+        (["x", "--drafter", "suffix"], "--drafter"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(tiny_cli: Cli, arguments: list[str], words: str) -> None:

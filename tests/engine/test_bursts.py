@@ -27,9 +27,9 @@ from verispec.engine import Engine, Request
 from verispec.engine.policy import Policy, RoundLoad
 from verispec.sampling.rows import Sampler
 from verispec.spec.drafter import DrafterSet
-from verispec.spec.ngram import NgramConfig, NgramDrafter
 from verispec.spec.none import NoDrafter
 from verispec.spec.speculation import Speculation
+from verispec.spec.suffix import SuffixDrafter
 from verispec.types import FinishReason, SampleOutput, SamplingParams
 
 ROUNDS = (1, 2, 3, 5, 16)
@@ -226,12 +226,12 @@ def test_where_slots_are_short_bursts_shrink_before_anything_is_evicted_or_preem
     assert max(bursts.late.rounds) > 1
 
 
-@pytest.mark.parametrize("needs", ["logprobs", "prompt in pieces", "ngram"])
+@pytest.mark.parametrize("needs", ["logprobs", "prompt in pieces", "suffix"])
 def test_who_needs_the_host_has_single_rounds(needs: str) -> None:
     bursts = Bursts(16, family=(4,), row_budget=4)
     params = replace(PLAIN, logprobs=2) if needs == "logprobs" else PLAIN
     prompt = tuple(range(8)) * 5 if needs == "prompt in pieces" else PROMPT
-    method = "ngram" if needs == "ngram" else "none"
+    method = "suffix" if needs == "suffix" else "none"
     bursts.watched.ask(prompt, replace(params, max_tokens=9), speculation=Speculation(method))
     for _ in range(8):
         bursts.watched.step()
@@ -244,19 +244,19 @@ def test_who_finds_nothing_to_draft_looks_less_and_less_often() -> None:
 
     def rounds(drafter: str, vocab_size: int) -> tuple[list[int], SampleOutput]:
         backend = LateBackend(FakeBackend(vocab_size=vocab_size, num_slots=300))
-        drafters = {"none": NoDrafter(), "ngram": NgramDrafter()}
+        drafters = {"none": NoDrafter(), "suffix": SuffixDrafter()}
         config = EngineConfig(num_slots=300, max_burst=8)
         engine = Engine(backend, family=(1, 16), drafters=drafters, config=config, cost=CHEAP, clock=lambda: 0.0)
         engine.add(Request((1, 2, 3), replace(PLAIN, max_tokens=100), Speculation(drafter)))
         (output,) = collect(engine).values()
         return backend.rounds, output
 
-    found, output = rounds("ngram", 1000)
+    found, output = rounds("suffix", 1000)
     assert output.stats.drafted == 0
     assert facts(output) == facts(rounds("none", 1000)[1])
     rested = np.cumsum([0, *found[1:]])
     assert found[:-1] == [1, *(min(8, 1 + int(n) // 4) for n in rested[: len(found) - 2])]
-    found, output = rounds("ngram", 4)
+    found, output = rounds("suffix", 4)
     assert output.stats.drafted > 50
     assert max(found) <= 2
 
@@ -296,13 +296,13 @@ def test_a_burst_that_nobody_streams_ends_within_half_a_second() -> None:
 
 
 @pytest.mark.parametrize("host_seconds", [0.0, 1.0])
-def test_one_ngram_sequence_among_31_plain_ones_waits_at_most_twice_as_long(host_seconds: float) -> None:
+def test_one_suffix_sequence_among_31_plain_ones_waits_at_most_twice_as_long(host_seconds: float) -> None:
     """Its rounds are counted against those of the others: with single rounds for all they would be as many."""
     backend = LateBackend(FakeBackend(vocab_size=VOCAB_SIZE, num_slots=2000))
-    drafters = {"none": NoDrafter(), "ngram": NgramDrafter(NgramConfig(min_match=1))}
+    drafters = {"none": NoDrafter(), "suffix": SuffixDrafter()}
     config = EngineConfig(num_slots=2000, max_running=32, max_burst=16)
     engine = Engine(backend, family=(1, 32, 64), drafters=drafters, config=config, cost=CHEAP, clock=lambda: 0.0)
-    plain, host = Speculation("none"), Speculation("ngram")
+    plain, host = Speculation("none"), Speculation("suffix")
     requests = [Request((i % 8, 3, 1), replace(PLAIN, max_tokens=60), plain) for i in range(32)]
     requests[9] = replace(requests[9], params=replace(PLAIN, max_tokens=30), speculation=host)
     ids = [engine.add(request) for request in requests]

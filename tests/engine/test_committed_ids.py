@@ -30,7 +30,7 @@ def run(request: Request, method: str = "none", **config: int) -> list[SampleOut
     return [output for _, output in sorted(collect(engine).items())]
 
 
-@pytest.mark.parametrize("method", ["none", "ngram", "decode"])
+@pytest.mark.parametrize("method", ["none", "suffix", "decode"])
 @pytest.mark.parametrize("is_streamed", [True, False])
 def test_cut_anywhere_the_rest_is_the_same(method: str, is_streamed: bool) -> None:
     request = Request(PROMPT, replace(PARAMS, n=2), text=letters("ah"), is_streamed=is_streamed)

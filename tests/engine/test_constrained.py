@@ -102,7 +102,7 @@ def test_no_drafter_and_no_tree_changes_a_bit(name: str) -> None:
 
 
 def test_the_grammar_drafts_beside_every_drafter_and_says_how_much() -> None:
-    for method in ("grammar", "ngram", "decode", AUTO):
+    for method in ("grammar", "suffix", "decode", AUTO):
         made = engine()
         made.add(request(method=method))
         (output,) = collect(made).values()
@@ -115,7 +115,7 @@ def test_the_grammar_drafts_beside_every_drafter_and_says_how_much() -> None:
     assert output.stats.no_draft_reason == "the answer may have any shape"
 
 
-@pytest.mark.parametrize("method", ["none", "ngram", "decode", AUTO])
+@pytest.mark.parametrize("method", ["none", "suffix", "decode", AUTO])
 def test_a_crowd_and_preemption_change_nothing(method: str) -> None:
     """Constrained and free requests side by side, in too few slots."""
     free = SamplingParams(max_tokens=30, temperature=1.0)

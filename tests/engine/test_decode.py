@@ -117,7 +117,7 @@ SETTINGS: tuple[dict[str, object], ...] = (
 
 def run_a_crowd(window_len: int, settings: dict[str, object], rng: random.Random, least: int) -> Watched:
     """At least so many sequences that the oracle is compared with, coming and going; some are aborted."""
-    options = {"drafters": ("decode", "decode", "decode", AUTO, "none", "ngram"), **settings}
+    options = {"drafters": ("decode", "decode", "decode", AUTO, "none", "suffix"), **settings}
     drafters: tuple[str, ...] = options.pop("drafters")  # type: ignore[assignment]
     watched = Watched(window_len, deep=False, apart=rng.random() < 0.5, **options)  # type: ignore[arg-type]
     while least > 0 or watched.engine.has_work:
@@ -584,7 +584,7 @@ def test_without_a_family_deterministic_requests_are_refused_with_the_reason() -
     assert not engine.has_work
 
 
-@pytest.mark.parametrize("drafter", ["none", "ngram", "decode", AUTO])
+@pytest.mark.parametrize("drafter", ["none", "suffix", "decode", AUTO])
 def test_without_a_family_the_others_are_served_in_fast_passes(drafter: str) -> None:
     watched = Watched(4, family=(), row_budget=16, max_running=6)
     params = replace(SAMPLED, deterministic=False, prompt_logprobs=1)

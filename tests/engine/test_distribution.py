@@ -79,4 +79,4 @@ def test_the_sampled_distribution_is_the_targets(drafter: str, expected: np.ndar
 @pytest.mark.slow
 def test_control_a_reused_seed_is_noticed(expected: np.ndarray) -> None:
     seeds = [0 if i % 10 == 0 else i for i in range(NUM_REQUESTS)]
-    assert p_value(sample("ngram", seeds), expected) < 1e-6
+    assert p_value(sample("suffix", seeds), expected) < 1e-6

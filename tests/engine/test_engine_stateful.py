@@ -339,7 +339,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.engine.num_free_slots == pool.num_slots, "slots are held after the last request"
         self.engine._cache.evict(pool.num_slots)
         assert pool.num_free == pool.num_slots
-        assert not self.engine._drafters._drafters["ngram"]._indices
+        assert not self.engine._drafters._drafters["suffix"]._own
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,7 @@ def run(*, failing_passes: set[int], error: type[BaseException] = RuntimeError) 
         return ticket
 
     backend.submit = submit  # type: ignore[method-assign]
-    engine = Engine(backend, family=(4, 8, 16), drafters={"ngram": DRAFTERS["ngram"](DraftSetup())})
+    engine = Engine(backend, family=(4, 8, 16), drafters={"suffix": DRAFTERS["suffix"](DraftSetup())})
     for i in range(5):
         engine.add(Request([1, 2, 3, i] * 4, SamplingParams(max_tokens=12, temperature=1.0, seed=i, n=1 + i % 2)))
     digests = {}

@@ -228,7 +228,7 @@ def test_s27_after_a_soak_nothing_is_held() -> None:
     bench.engine._cache.evict(pool.num_slots)
     assert pool.num_free == pool.num_slots
     assert sorted(roster.free_seq_rows) == list(range(1, 9))
-    assert not bench.engine._drafters._drafters["ngram"]._indices
+    assert not bench.engine._drafters._drafters["suffix"]._own
 
 
 def test_the_queue_is_bounded() -> None:

@@ -40,7 +40,7 @@ def llms(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[LLM]]:
     folder: Path = tmp_path_factory.mktemp("fleet")
     path = write_chat_model(folder / "tiny.gguf")
     with ExitStack() as stack:
-        yield [stack.enter_context(loaded(path, folder, drafter=name, threads=1)) for name in ("ngram", "none")]
+        yield [stack.enter_context(loaded(path, folder, drafter=name, threads=1)) for name in ("suffix", "none")]
 
 
 class Heard:

@@ -16,7 +16,7 @@ from verispec.llm import LLM
 @pytest.fixture(scope="session")
 def chat_llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     folder: Path = tmp_path_factory.mktemp("chat-model")
-    with loaded(write_chat_model(folder / "tiny.gguf"), folder, drafter="ngram") as llm:
+    with loaded(write_chat_model(folder / "tiny.gguf"), folder, drafter="suffix") as llm:
         yield llm
 
 

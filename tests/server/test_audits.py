@@ -68,7 +68,7 @@ def test_check_gives_one_digest_whatever_the_circumstances(keyed: Served, chat_l
     found = keyed.post("/verispec/check", {"id": receipt_id}).json()
     assert found["equal"] is True
     names = [run["circumstance"] for run in found["runs"]]
-    assert {"drafter none", "drafter ngram", "in a crowd", "without cached prefix", "K/V lost half-way"} <= set(names)
+    assert {"drafter none", "drafter suffix", "in a crowd", "without cached prefix", "K/V lost half-way"} <= set(names)
     receipt["output"]["token_ids"][0] ^= 1  # control
     assert keyed.post("/verispec/check", {"receipt": receipt}).json()["equal"] is False
     assert not keyed.core.num_samples

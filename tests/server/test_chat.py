@@ -174,7 +174,7 @@ def test_metrics_count_what_was_answered(served: Served) -> None:
 
 def test_drafts_are_told_of_and_change_nothing(served: Served) -> None:
     body: dict[str, Any] = {"logit_bias": {"68": 9000}, "max_tokens": 40}
-    drafted = served.chat("aaaa", verispec={"speculative": {"method": "ngram"}}, **body)
+    drafted = served.chat("aaaa", verispec={"speculative": {"method": "suffix"}}, **body)
     plain = served.chat("aaaa", verispec={"speculative": False}, **body)
     assert drafted["choices"] == plain["choices"]
     assert drafted["verispec"]["digest"] == plain["verispec"]["digest"]

@@ -25,9 +25,9 @@ from verispec.kv import DRAFT_STORE, NUM_RESERVED, RadixPrefixCache
 from verispec.spec.drafter import Drafter
 from verispec.spec.growth import DraftModel
 from verispec.spec.model_drafter import ModelDrafter, ModelDrafterConfig, Source
-from verispec.spec.ngram import NgramDrafter
 from verispec.spec.none import NoDrafter
 from verispec.spec.speculation import Speculation
+from verispec.spec.suffix import SuffixDrafter
 from verispec.spec.tree import TreeShape
 from verispec.spec.turn import Turn
 from verispec.types import FinishReason, SampleOutput, SamplingParams, Stored, TokenEvent
@@ -58,7 +58,7 @@ def canonical_drafts(backend: FakeBackend) -> dict[str, Drafter]:
         backend, COST, store=DRAFT_STORE, kind=PassKind.CANONICAL, fit=lambda n: min(m for m in (*FAMILY, n) if m >= n)
     )
     drafter = ModelDrafter("it", lambda: Source(model, 0.8, 0.8), ModelDrafterConfig(max_draft=5, force=True))
-    return {"model": drafter, "none": NoDrafter(), "ngram": NgramDrafter()}
+    return {"model": drafter, "none": NoDrafter(), "suffix": SuffixDrafter()}
 
 
 class Bench:
@@ -150,7 +150,7 @@ def random_history(seed: int) -> Bench:
     live: list[int] = []
     for _ in range(10):
         prompt = [*shared[: rng.integers(0, 24)], *rng.integers(0, VOCAB, rng.integers(1, 6)).tolist()]
-        drafter = ("model", "model", "model", "none", "ngram")[rng.integers(5)]
+        drafter = ("model", "model", "model", "none", "suffix")[rng.integers(5)]
         params = SamplingParams(
             max_tokens=int(rng.integers(1, 22)),
             temperature=float(rng.choice([0.0, 0.7, 1.5])),

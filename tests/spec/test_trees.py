@@ -144,7 +144,7 @@ def test_shapes_and_drafters_side_by_side(native: World, seed: int) -> None:
     rng = np.random.default_rng(seed)
     requests = []
     for request in crowd(14, 2):
-        drafter = (*DRAFTERS, AUTO, "ngram", "decode", "none")[rng.integers(6)]
+        drafter = (*DRAFTERS, AUTO, "suffix", "decode", "none")[rng.integers(6)]
         tree = TreeShape.parse(random_shape(rng)) if drafter in (*DRAFTERS, AUTO) and rng.random() < 0.8 else None
         requests.append(replace(request, speculation=Speculation(drafter, tree=tree)))
     outputs = run(native.engine(), requests, abort_every=5)

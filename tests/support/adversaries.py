@@ -20,9 +20,9 @@ from verispec.engine import Engine, Request
 from verispec.spec.decode import DecodeDrafter
 from verispec.spec.drafter import Curve, Drafter, Level
 from verispec.spec.judging import judge
-from verispec.spec.ngram import NgramDrafter
 from verispec.spec.none import NoDrafter
 from verispec.spec.speculation import AUTO, Speculation
+from verispec.spec.suffix import SuffixDrafter
 from verispec.spec.turn import SequenceView, Turn
 from verispec.types import (
     NO_PARENT,
@@ -46,7 +46,7 @@ class Adversary:
     """A drafter made of one function, which may lie in what it promises."""
 
     has_probabilities = False
-    reads_text = True
+    has_trees = False
     version = 0
 
     def __init__(self, guess: Guess, *, acceptance: float = 1.0, extra_nodes: int = 0) -> None:
@@ -66,7 +66,7 @@ class Adversary:
     def observe(self, turn: Turn) -> None:
         pass
 
-    def forget(self, sequence_id: int) -> None:
+    def forget(self, sequence: SequenceView) -> None:
         pass
 
 
@@ -134,7 +134,7 @@ def adversaries(expected: Expected, vocab_size: int = VOCAB_SIZE) -> dict[str, D
     perfect = chain(right)
     return {
         "none": NoDrafter(),
-        "ngram": NgramDrafter(),
+        "suffix": SuffixDrafter(),
         "decode": DecodeDrafter(),
         "perfect": Adversary(perfect),
         "wrong": Adversary(chain(wrong)),

@@ -26,10 +26,10 @@ from verispec.engine.sequence import Sequence as EngineSequence
 from verispec.kv import DRAFT_STORE, NUM_RESERVED, TARGET_STORE, RadixPrefixCache
 from verispec.spec.decode import DecodeConfig, DecodeDrafter
 from verispec.spec.drafter import Drafter, Held
-from verispec.spec.ngram import NgramConfig, NgramDrafter
 from verispec.spec.none import NoDrafter
 from verispec.spec.registry import MODEL_DRAFTER, SKIP_DRAFTER, make_drafters
 from verispec.spec.speculation import AUTO
+from verispec.spec.suffix import SuffixDrafter
 from verispec.text.detokenizer import TextStream
 from verispec.types import FinishReason, SampleOutput, SamplingParams, TokenEvent, TokenLogprob, Totals
 
@@ -183,7 +183,7 @@ class Watched:
         self.decode = DecodeDrafter(decode or DecodeConfig(window_len=window_len))
         drafters: dict[str, Drafter] = {
             "none": NoDrafter(),
-            "ngram": NgramDrafter(NgramConfig(min_match=1)),
+            "suffix": SuffixDrafter(),
             "decode": wrap_drafter(self.decode),
         }
         engine_side = wrap(self.backend)

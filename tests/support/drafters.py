@@ -11,7 +11,7 @@ from verispec.types import NO_DRAFT, Draft
 
 class Eager:
     has_probabilities = False
-    reads_text = True
+    has_trees = False
     version = 0
     most_nodes = 64
 
@@ -30,5 +30,5 @@ class Eager:
     def observe(self, turn: Turn) -> None:
         pass
 
-    def forget(self, sequence_id: int) -> None:
+    def forget(self, sequence: SequenceView) -> None:
         pass

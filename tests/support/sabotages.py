@@ -238,7 +238,7 @@ class ForgetsReadyWindows(WrappedDrafter):
     def state(self, sequence: Any) -> Any:
         found = self.inner.state(sequence)
         if getattr(found, "is_ready", False):
-            self.inner.forget(sequence.sequence_id)
+            self.inner.forget(sequence)
             return self.inner.state(sequence)
         return found
 

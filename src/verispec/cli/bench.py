@@ -104,7 +104,7 @@ def bench(what: Benchmark, sampling: options.Sampling, loading: options.Loading)
     lines = _lines(what.prompts)
     llm = options.load_llm(
         loading, drafter="none", draft_model=what.draft_model, force=what.force, prefix_cache=False,
-        max_running=max(sizes),
+        history_len=0, max_running=max(sizes),
     )  # fmt: skip
     requests = {name: _requests(llm, lines, params, name, what) for name in _drafters(llm, what.drafters)}
     speeds, outputs = _measure(llm, requests, sizes, repeats=what.repeats)

@@ -79,20 +79,20 @@ class Drafting:
     title: ClassVar = "Drafting (changes the speed, never the output)"
     drafter: str | None = option(
         None, metavar="NAME", values=drafters,
-        help="none: plain decoding. ngram: what followed the last words before. decode: batches of any shape, verified "
-        "later. grammar: what a schema or grammar forces. skip: the model with sub-layers skipped. model: "
-        "--draft-model. auto: what is predicted to be fastest. Default: ngram; model with --draft-model",
+        help="none: plain decoding. suffix: what followed the last words before. decode: batches of any shape, "
+        "verified later. grammar: what a schema or grammar forces. skip: the model with sub-layers skipped. model: "
+        "--draft-model. auto: what is predicted to be fastest. Default: suffix; model with --draft-model",
     )  # fmt: skip
     draft_len: int | None = option(
-        None, help="the most tokens of one draft. Default: ngram 16, grammar 32, decode 32, skip 12, model 8"
+        None, help="the most tokens of one draft. Default: suffix 32, grammar 32, decode 32, skip 12, model 8"
     )
     draft_model: str | None = option(
         None, metavar="NAME", values=known_models, help="a smaller model with the same vocabulary; named like --model"
     )
     tree: str | None = option(
         None, metavar="SHAPE",
-        help="shape of drafts of skip and model. chain:N: in a row. branch:3,2,1: children per node of a level. "
-        "beam:W,L: the W best sequences at each of L levels",
+        help="shape of drafts of suffix, skip and model. chain:N: in a row. branch:3,2,1: children per node of a "
+        "level. beam:W,L: the W best sequences at each of L levels",
     )  # fmt: skip
     force: bool = option(False, help="let skip and model draft even where that is predicted not to pay")
     accept: str = option(
@@ -103,7 +103,7 @@ class Drafting:
 
     @property
     def method(self) -> str:
-        return self.drafter or ("ngram" if self.draft_model is None else "model")
+        return self.drafter or ("suffix" if self.draft_model is None else "model")
 
     def for_llm(self, deterministic: bool, *, quiet: bool) -> dict[str, Any]:
         """As arguments of LLM, without what agrees with the rest or has no effect. Raises for what contradicts it."""

@@ -124,7 +124,7 @@ def _as_configured(drafting: options.Drafting, config: str | None) -> options.Dr
     if config is None:
         return drafting
     name = "--speculative-config"
-    found = load_object(config.encode("utf-8", "surrogatepass"), name=name, example='{"method": "ngram"}')
+    found = load_object(config.encode("utf-8", "surrogatepass"), name=name, example='{"method": "suffix"}')
     changes: dict[str, Any] = {}
     for key, value in found.items():
         ours = _SPECULATIVE_KEYS.get(key, key)

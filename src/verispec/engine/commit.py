@@ -207,8 +207,9 @@ class Committer:
             return
         sequence.num_rested = 0
         num_accepted, outbox = len(verdict.path), sequence.outbox
-        outbox.num_accepted = num_accepted
-        outbox.rejected_ids = tuple(t for node, t in enumerate(draft.token_ids) if node not in verdict.path)
+        if sequence.tells_drafts:
+            outbox.num_accepted = num_accepted
+            outbox.rejected_ids = tuple(t for node, t in enumerate(draft.token_ids) if node not in verdict.path)
         stats.accepted += num_accepted
         stats.accepted_by[choice.drafter] += num_accepted
         if choice.is_replay:

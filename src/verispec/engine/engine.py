@@ -54,6 +54,7 @@ class Request:
     are those from number `first_sample` on. `committed_ids` is output that the client has already, a list per sample:
     it counts as generated, and generation goes on behind it, to the bit as if it had never stopped. Cached prefixes are
     shared among requests of the same `salt` only. `grammar` is what `params` wants the answer to look like, compiled.
+    `prediction_ids` is what the client expects as output: drafters may try it, which changes no token.
     """
 
     prompt_ids: SequenceOf[int]
@@ -67,6 +68,7 @@ class Request:
     committed_ids: SequenceOf[SequenceOf[int]] = ()
     salt: str = ""
     grammar: Grammar | None = None
+    prediction_ids: SequenceOf[int] = ()
 
     @property
     def stopping_ids(self) -> frozenset[int]:
@@ -206,8 +208,10 @@ class Engine:
                 text_sink=request.text(),
                 given_ids=tuple(map(int, request.committed_ids[i])) if request.committed_ids else (),
                 is_traced=request.is_traced,
+                tells_drafts=request.is_traced or not self._config.shares_history,
                 is_streamed=request.is_streamed,
                 salt=request.salt,
+                prediction_ids=tuple(map(int, request.prediction_ids)),
                 stats=SequenceStats(arrival_time=now),
                 constraint=constraint,
                 leader=samples[0] if samples and self._config.prefix_cache else None,
@@ -326,6 +330,8 @@ class Engine:
         for token_id in request.params.stop_ids:
             if token_id >= vocab_size:
                 raise InputError(f"stop_ids names token {token_id}; the vocabulary has {vocab_size}")
+        if request.prediction_ids:
+            _check_ids("prediction_ids: ", request.prediction_ids, vocab_size)
         self._check_constraint(request)
         self._check_speculation(request)
         self._check_committed(request)
@@ -378,8 +384,8 @@ class Engine:
         method, tree, accept = speculation.method, speculation.tree, speculation.accept
         if method not in self._drafters.names:
             raise InputError(f"unknown drafter {method!r}; known: {', '.join(self._drafters.names)}")
-        if tree is not None and not self._drafters.has_probabilities(method):
-            raise InputError(f"tree {tree} needs a drafter with probabilities (skip, model, auto), not {method!r}")
+        if tree is not None and not self._drafters.has_trees(method):
+            raise InputError(f"tree {tree} needs a drafter of trees (suffix, skip, model, auto), not {method!r}")
         if accept is Accept.MATCH:
             return
         if request.params.deterministic:

@@ -94,9 +94,11 @@ class Sequence:
     speculation: Speculation
     text_sink: TextSink
     given_ids: tuple[int, ...] = ()  # output that the client has already
-    is_traced: bool = False  # whether events tell of drafts
+    is_traced: bool = False  # whether events show whole drafts
+    tells_drafts: bool = True  # whether the client hears of drafts at all
     is_streamed: bool = True
     salt: str = ""
+    prediction_ids: tuple[int, ...] = ()
     stats: SequenceStats = field(default_factory=SequenceStats)
     constraint: Constraint | None = None  # where the output stands in its grammar
     leader: Sequence | None = None  # sample 0 of the same request, whose prompt K/V this one waits to share
@@ -320,7 +322,7 @@ class Sequence:
             text=self.text,
             finish_reason=finish_reason,
             seed=self.sample_key.seed,
-            stats=self.stats,
+            stats=self.stats if self.tells_drafts else self.stats.without_drafts(),
             prompt_logprobs=None if self.params.prompt_logprobs is None else tuple(self.prompt_logprobs),
             error=self.error,
             given_ids=self.given_ids,

@@ -58,7 +58,7 @@ class DecodeDrafter:
     """One window per sequence; acceptance is one running rate over all sequences."""
 
     has_probabilities = False
-    reads_text = False
+    has_trees = False
 
     def __init__(self, config: DecodeConfig | None = None) -> None:
         self._config = config or DecodeConfig()
@@ -110,8 +110,8 @@ class DecodeDrafter:
             stops = drawn and drawn[-1] in turn.sequence.stopping_ids
             window.is_over = len(drawn) < turn.num_rounds or bool(stops)
 
-    def forget(self, sequence_id: int) -> None:
-        self._windows.pop(sequence_id, None)
+    def forget(self, sequence: SequenceView) -> None:
+        self._windows.pop(sequence.sequence_id, None)
 
     def _current(self, sequence: SequenceView) -> _Window | None:
         window = self._windows.get(sequence.sequence_id)

@@ -70,12 +70,12 @@ class Curve(NamedTuple):
 class Drafter(Protocol):
     """One way of drafting.
 
-    `has_probabilities`: it knows how likely its tokens are, so it can draft trees. `reads_text`: what it can draft
-    changes with every token, so the host must look after each.
+    `has_probabilities`: it knows the distributions its tokens are drawn from, so rules that need them can judge it.
+    `has_trees`: it can draft trees of a shape that is asked for.
     """
 
     has_probabilities: bool
-    reads_text: bool
+    has_trees: bool
 
     @property
     def version(self) -> int:
@@ -94,7 +94,7 @@ class Drafter(Protocol):
     def observe(self, turn: Turn) -> None:
         """Learn what became of a turn. The sequence holds the committed tokens by now."""
 
-    def forget(self, sequence_id: int) -> None:
+    def forget(self, sequence: SequenceView) -> None:
         """The sequence has ended."""
 
 
@@ -130,11 +130,11 @@ class DrafterSet:
         return (*members, GRAMMAR)
 
     def has_probabilities(self, name: str) -> bool:
-        """Whether this drafter, or one of those that AUTO chooses from, knows how likely its tokens are."""
+        """Whether this drafter, or one of those that AUTO chooses from, knows the distributions it draws from."""
         return any(self._drafters[n].has_probabilities for n in self.members(name))
 
-    def reads_text(self, name: str) -> bool:
-        return any(self._drafters[n].reads_text for n in self.members(name))
+    def has_trees(self, name: str) -> bool:
+        return any(self._drafters[n].has_trees for n in self.members(name))
 
     def version(self, name: str) -> int:
         return self._drafters[name].version
@@ -188,7 +188,7 @@ class DrafterSet:
     def forget(self, sequence: SequenceView) -> None:
         for name in self.members_of(sequence):
             try:
-                self._drafters[name].forget(sequence.sequence_id)
+                self._drafters[name].forget(sequence)
             except Exception:
                 _failed(name, None)
 

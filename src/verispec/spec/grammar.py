@@ -24,7 +24,7 @@ class GrammarDrafter:
 
     MAX_DRAFT = 32
     has_probabilities = False
-    reads_text = True
+    has_trees = False
 
     def __init__(self, max_draft: int = MAX_DRAFT) -> None:
         self._max_draft = max_draft
@@ -51,7 +51,7 @@ class GrammarDrafter:
         if turn.verdict is not None:
             self._rate.observe_chain(len(turn.verdict.path), len(turn.draft))
 
-    def forget(self, sequence_id: int) -> None:
+    def forget(self, sequence: SequenceView) -> None:
         pass
 
 

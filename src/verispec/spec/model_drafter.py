@@ -96,7 +96,7 @@ class ModelDrafter:
     """`what` names its drafts, `find` gives the source when drafts are first wanted, or why there is none."""
 
     has_probabilities = True
-    reads_text = False
+    has_trees = True
 
     def __init__(self, what: str, find: Callable[[], Source | str], config: ModelDrafterConfig) -> None:
         self._what = what
@@ -203,7 +203,7 @@ class ModelDrafter:
         if self._config.exits and draft.is_chain:
             self._exit.observe(matched=len(verdict.path), drafted=len(draft), most=turn.choice.num_nodes)
 
-    def forget(self, sequence_id: int) -> None:
+    def forget(self, sequence: SequenceView) -> None:
         """What was learned fades: the next text may be of another kind. The exit's state is carried on."""
         if isinstance(self._source, Source):
             for acceptance in self._acceptances:

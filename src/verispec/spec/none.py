@@ -11,7 +11,7 @@ class NoDrafter:
     """Off, as an object; `reason` is what the counters say."""
 
     has_probabilities = False
-    reads_text = False
+    has_trees = False
     version = 0
 
     def __init__(self, reason: str = "drafter none") -> None:
@@ -29,5 +29,5 @@ class NoDrafter:
     def observe(self, turn: Turn) -> None:
         pass
 
-    def forget(self, sequence_id: int) -> None:
+    def forget(self, sequence: SequenceView) -> None:
         pass

@@ -16,8 +16,6 @@ from verispec.types import Draft
 class RecordedDrafter(NoDrafter):
     """`token_ids` is the whole recording, prompt included; nothing is learned from it."""
 
-    reads_text = True
-
     def __init__(self, token_ids: Sequence[int]) -> None:
         super().__init__("the recording ends here")
         self._token_ids = tuple(token_ids)

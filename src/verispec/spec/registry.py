@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from verispec.backends.cost import CostTable
 from verispec.backends.protocol import Backend
+from verispec.config import DEFAULTS
 from verispec.errors import InputError
 from verispec.kv import DRAFT_STORE
 from verispec.spec.decode import DecodeConfig, DecodeDrafter
@@ -12,11 +13,11 @@ from verispec.spec.drafter import Drafter
 from verispec.spec.grammar import GrammarDrafter
 from verispec.spec.growth import DraftModel
 from verispec.spec.model_drafter import ModelDrafter, ModelDrafterConfig, Source
-from verispec.spec.ngram import NgramConfig, NgramDrafter
 from verispec.spec.none import NoDrafter
 from verispec.spec.skip import NOT_TUNED, skip_drafter
 from verispec.spec.skip_menu import MAX_DRAFT, SkipMenu
 from verispec.spec.speculation import AUTO, GRAMMAR
+from verispec.spec.suffix import SuffixConfig, SuffixDrafter
 
 SKIP_DRAFTER, MODEL_DRAFTER = "skip", "model"
 NO_DRAFT_MODEL = "there is no draft model; --draft-model names one"
@@ -30,7 +31,7 @@ class DraftSetup:
 
     `draft_len` is the most nodes of one chain that the user wants, None for each drafter's own default. `backend` and
     its `cost` are for those that run passes, `find_menu` for `skip`, `draft_cost`, T of the second model's passes, for
-    `model`. `force` drafts whatever is predicted.
+    `model`. `force` drafts whatever is predicted. `history_len` and `shares_history` are the engine's.
     """
 
     draft_len: int | None = None
@@ -39,6 +40,8 @@ class DraftSetup:
     find_menu: Callable[[], SkipMenu | None] = lambda: None
     draft_cost: CostTable | None = None
     force: bool = False
+    history_len: int = DEFAULTS.history_len
+    shares_history: bool = DEFAULTS.shares_history
 
     def length(self, default: int) -> int:
         return default if self.draft_len is None else self.draft_len
@@ -62,9 +65,19 @@ def _model(setup: DraftSetup) -> Drafter:
     return ModelDrafter("the draft model", lambda: source, setup.config(_MODEL_DRAFT_LEN))
 
 
+def _suffix(setup: DraftSetup) -> Drafter:
+    config = SuffixConfig(
+        max_draft=setup.length(SuffixConfig().max_draft),
+        max_depth=SuffixConfig().max_depth if setup.backend is None else setup.backend.limits.max_tail,
+        history_len=setup.history_len,
+        shares_history=setup.shares_history,
+    )
+    return SuffixDrafter(config)
+
+
 DRAFTERS: dict[str, Callable[[DraftSetup], Drafter]] = {
     "none": lambda setup: NoDrafter(),
-    "ngram": lambda setup: NgramDrafter(NgramConfig(max_draft=setup.length(NgramConfig().max_draft))),
+    "suffix": _suffix,
     GRAMMAR: lambda setup: GrammarDrafter(setup.length(GrammarDrafter.MAX_DRAFT)),
     "decode": lambda setup: DecodeDrafter(DecodeConfig(window_len=setup.length(DecodeConfig().window_len))),
     SKIP_DRAFTER: _skip,

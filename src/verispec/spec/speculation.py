@@ -11,6 +11,7 @@ from verispec.spec.tree import TreeShape
 from verispec.types import Accept
 
 _KEYS = ("method", "tree", "accept")
+_OTHER_NAMES = {"ngram": "suffix"}  # of drafters, as other engines call them
 OFF = "none"
 GRAMMAR = "grammar"  # drafts what a constraint forces
 AUTO = "auto"  # the policy chooses among all drafters
@@ -36,7 +37,7 @@ class Speculation:
             raise InputError(f"unknown accept {accept!r}; known: {', '.join(Accept)}")
         if tree is not None and not isinstance(tree, str):
             raise InputError(f"tree must be text such as chain:4, not {type(tree).__name__}")
-        return cls(method, None if tree is None else TreeShape.parse(tree), Accept(accept))
+        return cls(_OTHER_NAMES.get(method, method), None if tree is None else TreeShape.parse(tree), Accept(accept))
 
     @classmethod
     def parse(cls, value: Any, default: Speculation) -> Speculation:

@@ -128,7 +128,7 @@ REQUESTS = [
 WAYS = {
     "batch": {"max_burst": 1}, "bursts": {"max_burst": 6}, "two flights": {"depth": 2, "max_burst": 5},
     "preemption": {"depth": 2, "num_slots": 90, "prefix_cache": False}, "chunks": {"depth": 2, "row_budget": 16},
-    "ngram": {"depth": 2},
+    "suffix": {"depth": 2},
 }  # fmt: skip
 
 
@@ -158,7 +158,7 @@ def test_the_engine_gives_the_same_whatever_runs_beside() -> None:
     assert len(set(alone)) > len(requests) // 2
     for name, changes in WAYS.items():
         engine = make(**changes)
-        method = "ngram" if name == "ngram" else "none"
+        method = "suffix" if name == "suffix" else "none"
         assert outputs(engine, requests, method) == alone, name
         assert outputs(engine, requests[::-1], method)[-1] == alone[0], name  # the cache is warm
     # The control: another seed.
