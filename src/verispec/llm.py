@@ -145,8 +145,8 @@ class LLM(Runtime):
         """Complete one prompt or many as one batch; results in input order.
 
         Prompts are text, token ids, or dicts in the form of a line of `generate --prompts`: `{"prompt": ...}`, with
-        `token_ids` or `messages` instead, and parameters of its own. One set of parameters serves all prompts, or
-        there is one per prompt; a dict of its fields will do.
+        `token_ids` or `messages` instead, parameters of its own, and a `prediction` of the answer to draft from. One
+        set of parameters serves all prompts, or there is one per prompt; a dict of its fields will do.
         `drafter` names another drafter; `speculative` says all of it: `{"method", "tree", "accept"}`, or False.
         `on_finish(index, completion)` is called as each ends. Interrupted, it frees everything it started. With
         `receipts`, which only deterministic requests can have, each completion holds one per sample.
@@ -270,9 +270,11 @@ class LLM(Runtime):
 
     def _request(self, prompt: PromptSpec, speculation: Speculation) -> Request:
         self.thread.check_open()
-        params, ids = prompt.params, prompt.content
+        params, ids, predicted = prompt.params, prompt.content, prompt.prediction
         if ids is None:
             ids = self.chat_ids(prompt.messages)
+        if isinstance(predicted, str):
+            predicted = self.tokenizer.encode(predicted, add_special=False)
         request = Request(
             prompt_ids=self.tokenizer.encode(ids) if isinstance(ids, str) else ids,
             params=params,
@@ -280,6 +282,7 @@ class LLM(Runtime):
             eos_ids=self.tokenizer.eos_ids,
             text=partial(TextStream, self.tokenizer, params.stop),
             grammar=self.grammar(params),
+            prediction_ids=predicted,
         )
         self.thread.engine.validate(request)
         return request

@@ -6,12 +6,14 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.support.fake_backend import FakeBackend
+from tests.support.tiny_llm import loaded, write_model
 from verispec.backends.cost import CostTable
 from verispec.config import EngineConfig
 from verispec.engine import Engine, Request
@@ -250,3 +252,16 @@ def test_bad_predictions_and_sizes_are_refused() -> None:
         make_engine().add(asked(1, prediction_ids=[1, 99]))
     with pytest.raises(InputError, match="history_len"):
         EngineConfig(history_len=-1)
+
+
+def test_python_takes_a_prediction_with_a_prompt(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "tiny.gguf")
+    params = SamplingParams(max_tokens=16, ignore_eos=True)
+    with loaded(path, tmp_path) as llm:
+        (plain,) = llm.generate("abc", params, drafter="none")
+        for prediction in (plain.text, list(plain.token_ids)):
+            request = llm.request({"prompt": "abc", "prediction": prediction}, params)
+            assert len(request.prediction_ids) > 4
+            assert llm.run([request])[0].digest == plain.digest
+        with pytest.raises(InputError, match=r"prompt\['prediction'\] must be text or token ids"):
+            llm.request({"prompt": "abc", "prediction": 7}, params)

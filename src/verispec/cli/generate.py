@@ -16,6 +16,7 @@ from verispec.errors import InputError, VerispecError
 if TYPE_CHECKING:
     from verispec.cli.receipt_file import NoReceipts, ReceiptFile
     from verispec.llm import LLM
+    from verispec.text.prompts import Prompt
     from verispec.types import DraftTrace, SampleOutput, SamplingParams
 
     Receipts = NoReceipts | ReceiptFile
@@ -34,6 +35,9 @@ class Asked:
         '"content": ...}]}, plus sampling parameters ("max_tokens", ...), which win over the options. One JSON line '
         "each comes out, in input order; other keys (id, answer, ...) go through",
     )  # fmt: skip
+    prediction: str | None = option(
+        None, metavar="FILE", help="text the answer is expected to have, say a file to be edited: drafts come from it"
+    )
     system: str | None = option(None, help="system message for the chat template")
     raw: bool = option(False, help="continue the prompt as it is, without chat template")
     schema: str | None = option(None, metavar="FILE", help="a JSON schema that the answer follows")
@@ -69,6 +73,7 @@ def generate(asked: Asked, sampling: Sampling, drafting: Drafting, loading: Load
 
     lines = read_lines(file) if file is not None else []
     text = _read_prompt(asked) if file is None else ""
+    predicted = "" if asked.prediction is None else terminal.read_text(asked.prediction, name="--prediction")
     if file is None:
         sampling.note_no_effect(quiet=quiet)
     with open_receipts(asked.receipt, private=asked.receipt_private, quiet=quiet) as receipts:
@@ -78,9 +83,10 @@ def generate(asked: Asked, sampling: Sampling, drafting: Drafting, loading: Load
             run_file(lines, reader, stats=asked.stats, quiet=quiet, receipts=receipts, name=f"--prompts {file}")
             return
         prompt_ids = options.prompt_ids(llm, text, system=asked.system, raw=asked.raw)
+        prompt = {"token_ids": prompt_ids, "prediction": predicted}
         with options.naming_flags():
             answer = _print_whole if asked.json or sampling.n > 1 else _print_stream
-            answer(llm, prompt_ids, sampling.seeded(**shape), asked, drafting, receipts)
+            answer(llm, prompt, sampling.seeded(**shape), asked, drafting, receipts)
 
 
 def _shape(asked: Asked) -> dict[str, str]:
@@ -99,6 +105,8 @@ def _check(asked: Asked, sampling: Sampling) -> None:
         raise InputError("the prompt is there twice, as an argument and with -p")
     if asked.prompts is not None and (asked.prompt is not None or asked.p is not None):
         raise InputError("--prompts takes its prompts from a file; leave the prompt out")
+    if asked.prompts is not None and asked.prediction is not None:
+        raise InputError("--prediction is of one prompt; leave --prompts out")
     if asked.receipt_private and asked.receipt is None:
         raise InputError("--receipt-private needs --receipt FILE")
     if asked.receipt is not None and not sampling.deterministic:
@@ -128,12 +136,12 @@ def _read_prompt(asked: Asked) -> str:
 
 
 def _print_whole(
-    llm: LLM, prompt_ids: list[int], params: SamplingParams, asked: Asked, drafting: Drafting, receipts: Receipts
+    llm: LLM, prompt: Prompt, params: SamplingParams, asked: Asked, drafting: Drafting, receipts: Receipts
 ) -> None:
     """Print all samples when they are there: as one object, or as texts under numbers."""
     from verispec.batch.prompts import as_object
 
-    (completion,) = llm.generate([prompt_ids], params, drafter=drafting.method, receipts=receipts.wanted)
+    (completion,) = llm.generate([prompt], params, drafter=drafting.method, receipts=receipts.wanted)
     receipts.put(0, completion.receipts)
     if asked.json:
         terminal.out_json(as_object(completion, drafter=drafting.method, stats=True))
@@ -147,7 +155,7 @@ def _print_whole(
 
 
 def _print_stream(
-    llm: LLM, prompt_ids: list[int], params: SamplingParams, asked: Asked, drafting: Drafting, receipts: Receipts
+    llm: LLM, prompt: Prompt, params: SamplingParams, asked: Asked, drafting: Drafting, receipts: Receipts
 ) -> None:
     from verispec.cli.show import coloured
 
@@ -156,7 +164,7 @@ def _print_stream(
     begun = False
     traces: deque[DraftTrace] = deque(maxlen=_TREES_SHOWN)
     try:
-        for event in llm.stream(prompt_ids, params, drafter=drafting.method, trace=asked.show_tree):
+        for event in llm.stream(prompt, params, drafter=drafting.method, trace=asked.show_tree):
             begun = True
             if event.trace is not None:
                 traces.append(event.trace)
@@ -173,7 +181,7 @@ def _print_stream(
     if output.error is not None:
         raise VerispecError(output.error)
     if receipts.wanted:
-        receipts.put(0, [llm.receipt(prompt_ids, params, output)])
+        receipts.put(0, [llm.receipt(prompt, params, output)])
     if asked.show_tree:
         _print_trees(llm, traces)
     if not asked.quiet:

@@ -36,6 +36,9 @@ class Serving:
     api_key: tuple[str, ...] = option(
         (), metavar="KEY", help="a key that requests must carry; several keys are several tenants, who share nothing"
     )
+    share_history: bool = option(
+        False, help="draft from what any key was answered, not only the same one; no answer then tells of its drafts"
+    )
     api_key_file: tuple[str, ...] = option((), metavar="FILE", help="a file with keys, one per line")
     cors_origin: tuple[str, ...] = option(
         (), metavar="ORIGIN", help="web pages of this origin may ask; * for all; may be given several times"
@@ -88,7 +91,7 @@ def serve(serving: Serving, loading: options.Loading, drafting: options.Drafting
         )
     log.set_up(serving.log_level, serving.log_format)
     drafting = _as_configured(drafting, serving.speculative_config)
-    llm = options.load_llm(loading, drafting, max_running=serving.max_running)
+    llm = options.load_llm(loading, drafting, max_running=serving.max_running, share_history=serving.share_history)
 
     def on_start(url: str) -> None:
         names = ", ".join(core.names)

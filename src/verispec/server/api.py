@@ -158,7 +158,7 @@ class ChatRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
 
     inert: ClassVar[frozenset[str]] = frozenset((
         "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-        "prompt_cache_options", "reasoning_effort", "verbosity", "prediction",
+        "prompt_cache_options", "reasoning_effort", "verbosity",
     ))  # fmt: skip
     refused: ClassVar[frozenset[str]] = frozenset(
         ("audio", "web_search_options", "functions", "function_call", "moderation", "chat_template")

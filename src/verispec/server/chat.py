@@ -15,6 +15,7 @@ from verispec.server.errors import ApiError
 from verispec.server.http import Received, Reply
 from verispec.server.logprobs import chat_entries, prompt_entries
 from verispec.server.openai import Shape, make_call, reply
+from verispec.server.prediction import predicted_text
 from verispec.server.tool_formats import calls_as_text, tools_as_text
 from verispec.server.tool_use import ToolUse, tool_use
 
@@ -41,7 +42,13 @@ async def chat_call(core: Core, body: ChatRequest, received: Received) -> Call:
     )
     tools = tool_use(body.tools, body.tool_choice, core.llm.tokenizer, parallel=body.parallel_tool_calls)
     prompt_ids = await rendered(core, body, tools)
-    return await make_call(core, body, received, prompts=[prompt_ids], params=params, tools=tools)
+    predicted = predicted_text(body.prediction)
+    prediction_ids = await core.tokenised(
+        lambda: core.llm.tokenizer.encode(predicted, add_special=False), len(predicted)
+    )
+    return await make_call(
+        core, body, received, prompts=[prompt_ids], params=params, tools=tools, prediction_ids=prediction_ids
+    )
 
 
 async def rendered(

@@ -27,6 +27,7 @@ from verispec.server.api import Extension, Sampling, Speculative
 from verispec.server.choices import Choice, Commit
 from verispec.server.errors import ApiError
 from verispec.server.metrics import Metrics
+from verispec.server.prediction import num_accepted
 from verispec.server.receipts import ReceiptStore
 from verispec.server.settings import Settings
 from verispec.server.tool_use import ToolUse
@@ -54,6 +55,7 @@ class Call:
     skip: Mapping[int, int] = field(default_factory=dict)
     tools: ToolUse = field(default_factory=ToolUse)
     grammar: Grammar | None = None  # what `params` say of the answer, compiled
+    prediction_ids: Sequence[int] = ()
 
     @property
     def num_choices(self) -> int:
@@ -185,7 +187,9 @@ class Answer:
         if output is None:
             return found
         stats = output.stats
-        found |= {"digest": output.digest, "tokens_per_pass": _rounded(_tokens_per_pass(output))}
+        found["digest"] = output.digest
+        if stats.passes or stats.fast_passes:
+            found["tokens_per_pass"] = _rounded(_tokens_per_pass(output))
         if not stats.drafted:
             found["no_draft_reason"] = stats.no_draft_reason or stats.chosen_because
         if index in self.receipts:
@@ -196,6 +200,10 @@ class Answer:
         """Tokens, as OpenAI counts them."""
         stats = [choice.output.stats for choice in self.choices if choice.output is not None]
         accepted, drafted = sum(s.accepted for s in stats), sum(s.drafted for s in stats)
+        if predicted := self.call.prediction_ids:
+            outputs = [choice.output for choice in self.choices if choice.output is not None]
+            accepted = sum(num_accepted(predicted, (*o.given_ids, *o.token_ids)) for o in outputs)
+            drafted = len(predicted) * len(outputs)
         return {
             "prompt_tokens": self.prompt_len,
             "completion_tokens": self.num_generated,
@@ -349,6 +357,7 @@ class Core:
             committed_ids=asked.committed_ids or (),
             salt=call.tenant,
             grammar=call.grammar,
+            prediction_ids=call.prediction_ids,
         )
 
 
@@ -391,8 +400,8 @@ def _fingerprint(llm: LLM) -> str:
 
 def _speculative(accepted: Sequence[int], drafted: Sequence[int]) -> dict[str, Any]:
     histogram = [0] * (max(drafted) + 1)
-    for num_accepted in accepted:
-        histogram[num_accepted] += 1
+    for count in accepted:
+        histogram[count] += 1
     return {
         "mean_acceptance_length": _rounded(1 + sum(accepted) / len(accepted)),
         "draft_acceptance_rate": _rounded(sum(accepted) / max(1, sum(drafted))),

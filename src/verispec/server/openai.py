@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -58,6 +58,7 @@ async def make_call(
     prompts: list[list[int]],
     params: SamplingParams,
     tools: ToolUse | None = None,
+    prediction_ids: Sequence[int] = (),
 ) -> Call:
     """The call of a request whose prompts are tokens by now."""
     asked = body.verispec or Extension()
@@ -73,6 +74,7 @@ async def make_call(
         skip={i: max(0, num_tokens - given[i % params.n]) for i, num_tokens in seen.items()},
         tools=structure.tools,
         grammar=structure.grammar,
+        prediction_ids=prediction_ids,
     )
 
 

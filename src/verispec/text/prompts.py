@@ -1,7 +1,7 @@
 """What callers may give as prompts and parameters, made into one form; what is something else is refused by its name.
 
 A prompt is text, token ids, or a dict in the form of a line of `generate --prompts`: one of `prompt`, `token_ids` and
-`messages`, beside sampling parameters that hold for it alone.
+`messages`, beside sampling parameters that hold for it alone and `prediction`, the text or ids expected as its answer.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,6 +29,7 @@ class PromptSpec:
     content: str | list[int] | None
     params: SamplingParams
     messages: Any = None  # checked by the chat template
+    prediction: str | list[int] = ""
 
 
 def pair(prompts: Any, params: Any) -> list[PromptSpec]:
@@ -85,6 +86,7 @@ def _from_mapping(prompt: Mapping[str, Any], params: SamplingParams, name: str) 
     if len(given) != 1:
         raise InputError(f"{name} needs exactly one of {', '.join(CONTENT_KEYS)}; it has {', '.join(given) or 'none'}")
     options = {key: value for key, value in prompt.items() if key not in given}
+    predicted = _prediction(options.pop("prediction", ""), f"{name}['prediction']")
     if unknown := sorted(map(repr, options.keys() - set(PARAMETERS))):
         raise InputError(f"{name} has the unknown key {unknown[0]}; known: {', '.join(sorted(PARAMETERS))}")
     bias = options.get("logit_bias")
@@ -93,12 +95,16 @@ def _from_mapping(prompt: Mapping[str, Any], params: SamplingParams, name: str) 
     (key,) = given
     merged, value, where = replace(params, **options), prompt[key], f"{name}[{key!r}]"
     if key == "messages":
-        return PromptSpec(None, merged, messages=value)
+        return PromptSpec(None, merged, messages=value, prediction=predicted)
     if key == "token_ids":
-        return PromptSpec(_token_ids(value, where, "a list of token ids"), merged)
+        return PromptSpec(_token_ids(value, where, "a list of token ids"), merged, prediction=predicted)
     if not isinstance(value, str):
         raise InputError(f"{where} must be text, not {kind_of(value)}")
-    return PromptSpec(_text(value, name), merged)
+    return PromptSpec(_text(value, name), merged, prediction=predicted)
+
+
+def _prediction(value: Any, name: str) -> str | list[int]:
+    return _text(value, name) if isinstance(value, str) else _token_ids(value, name, "text or token ids")
 
 
 def _text(text: str, name: str) -> str:
