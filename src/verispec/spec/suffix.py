@@ -83,14 +83,14 @@ class History:
         if text:
             self._newer.setdefault(salt, Texts()).extend(text)
 
-    def find(self, salt: str, token_ids: Sequence[int]) -> Match | None:
-        """The longest match of the end of a text; of two that are as long, the newer."""
+    def find(self, salt: str, token_ids: Sequence[int], *, above: int = -1) -> Match | None:
+        """The longest match of the end of a text, if it is above a level; of two that are as long, the newer."""
         best = None
         for half in (self._newer, self._older):
             texts = half.get(salt)
-            found = texts.find(token_ids) if texts is not None else None
-            if found is not None and (best is None or found.level > best.level):
-                best = found
+            found = texts.find(token_ids, above=above) if texts is not None else None
+            if found is not None:
+                best, above = found, found.level
         return best
 
 
@@ -169,9 +169,8 @@ class SuffixDrafter:
             own.num_tokens = len(tokens)
             own.match = own.texts.find_end()
             if not (self._config.shares_history and sequence.is_traced):
-                found = self._history.find(self._salt(sequence), tokens)
-                if found is not None and (own.match is None or found.level > own.match.level):
-                    own.match = found
+                above = -1 if own.match is None else own.match.level
+                own.match = self._history.find(self._salt(sequence), tokens, above=above) or own.match
             own.key = self._key(own, sequence.speculation.tree)
         return own
 
@@ -179,6 +178,9 @@ class SuffixDrafter:
         match = own.match
         if match is None:
             return _NOTHING
+        is_own = match.texts is own.texts
+        if is_own and len(match.positions) == 1:
+            return _Key(match.level, _ONE, True, tree)
         children = match.children((), match.positions)
         if not children:
             return _NOTHING
@@ -186,7 +188,7 @@ class SuffixDrafter:
             votes = _ALL if len(match.positions) > 1 else _ONE
         else:
             votes = _MOST if 2 * len(children[0][1]) > len(match.positions) else _FEW
-        return _Key(match.level, votes, match.texts is own.texts, tree)
+        return _Key(match.level, votes, is_own, tree)
 
     def _salt(self, sequence: SequenceView) -> str:
         return "" if self._config.shares_history else sequence.salt

@@ -1,6 +1,6 @@
 """Texts seen before, and what followed in them: a suffix trie whose nodes are made when they are looked at.
 
-The texts stand in a row. For n-grams of two lengths every position knows where the same n-gram ended before, so the
+The texts stand in a row. For n-grams of three lengths every position knows where the same n-gram ended before, so the
 occurrences of what was written last are a chain of positions, newest first. How far each of them reaches back tells the
 longest matches; the tokens behind them are the children of a node of the trie, and their counts its probabilities.
 """
@@ -13,8 +13,8 @@ from typing import NamedTuple
 from verispec.sampling.draw import NO_TOKEN
 
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # of matches that are told apart
-_ORDERS = (3, 1)  # n-grams that are looked up, the longer ones first
-_MOST_LOOKED_AT = 16  # occurrences of an n-gram
+_ORDERS = (3, 2, 1)  # n-grams that are looked up, the longer ones first
+_MOST_LOOKED_AT = 8  # occurrences of an n-gram
 
 
 class Match(NamedTuple):
@@ -79,28 +79,42 @@ class Texts:
 
     def find_end(self) -> Match | None:
         """Where the end of the last text stands in what is before it."""
-        return self._longest(self.token_ids, [earlier[-1] for earlier in self._earlier])
-
-    def find(self, token_ids: Sequence[int]) -> Match | None:
-        """Where the end of another text stands here."""
-        grams = [hash(tuple(token_ids[-n:])) for n in _ORDERS]
-        return self._longest(token_ids, [newest.get(g, 0) for g, newest in zip(grams, self._newest, strict=True)])
-
-    def _longest(self, token_ids: Sequence[int], starts: Sequence[int]) -> Match | None:
-        for n, earlier, start in zip(_ORDERS, self._earlier, starts, strict=True):
-            level, position, found = LENGTHS.index(n), start, []
-            for _ in range(_MOST_LOOKED_AT):
-                if not position:
-                    break
-                reached = self._reach(position, token_ids, level)
-                if reached > level:
-                    level, found = reached, [position]
-                elif reached == level:
-                    found.append(position)
-                position = earlier[position - 1]
-            if found:
-                return Match(self, level, found)
+        for order, earlier in enumerate(self._earlier):
+            if earlier[-1]:
+                return self._match(order, earlier[-1], self.token_ids, above=-1)
         return None
+
+    def find(self, token_ids: Sequence[int], *, above: int = -1) -> Match | None:
+        """Where the end of another text stands here; a match above a level, or none."""
+        for order, n in enumerate(_ORDERS):
+            if order and LENGTHS.index(n) <= above:
+                return None
+            position = self._newest[order].get(hash(tuple(token_ids[-n:])))
+            found = self._match(order, position, token_ids, above=above) if position else None
+            if found is not None:
+                return found
+        return None
+
+    def _match(self, order: int, position: int, token_ids: Sequence[int], *, above: int) -> Match | None:
+        """The longest of the occurrences of an n-gram, the newest of which ends at `position`."""
+        earlier, level = self._earlier[order], LENGTHS.index(_ORDERS[order])
+        found: list[int] = []
+        if order:  # a longer one would be an occurrence of the longer n-gram
+            while position and len(found) < _MOST_LOOKED_AT:
+                found.append(position)
+                position = earlier[position - 1]
+            return Match(self, level, found)
+        level = max(level, above + 1)
+        for _ in range(_MOST_LOOKED_AT):
+            reached = self._reach(position, token_ids, level)
+            if reached > level:
+                level, found = reached, [position]
+            elif reached == level:
+                found.append(position)
+            position = earlier[position - 1]
+            if not position:
+                break
+        return Match(self, level, found) if found else None
 
     def _reach(self, position: int, token_ids: Sequence[int], level: int) -> int:
         """The level of a match before `position`, if it is this one or above; -1 otherwise."""
