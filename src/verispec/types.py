@@ -454,10 +454,10 @@ class SequenceStats:
 
     def without_drafts(self) -> SequenceStats:
         """Without all that tells how many tokens were drafted or accepted."""
-        hidden = ("passes", "fast_passes", "draft_passes", "drafted", "accepted", "replays", "mismatches", "recomputed")
+        shown = ("preemptions", "cached_tokens", "arrival_time", "start_time", "first_token_time", "finish_time")
         reason = "not told here: drafts may come from what other keys were answered"
-        return replace(
-            self, **dict.fromkeys(hidden, 0), chosen=Counter(), chosen_because="", no_draft_reason=reason, gaps=[]
+        return SequenceStats(
+            no_draft_reason=reason, **{name: getattr(self, name) for name in (*shown, "last_token_time")}
         )
 
     def record_commit(self, now: float, num_tokens: int) -> None:

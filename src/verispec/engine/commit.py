@@ -126,9 +126,8 @@ class Committer:
         for sequence in sequences:
             if sequence.finish_reason is not None:
                 sequence.stats.finish_time = now
-            event = sequence.take_event()
-            sequence.stats.record_commit(now, len(event.logprobs))
-            events.append(event)
+            sequence.stats.record_commit(now, len(sequence.logprobs) - sequence.outbox.next)
+            events.append(sequence.take_event())
         return events
 
     def _commit_pending(self, turn: Turn, sequence: Sequence) -> None:
