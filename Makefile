@@ -6,7 +6,6 @@ FOLDER ?= build
 VENV := .venv
 BIN := $(VENV)/bin
 HF_BIN := .venv-hf/bin
-RAY_BIN := .venv-ray/bin
 
 .PHONY: help run serve check test-page judges test test-hf test-scale test-scale-core test-cuda gpu-test test-long test-wheel wheel native native-asan native-aarch64 native-digests lint goldens model setup clean
 
@@ -37,11 +36,11 @@ test-hf: $(HF_BIN)/.installed model ## Compare with torch and transformers (into
 	$(HF_BIN)/pytest -m hf tests/hf
 	$(HF_BIN)/pytest -m cuda tests/backends/cuda/test_backend.py
 
-test-scale: $(RAY_BIN)/.installed model ## Replicas on a cluster of local Ray nodes that are lost in mid-stream; minutes
-	$(RAY_BIN)/pytest -s --durations 5 tests/scale
+test-scale: $(BIN)/.ray model ## Replicas on a cluster of local Ray nodes that are lost in mid-stream; minutes
+	$(BIN)/pytest -s --durations 5 tests/scale
 
-test-scale-core: $(RAY_BIN)/.installed model ## The core of it: two nodes are lost
-	$(RAY_BIN)/pytest -s --times 0.2 tests/scale -k "mid_stream or fingerprint"
+test-scale-core: $(BIN)/.ray model ## The core of it: two nodes are lost
+	$(BIN)/pytest -s --times 0.2 tests/scale -k "mid_stream or fingerprint"
 
 test-cuda: $(BIN)/.cuda-compiler ## Compile the CUDA kernels and look at their PTX (installs NVRTC, 64 MB; no GPU)
 	$(BIN)/pytest -n auto -m cuda tests/backends/cuda/test_compile.py
@@ -108,9 +107,9 @@ $(HF_BIN)/.installed: pyproject.toml hatch_build.py $(wildcard native/*)
 	$(HF_BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,hf]'
 	@touch $@
 
-$(RAY_BIN)/.installed: pyproject.toml hatch_build.py $(wildcard native/*)
-	$(PYTHON) -m venv .venv-ray
-	$(RAY_BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,ray]'
+$(BIN)/.ray: $(BIN)/.installed
+	$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["ray"][:1])' \
+	  | xargs $(BIN)/python -m pip install --quiet --disable-pip-version-check
 	@touch $@
 
 $(BIN)/.cuda-compiler: $(BIN)/.installed
@@ -119,4 +118,4 @@ $(BIN)/.cuda-compiler: $(BIN)/.installed
 	@touch $@
 
 clean: ## Remove environments and caches of this checkout
-	rm -rf $(VENV) .venv-hf .venv-ray build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-hf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
