@@ -137,6 +137,16 @@ def test_forced_tokens_write_what_is_left_to_write(kind: str) -> None:
     assert at is not None
 
 
+@pytest.mark.parametrize("text", ["e\u0301", "<|im_end|>", "\u0000 \ud7ff"])
+def test_forced_text_that_the_tokenizer_would_change_is_written_as_it_is(text: str) -> None:
+    """Qwen's normalises, and takes the names of control tokens for the tokens."""
+    at, taken = start("qwen2", schema={"const": text}), []
+    while not at.is_exhausted:
+        taken.append(min(ids(at)))
+        at = at.committed(taken[-1])
+    assert json.loads(SMALL["qwen2"].decode(taken)) == text
+
+
 def test_what_is_wrong_with_a_schema_and_where() -> None:
     inner: dict[str, Any] = {"type": "object", "properties": {"a/b": {"type": "array", "items": {"type": "strin"}}}}
     found = refusal(schema=inner)

@@ -25,15 +25,33 @@ class _Source:
         self.eos_token_id, self.bos_token_id = vocab_size, None
         self.special_token_ids = [*sorted(i for i in ends if i < vocab_size), vocab_size]
         self._tokenizer = tokenizer
+        self._ids = {data: i for i, data in enumerate(tokenizer.table) if data and i not in ends}
+        self._max_len = max(map(len, self._ids), default=0)
         self._num_marked = len(self._encode(_MARK)) if tokenizer.strips_leading_space else 0
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special=False)
 
     def __call__(self, text: str) -> list[int]:
+        """Tokens that write exactly this: the tokenizer's own, unless it changes the text or finds control tokens."""
         if not isinstance(text, str):
             raise TypeError("this encodes text, not bytes")  # so the library tells the two kinds apart
-        return self._encode(_MARK + text)[self._num_marked :] if self._num_marked else self._encode(text)
+        ids = self._encode(_MARK + text)[self._num_marked :] if self._num_marked else self._encode(text)
+        data = text.encode()
+        return ids if b"".join(map(self._tokenizer.token_bytes, ids)) == data else self._longest(data)
+
+    def _longest(self, data: bytes) -> list[int]:
+        """The longest token at each place, up to where there is none."""
+        found: list[int] = []
+        start = 0
+        while start < len(data):
+            ends = range(min(len(data), start + self._max_len), start, -1)
+            end = next((e for e in ends if data[start:e] in self._ids), None)
+            if end is None:
+                break
+            found.append(self._ids[data[start:end]])
+            start = end
+        return found
 
 
 def library_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> LLTokenizer:

@@ -1,0 +1,185 @@
+"""What answers in a shape cost, and what drafts of the grammar give back. CPU time of one thread, arms in turns.
+
+    python bench/structured.py MODEL.gguf [--llama-server FILE] [--batch 1 8 32] [--tokens 96] [--pairs 3]
+
+*mask*: microseconds of the host for each token that is committed: moving on in the grammar, and the next mask. *shape*:
+tokens per second by a schema against the same number of free tokens, drafter `none`. *grammar*: the schemas of tools,
+drafter `grammar` against `none`. *beside*: what the free ones of 32 sequences get if 1 or 16 others have a schema, against
+32 free ones. With --llama-server: its own tokens per second (wall time, one thread), with the same schema against without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from verispec import LLM, SamplingParams
+from verispec.engine import Engine, Request
+from verispec.engine.sequence import Sequence as EngineSequence
+from verispec.spec.speculation import Speculation
+
+PROMPT = "Make up a list of people as JSON."
+PORT = 18973
+
+
+def _object(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+
+
+PERSON = _object(
+    name={"type": "string", "maxLength": 24},
+    age={"type": "integer", "minimum": 0, "maximum": 120},
+    email={"type": "string", "maxLength": 32},
+    member={"type": "boolean"},
+)
+PEOPLE = {"type": "array", "items": PERSON, "minItems": 100}  # does not end before the tokens do
+TOOLS = [
+    _object(location={"type": "string", "maxLength": 20}, unit={"enum": ["celsius", "fahrenheit"]}),
+    _object(name={"const": "search"}, arguments=_object(query={"type": "string", "maxLength": 20}, limit={"type": "integer", "minimum": 1, "maximum": 50})),
+    _object(origin={"type": "string", "pattern": "^[A-Z]{3}$"}, destination={"type": "string", "pattern": "^[A-Z]{3}$"}, passengers={"type": "integer", "minimum": 1, "maximum": 9}, cabin={"enum": ["economy", "business"]}),
+    PERSON,
+]  # fmt: skip
+
+
+def run(engine: Engine, requests: Sequence[Request]) -> tuple[float, list[int]]:
+    """CPU seconds, and the tokens that each request got."""
+    ids = [engine.add(replace(request, is_streamed=False)) for request in requests]
+    counts = dict.fromkeys(ids, 0)
+    start = time.process_time()
+    while engine.has_work:
+        for event in engine.step():
+            counts[event.request_id] += len(event.token_ids)
+            assert event.output is None or event.output.error is None
+    return time.process_time() - start, [counts[i] for i in ids]
+
+
+@contextmanager
+def timed_masks() -> Iterator[list[float]]:
+    """The seconds of every step in a grammar meanwhile."""
+    follow, found = EngineSequence._follow, []
+
+    def timed(sequence: EngineSequence, token_id: int) -> None:
+        start = time.thread_time()
+        follow(sequence, token_id)
+        if sequence.constraint is not None:
+            found.append(time.thread_time() - start)
+
+    EngineSequence._follow = timed  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        EngineSequence._follow = follow  # type: ignore[method-assign]
+
+
+class Bench:
+    def __init__(self, llm: LLM, num_tokens: int, pairs: int) -> None:
+        self.llm, self.num_tokens, self.pairs = llm, num_tokens, pairs
+        self.ids = llm.chat_ids([{"role": "user", "content": PROMPT}])
+
+    def request(self, schema: object = None, drafter: str = "none", **params: Any) -> Request:
+        chosen = SamplingParams(**{"max_tokens": self.num_tokens, "ignore_eos": True, "schema": schema, **params})
+        return replace(self.llm.request(self.ids, chosen), speculation=Speculation(drafter))
+
+    def rates(self, arms: Sequence[Sequence[Request]], count: slice = slice(None)) -> list[float]:
+        """Tokens of the requests `count` a second, arm by arm: medians of ratios are the caller's to take."""
+        found = []
+        with self.llm.separate_engine() as engine:
+            for requests in arms:
+                seconds, tokens = run(engine, requests)
+                found.append(sum(tokens[count]) / seconds)
+        return found
+
+    def ratio(self, arm: Sequence[Request], base: Sequence[Request], count: slice = slice(None)) -> str:
+        """Medians of turns, with their range; the first turn warms up."""
+        pairs = [self.rates((arm, base), count) for _ in range(self.pairs + 1)][1:]
+        ratios = sorted(one / other for one, other in pairs)
+        speeds = [statistics.median(column) for column in zip(*pairs, strict=True)]
+        return f"{statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f}), {speeds[0]:.0f} / {speeds[1]:.0f} tok/s"
+
+    def batch(self, size: int) -> None:
+        shaped, free = [self.request(PEOPLE)] * size, [self.request()] * size
+        with timed_masks() as seconds:
+            self.rates((shaped,))
+        micros = sorted(1e6 * each for each in seconds)
+        p50, p99 = micros[len(micros) // 2], micros[int(len(micros) * 0.99)]
+        print(f"batch {size}: mask p50 {p50:.0f} us, p99 {p99:.0f} us; shape {self.ratio(shaped, free)}", flush=True)
+
+    def grammar(self, size: int) -> None:
+        arms = [
+            [self.request(TOOLS[i % len(TOOLS)], drafter, ignore_eos=False) for i in range(max(size, len(TOOLS)))]
+            for drafter in ("grammar", "none")
+        ]
+        if size == 1:
+            for i in range(len(TOOLS)):
+                print(f"batch 1: tool {i}: grammar {self.ratio([arms[0][i]], [arms[1][i]])}", flush=True)
+        else:
+            print(f"batch {size}: tools: grammar {self.ratio(*arms)}", flush=True)
+
+    def beside(self, num_shaped: int) -> None:
+        free = [self.request()] * 32
+        mixed = [*free[num_shaped:], *[self.request(PEOPLE)] * num_shaped]
+        found = self.ratio(mixed, free, slice(32 - num_shaped))
+        print(f"{num_shaped} of 32 with a schema: the others {found}", flush=True)
+
+
+def llama(server: str, model: str, num_tokens: int, pairs: int) -> None:
+    command = [server, "-m", model, "-t", "1", "--port", str(PORT), "-c", "4096", "--no-webui"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        ratios, speeds = [], []
+        for turn in range(pairs + 1):
+            pair = [_llama_speed(schema, num_tokens) for schema in (PEOPLE, None)]
+            if turn:
+                speeds.append(pair)
+                ratios.append(pair[0] / pair[1])
+        shaped, free = (statistics.median(column) for column in zip(*speeds, strict=True))
+        print(f"llama-server: shape {statistics.median(ratios):.2f}, {shaped:.0f} / {free:.0f} tok/s")
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _llama_speed(schema: object, num_tokens: int) -> float:
+    body = {"prompt": PROMPT, "n_predict": num_tokens, "temperature": 0, "ignore_eos": schema is None}
+    body |= {} if schema is None else {"json_schema": schema}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{PORT}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    for _ in range(120):
+        try:
+            with urllib.request.urlopen(request, timeout=300) as answer:
+                return float(json.load(answer)["timings"]["predicted_per_second"])
+        except OSError:  # it is loading
+            time.sleep(0.5)
+    raise SystemExit("llama-server does not answer")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model")
+    parser.add_argument("--llama-server")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--pairs", type=int, default=3)
+    args = parser.parse_args()
+    with LLM(args.model, drafter="none", threads=1, backend="native") as llm:
+        bench = Bench(llm, args.tokens, args.pairs)
+        for size in args.batch:
+            bench.batch(size)
+            bench.grammar(size)
+        for num_shaped in (1, 16):
+            bench.beside(num_shaped)
+    if args.llama_server:
+        llama(args.llama_server, args.model, args.tokens, args.pairs)
+
+
+if __name__ == "__main__":
+    main()
