@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 
 from tests.server.test_tools import CHAT, LOOK, MESSAGES, RESPONSES, SAY, SCHEMA, ids_of, joined_calls
-from tests.support.served import Frame, Served, chat_body
+from tests.support.chat_model import write_chat_model
+from tests.support.served import Frame, Served, chat_body, serving
+from tests.support.tiny_llm import loaded
 
 COMPLETIONS = "/v1/completions"
 ASK: dict[str, Any] = {"max_tokens": 200, "temperature": 1.0, "seed": 3}
@@ -184,6 +187,50 @@ def test_a_schema_and_tools_give_an_object_or_calls(served: Served) -> None:
         text = message["content"] or message["tool_calls"][0]["function"]["arguments"]
         jsonschema.validate(json.loads(text), SCHEMA)
     assert kinds == {True, False}
+
+
+FAMILIES = {
+    "mistral": "{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}"
+    "[TOOL_CALLS] [{{ c.id }}{% endfor %}{% endfor %}",
+    "llama3_json": "<|python_tag|>{{ tools | tojson }}{% for m in messages %}{{ m.content }}{{ m.tool_calls }}"
+    "{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_families_call_in_their_own_way(family: str, tmp_path: Path) -> None:
+    """Mistral's calls begin with a control token, which is text to nobody but the reader."""
+    model = write_chat_model(tmp_path / "tiny.gguf", template=FAMILIES[family], control=["[TOOL_CALLS]"])
+    with loaded(model, tmp_path) as llm, serving(llm) as served:
+        fields = {**ASK, "tools": [LOOK, SAY], "tool_choice": "required", "parallel_tool_calls": False}
+        answer = served.chat(**fields, return_token_ids=True)["choices"][0]
+        (call,) = answer["message"]["tool_calls"]
+        jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMA)
+        text = llm.tokenizer.decode(answer["token_ids"])
+        control = [i for i in answer["token_ids"] if llm.tokenizer.special_texts.get(i) == "[TOOL_CALLS]"]
+        if family == "mistral":
+            assert text.startswith(' [{"name": ')
+            assert len(control) == 1
+            assert len(call["id"]) == 9
+        else:
+            assert text.startswith('{"name": ')
+            assert '"parameters": ' in text
+            assert not control
+        assert joined_calls(served.stream(CHAT, chat_body(**fields, stream=True))) == [call]
+        given = {"committed_ids": [answer["token_ids"][:-9]]}
+        rest = joined_calls(served.stream(CHAT, chat_body(**fields, stream=True, verispec=given)), is_rest=True)
+        assert rest
+        assert call["function"]["arguments"].endswith(rest[0]["function"]["arguments"])
+        auto = served.chat(**{**fields, "tool_choice": "auto", "max_tokens": 20})["choices"][0]["message"]
+        assert "tool_calls" not in auto or auto["tool_calls"]
+
+
+def test_a_receipt_of_a_call_is_replayed_and_checked(served: Served) -> None:
+    body = {**ASK, "tools": [LOOK, SAY], "tool_choice": "required", "verispec": {"receipt": True}}
+    receipt_id = served.chat(**body)["verispec"]["receipt"]
+    assert served.post("/verispec/replay", {"id": receipt_id}).json()["reproduced"] is True
+    found = served.post("/verispec/check", {"id": receipt_id}).json()
+    assert found["equal"], found
 
 
 BAD_SCHEMA = {"type": "object", "properties": {"a": {"anyOf": [{"type": "string"}, {"type": "no such"}]}}}

@@ -32,14 +32,15 @@ def ending_in(served: Served, text: str, **fields: Any) -> dict[str, Any]:
     return chat_body(max_tokens=len(given) + 1, logit_bias={str(last): 9000}, verispec=own, **fields)
 
 
-def joined_calls(frames: list[Frame]) -> list[dict[str, Any]]:
-    """The calls that the frames of a chat completion add up to."""
+def joined_calls(frames: list[Frame], *, is_rest: bool = False) -> list[dict[str, Any]]:
+    """The calls that the frames of a chat completion add up to; of the rest of one, if its client has the beginning."""
     found: list[dict[str, Any]] = []
     for frame in frames[:-1]:
         for delta in frame.data["choices"][0]["delta"].get("tool_calls", ()):
             assert delta["index"] <= len(found)
             if delta["index"] == len(found):
-                found.append({"id": delta["id"], "type": delta["type"], "function": dict(delta["function"])})
+                assert is_rest or {"id", "type"} <= set(delta)
+                found.append({key: value for key, value in delta.items() if key != "index"})
             else:
                 found[delta["index"]]["function"]["arguments"] += delta["function"]["arguments"]
     return found

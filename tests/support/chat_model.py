@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.support.tiny_llm import write_model
@@ -22,14 +23,15 @@ def _byte_tokens() -> list[str]:
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
 
 
-def write_chat_model(path: Path) -> Path:
-    """A tiny model that can read and write every byte, with a chat template."""
-    tokens = [*CONTROL, *_byte_tokens(), "qz"]
+def write_chat_model(path: Path, *, template: str = CHATML, control: Sequence[str] = ()) -> Path:
+    """A tiny model that can read and write every byte, with a chat template and perhaps more control tokens."""
+    named = [*CONTROL, *control]
+    tokens = [*named, *_byte_tokens(), "qz"]
     config = TinyConfig(
         num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=8, mlp_size=48, vocab_size=len(tokens),
         context_len=1024, tied_head=True,
     )  # fmt: skip
-    types = [3] * len(CONTROL) + [1] * 257
+    types = [3] * len(named) + [1] * 257
     return write_model(
-        path, config, metadata={"tokenizer.chat_template": CHATML}, tokens=tokens, token_type=types, merges=["q z"]
+        path, config, metadata={"tokenizer.chat_template": template}, tokens=tokens, token_type=types, merges=["q z"]
     )

@@ -105,7 +105,7 @@ def tool_use(
     if mode == "required" and not allowed:
         raise wrong("tool_choice", "there is no tool to be called")
     fmt = recognised(tokenizer.chat_template or "")
-    control = {text: token_id for token_id, text in tokenizer.special_texts.items()}
+    control = tokenizer.special_texts.items() if functions else ()
     return ToolUse(
         format=fmt,
         declared=declared if mode != "none" else (),
@@ -113,7 +113,7 @@ def tool_use(
         skipped=skipped,
         must_call=mode == "required",
         is_single=parallel is False,
-        open_id=control.get(fmt.open),
+        open_id=next((token_id for token_id, text in control if text == fmt.open), None),
     )
 
 
