@@ -23,6 +23,7 @@ from verispec.async_llm import AsyncLLM
 from verispec.llm import LLM
 from verispec.ray.journal import Journal
 from verispec.ray.replica import Replica
+from verispec.receipt import parse, replay
 from verispec.server.app import make_app
 from verispec.server.core import Core
 from verispec.server.settings import Settings
@@ -220,6 +221,32 @@ def test_over_http_nobody_notices(llms: list[LLM], path: str) -> None:
     broken, one = asyncio.run(told(6))
     assert (none, one) == (0, 1)
     assert broken == whole
+
+
+def test_the_receipt_of_a_joined_answer_is_true(llms: list[LLM]) -> None:
+    body = {
+        "messages": [{"role": "user", "content": "hello"}],
+        "max_tokens": 24,
+        "seed": 3,
+        "verispec": {"receipt": True},
+    }
+
+    async def audited() -> tuple[Any, Any, Any]:
+        async with remote(Mortal("a", llms[0], life=6), Mortal("b", llms[1])) as (llm, _):
+            transport = httpx.ASGITransport(make_app(Core(llm, Settings())))
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+                answer = (await client.post("/v1/chat/completions", json=body)).json()
+                assert llm.thread.counts["failovers"] == 1
+                named = {"id": answer["verispec"]["receipt"]}
+                receipt = await client.get(f"/verispec/receipts/{named['id']}")
+                replayed = await client.post("/verispec/replay", json=named)
+                checked = await client.post("/verispec/check", json=named)
+                return receipt.text, replayed.json(), checked.json()
+
+    receipt, replayed, checked = asyncio.run(audited())
+    assert replayed["reproduced"], replayed
+    assert checked["equal"], checked
+    assert replay(llms[1], parse(receipt)).reproduced
 
 
 def joined(text: str) -> dict[str, Any]:

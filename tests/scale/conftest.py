@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,6 +19,11 @@ OBJECT_STORE_NBYTES = 80_000_000
 MODEL = {"threads": 1, "drafter": "ngram"}
 START_ATTEMPTS = 3
 _PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Who does not ask for this folder never imports Ray, also where it is installed."""
+    return None if any("scale" in arg for arg in config.args) else True
 
 
 def free_port() -> int:

@@ -18,8 +18,6 @@ from tests.support.chat_model import write_chat_model
 from verispec.llm import LLM
 from verispec.ray.data import Answerer
 
-pytestmark = pytest.mark.filterwarnings("ignore")
-
 
 def finished(folder: Path) -> int:
     return sum(path.read_bytes().count(b'"result"') for path in (folder / "journal").glob("*.journal"))

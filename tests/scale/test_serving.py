@@ -24,7 +24,6 @@ from tests.scale.conftest import MODEL, Farm
 from verispec.llm import LLM
 from verispec.model import DEFAULT_MODEL
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
 KINDS: list[dict[str, Any]] = [
     {"temperature": 1.0, "max_tokens": 90},
     {"temperature": 1.0, "max_tokens": 40, "n": 3, "frequency_penalty": 0.4, "presence_penalty": 0.2},
