@@ -270,9 +270,9 @@ class CudaBackend:
         bound = list(self._binds)
         resident.next_tokens[:], resident.lengths[:] = kept[:, NEXT], kept[:, LENGTH]
         resident.next_tokens[bound] = NO_TOKEN
-        if resident.has_edits[pass_.rows.seq_rows].any() or (pass_.burst is not None and pass_.burst.drafts):
-            resident.slot_tokens[:] = self._state.slot_tokens.cpu().numpy()
         self._longest(pass_, 0)
+        if resident.has_edits[pass_.rows.seq_rows].any() or (pass_.burst is not None and pass_.burst.drafts):
+            self._read_tokens(pass_)
         with np.errstate(all="ignore"):
             result = run_rounds(resident, pass_, lambda p: self._one_round(p, lane))
         if pass_.burst is not None:
@@ -282,6 +282,15 @@ class CudaBackend:
             records[where, NEXT : LENGTH + 1] = torch.from_numpy(values).to(self._device.name)
         self._lanes.append(lane)
         return result
+
+    def _read_tokens(self, pass_: Pass) -> None:
+        """The tokens of the pass's contexts, which the device alone may know: penalties count them."""
+        resident, update, seq_rows = self.resident, pass_.table_update, np.unique(pass_.rows.seq_rows)
+        resident.table[update.seq_rows, update.positions] = update.slots
+        contexts = [resident.table[i, : self._reach[i]] for i in seq_rows]
+        slots = np.unique(np.concatenate([*contexts, pass_.rows.tails.ravel()])).astype(np.int64)
+        found = self._state.slot_tokens[torch.from_numpy(slots).to(self._device.name)]
+        resident.slot_tokens[slots] = found.cpu().numpy()
 
     def _one_round(self, pass_: Pass, lane: Lane) -> PassResult:
         pass_ = replace(pass_, burst=None)
