@@ -72,7 +72,7 @@ def undisturbed(llm: LLM, **changes: Any) -> Heard:
     return asyncio.run(Heard().listen(llm, {**PARAMS, **changes}))
 
 
-@pytest.mark.parametrize("life", [1, 2, 3, 5, 8, 12, 17])
+@pytest.mark.parametrize("life", [1, 2, 3, 5, 8, 13, 21])
 def test_killed_anywhere_the_joined_answer_is_the_same(llms: list[LLM], life: int) -> None:
     async def heard() -> tuple[Heard, int]:
         async with remote(Mortal("a", llms[0], life=life), Mortal("b", llms[1])) as (llm, _):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -11,10 +11,11 @@ from verispec.llm import LLM
 from verispec.ray.channel import Address, Hub, Uplink
 from verispec.ray.remote import Dispatcher, RemoteLLM, ReplicaLostError
 from verispec.ray.replica import Outcome, Replica, Work
+from verispec.types import TokenEvent
 
 
 class Mortal(Replica):
-    """A replica that dies, as a process does, once it has told so many events. With `mute`, it is
+    """A replica that dies, as a process does, once it has told so many tokens. With `mute`, it is
     silent for so many seconds after its first words, as a stopped process is, and says the rest later."""
 
     def __init__(self, name: str, llm: LLM, *, life: int | None = None, mute: float = 0.0) -> None:
@@ -45,17 +46,26 @@ class Mortal(Replica):
             link.is_watched = True  # type: ignore[attr-defined]
             say = link.say
 
-            def counted(attempt: int, events: list[Any]) -> None:
-                say(attempt, events if self.life is None else events[: self.life])
-                if events and self.life is not None:
-                    self.life = max(0, self.life - len(events))
-                    if not self.life:
-                        asyncio.get_running_loop().call_soon(self.die)
+            def counted(attempt: int, events: list[TokenEvent]) -> None:
+                say(attempt, events if self.life is None else list(self._last_words(events)))
+                if self.life == 0:
+                    asyncio.get_running_loop().call_soon(self.die)
 
             link.say = counted  # type: ignore[method-assign]
             if self.mute:
                 self._silence(link)
         return link
+
+    def _last_words(self, events: list[TokenEvent]) -> Iterator[TokenEvent]:
+        """As many tokens as there is life left, be it in the middle of a commit."""
+        for event in events:
+            assert self.life is not None
+            if len(event.logprobs) < self.life:
+                self.life -= len(event.logprobs)
+                yield event
+            elif self.life:
+                told, self.life = self.life, 0
+                yield event._replace(logprobs=event.logprobs[:told], pieces=event.pieces[:told], output=None)
 
     def _silence(self, link: Uplink) -> None:
         write, wakes_at = link.write, asyncio.get_running_loop().time() + self.mute
