@@ -177,12 +177,24 @@ def test_two_replicas_are_compared(llms: list[LLM], is_broken: bool, caplog: pyt
     assert ("computes wrongly" in caplog.text) is is_broken
 
 
-def test_aborted_requests_leave_nothing_behind(llms: list[LLM]) -> None:
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_aborted_requests_leave_nothing_behind(llms: list[LLM], has_begun: bool) -> None:
+    class Deaf(Replica):
+        """What is cancelled goes on, as a task does that Ray no longer reaches."""
+
+        async def run(self, work: Any) -> Any:
+            return await asyncio.shield(super().run(work))
+
     async def run() -> None:
-        async with remote(Mortal("a", llms[0])) as (llm, fleet):
-            stream = AsyncLLM(llm).stream(PROMPT, {**PARAMS, "max_tokens": 500, "stop": []})
-            await stream.take()
+        async with remote(Deaf("a", llms[0])) as (llm, fleet):
+            stream = AsyncLLM(llm).stream(PROMPT, {**PARAMS, "max_tokens": 900, "stop": [], "ignore_eos": True})
+            if has_begun:
+                await stream.take()
+            else:
+                while not fleet.works:
+                    await asyncio.sleep(0)
             stream.close()
+            await asyncio.sleep(0.05)
             for _ in range(200):
                 if not fleet.replicas[0]._streams and not llm.thread._tasks:
                     break

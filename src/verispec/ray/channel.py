@@ -179,7 +179,8 @@ class Hub:
     def _take(self, link: _Link, frame: Frame) -> None:
         for number, events in frame.said:
             attempt = self._attempts.get(number)
-            if attempt is None:
+            if attempt is None:  # it was given up before the replica began
+                link.write(number)
                 continue
             attempt.link = link
             if events:
