@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.support.fleet import Mortal, remote
 from tests.support.served import frames
 from tests.support.tiny_llm import loaded
 from verispec.async_llm import AsyncLLM
+from verispec.engine import Request
 from verispec.llm import LLM
 from verispec.ray.journal import Journal
 from verispec.ray.replica import Replica
@@ -27,8 +29,10 @@ from verispec.receipt import parse, replay
 from verispec.server.app import make_app
 from verispec.server.core import Core
 from verispec.server.settings import Settings
-from verispec.types import SampleOutput
+from verispec.text.detokenizer import TextStream
+from verispec.types import SampleOutput, SamplingParams
 
+MARK = 1  # a control token of the tiny model
 PROMPT = tuple(b"the quick brown fox")
 PARAMS: dict[str, Any] = {
     "n": 3, "temperature": 1.0, "seed": 5, "max_tokens": 16, "repetition_penalty": 1.2, "frequency_penalty": 0.3,
@@ -94,6 +98,19 @@ def test_what_follows_a_grammar_goes_on_in_it(llms: list[LLM]) -> None:
             return found
 
     assert asyncio.run(heard()) == undisturbed(llms[1], **params)
+
+
+def test_control_tokens_that_are_shown_are_shown_by_replicas(llms: list[LLM]) -> None:
+    """Calls of tools are known by such tokens, in some families."""
+
+    async def text() -> str:
+        async with remote(Mortal("a", llms[0], life=3), Mortal("b", llms[1])) as (llm, _):
+            params = SamplingParams(max_tokens=6, logit_bias=((MARK, 9000.0),), seed=1)
+            shown = partial(TextStream, llm.tokenizer, shown_ids=[MARK])
+            async with AsyncLLM(llm).open([Request(PROMPT, params, text=shown)]) as stream:
+                return "".join([event.text async for event in stream])
+
+    assert asyncio.run(text()) == "<|im_start|>" * 6
 
 
 def test_one_answer_outlives_many_replicas(llms: list[LLM]) -> None:

@@ -209,6 +209,7 @@ class Dispatcher:
         return Work(
             request=replace(request, text=NoText, grammar=None, eos_ids=tuple(request.eos_ids)),
             keeps_stop=isinstance(text, TextStream) and text.keeps_stop,
+            shown_ids=text.shown_ids if isinstance(text, TextStream) else (),
             attempt=attempt,
             address=self._address,
             fingerprint=self._card.fingerprint,

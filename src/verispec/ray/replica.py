@@ -57,6 +57,7 @@ class Work:
 
     request: Request  # without text and grammar: a replica makes its own
     keeps_stop: bool
+    shown_ids: tuple[int, ...]
     attempt: int
     address: Address
     fingerprint: str
@@ -169,7 +170,7 @@ class Replica:
         params, tokenizer = work.request.params, self.llm.tokenizer
         return replace(
             work.request,
-            text=lambda: TextStream(tokenizer, params.stop, keeps_stop=work.keeps_stop),
+            text=lambda: TextStream(tokenizer, params.stop, keeps_stop=work.keeps_stop, shown_ids=work.shown_ids),
             grammar=self.llm.grammar(params),
         )
 

@@ -57,7 +57,8 @@ class TextStream:
         for index, text in enumerate(stop):
             if not isinstance(text, str) or not text:
                 raise InputError(f"stop[{index}] must be a non-empty string")
-        shown = {token_id: tokenizer.token_text(token_id).encode() for token_id in shown_ids}
+        self.shown_ids = tuple(shown_ids)
+        shown = {token_id: tokenizer.token_text(token_id).encode() for token_id in self.shown_ids}
         self._token_bytes = (lambda i: shown.get(i) or tokenizer.token_bytes(i)) if shown else tokenizer.token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._strip_pending = tokenizer.strips_leading_space
