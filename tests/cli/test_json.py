@@ -16,7 +16,7 @@ STATS = {
     "drafter", "passes", "fast_passes", "draft_passes", "drafted", "accepted", "replays", "mismatches", "recomputed",
     "recomputed_fraction", "accepted_per_replay", "preemptions", "tokens_per_pass", "tokens_per_second",
     "prompt_tokens_per_second", "cached_tokens",
-    "time_to_first_token", "longest_gap", "longest_stall", "stall_caused", "chosen", "chosen_because",
+    "time_to_first_token", "longest_gap", "longest_stall", "stall_caused", "chosen", "chosen_because", "accepted_by",
     "no_draft_reason", "exit_threshold", "exit_rate",
 }  # fmt: skip
 

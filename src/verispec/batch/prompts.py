@@ -109,6 +109,7 @@ def numbers(output: SampleOutput) -> dict[str, Any]:
         "accepted_per_replay": stats.accepted / stats.replays if stats.replays else None,
         "tokens_per_pass": num_tokens / max(1, stats.passes + stats.fast_passes),
         "chosen": dict(stats.chosen),
+        "accepted_by": dict(stats.accepted_by),
         "chosen_because": stats.chosen_because or None,
         "no_draft_reason": stats.no_draft_reason if not stats.drafted else None,
     }

@@ -82,7 +82,7 @@ class Compiler:
         if error := _reason(matcher):
             path = "" if schema is None else find(schema, error, lambda part: _reason(self._matcher(kind, part)))
             raise ConstraintError(kind, _said(error), path)
-        grammar = CompiledGrammar(matcher, self._textless(), self._vocab_size)
+        grammar = CompiledGrammar(matcher, self._tables(), self._textless(), self._vocab_size)
         try:
             first_ids = grammar.first_ids()
         except ConstraintError as found:
@@ -95,7 +95,7 @@ class Compiler:
         # text can begin with a space of its own.
         may_be_text = any(self._tokenizer.token_bytes(i).startswith(b" ") for i in first_ids.tolist())
         matcher = self._matcher(kind, schema or text, before='" "' if may_be_text else '" "?')
-        return CompiledGrammar(matcher, self._textless(), self._vocab_size)
+        return CompiledGrammar(matcher, self._tables(), self._textless(), self._vocab_size)
 
     def _matcher(self, kind: str, source: Any, before: str = "") -> LLMatcher:
         """`before` is what stands before the text, in Lark's notation."""
@@ -153,8 +153,9 @@ def _said(error: str) -> str:
 class CompiledGrammar:
     """A matcher at its beginning, and what masks are made of."""
 
-    def __init__(self, matcher: LLMatcher, textless: frozenset[int], vocab_size: int) -> None:
+    def __init__(self, matcher: LLMatcher, library: LLTokenizer, textless: frozenset[int], vocab_size: int) -> None:
         self._matcher = matcher
+        self._library = library
         self._textless = textless
         self._vocabulary = _bits(range(vocab_size), vocab_size)
         self._vocab_size = vocab_size
@@ -165,12 +166,13 @@ class CompiledGrammar:
 
     def start(self, stop_ids: Iterable[int]) -> Position:
         ends = _bits(self._textless.intersection(stop_ids), self._vocab_size)
-        return Position(self._matcher.deep_copy(), Masking(self._vocabulary, ends))
+        return Position(self._matcher.deep_copy(), Masking(self._library, self._vocabulary, ends))
 
 
 class Masking(NamedTuple):
-    """Bits of all tokens, without the library's own end token behind them; and of those that end an answer."""
+    """The library's tokenizer; bits of all tokens, without its own end token; and of those that end an answer."""
 
+    library: LLTokenizer
     vocabulary: NDArray[np.uint32]
     ends: NDArray[np.uint32]
 
@@ -202,7 +204,7 @@ class Position:
         return self._allowed
 
     def _computed(self) -> NDArray[np.uint32]:
-        vocabulary, ends = self._masking
+        _, vocabulary, ends = self._masking
         if self.is_exhausted:
             return ends
         words = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
@@ -220,8 +222,14 @@ class Position:
     @property
     def forced_ids(self) -> tuple[int, ...]:
         if self._forced is None:
-            self._forced = tuple(self._matcher.compute_ff_tokens()) if not self.is_exhausted else ()
+            self._forced = () if self.is_exhausted else self._forced_now()
         return self._forced
+
+    def _forced_now(self) -> tuple[int, ...]:
+        """The library's, then a cut of the forced text behind them: there the next text may join the last token."""
+        library, certain = self._masking.library, self._matcher.compute_ff_tokens()
+        rest = self._matcher.compute_ff_bytes()[len(library.decode_bytes(certain)) :]
+        return (*certain, *library.tokenize_bytes(rest))
 
     def after(self, token_id: int) -> Position | None:
         if token_id not in self._next:
