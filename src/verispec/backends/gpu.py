@@ -12,7 +12,8 @@ from verispec.backends.cuda.compiler import CudaError
 from verispec.errors import BackendDeadError, DeviceMemoryError, InputError
 from verispec.model.architecture import Architecture, expected_tensors
 
-_WORKSPACE_NBYTES = 3 << 29  # activations, logits, graphs and the library's own
+_WORKSPACE_NBYTES = 3 << 29  # activations, graphs and the library's own
+_LOGITS_NBYTES = 4 << 10  # per token of the vocabulary: those of 1,024 rows
 _MOST_SLOTS = 1 << 19
 _LEAST_SLOTS = 256
 
@@ -27,7 +28,8 @@ def fitting_slots(architectures: Sequence[Architecture], *, index: int, gpu_memo
     free, total = torch.cuda.mem_get_info(index)
     weights = sum(prod(spec.shape) for arch in architectures for spec in expected_tensors(arch).values()) * value_nbytes
     per_slot = sum(2 * a.num_layers * a.num_kv_heads * a.head_dim for a in architectures) * value_nbytes
-    room = min(free, int(total * gpu_memory)) - weights - _WORKSPACE_NBYTES * len(architectures)
+    workspace = sum(_WORKSPACE_NBYTES + _LOGITS_NBYTES * a.vocab_size for a in architectures)
+    room = min(free, int(total * gpu_memory)) - weights - workspace
     slots = min(_MOST_SLOTS, room // per_slot)
     if slots < _LEAST_SLOTS:
         raise InputError(

@@ -19,6 +19,7 @@ SOURCES = [
     *(("attention.cu", {**MODEL, "HEAD_DIM": size, "TWO_BUFFERS": 1, "WHOLE": 0}) for size in (64, 128)),
     *(("attention.cu", {**MODEL, "HEAD_DIM": size, "TWO_BUFFERS": 0, "WHOLE": 1}) for size in (64, 256)),
     ("draw.cu", {}),
+    ("draw.cu", {"MASKED": 1}),
     ("steps.cu", {}),
 ]
 
