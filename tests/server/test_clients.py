@@ -75,9 +75,10 @@ def test_openai_chat(client: openai.OpenAI, name: str) -> None:
     assert answer.usage.completion_tokens <= 8
     chunks = list(client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True}))
     assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == content
-    assert chunks[-1].usage == answer.usage.model_copy(
-        update={"prompt_tokens_details": chunks[-1].usage.prompt_tokens_details}
-    )
+    used = chunks[-1].usage
+    counts = ("prompt_tokens", "completion_tokens", "total_tokens")  # what is cached or drafted depends on earlier ones
+    assert [getattr(used, name) for name in counts] == [getattr(answer.usage, name) for name in counts]
+    assert used.completion_tokens_details is not None
     assert chunks[0].system_fingerprint == answer.system_fingerprint
 
 
