@@ -5,7 +5,7 @@
 Tasks are Spec-Bench's, HumanEval, and `edits`: a file that a user has changed in steps, the answer to each step being
 the next one's input. Arms take turns prompt by prompt, each on an engine of its own that keeps what it learns: a busy
 moment hits all of them. Figures are tokens a second against `none`: the ratio of total times (of medians over
---repeats), and the share of drafted tokens that were accepted.
+--repeats), tokens a pass, and the share of drafted tokens that were accepted.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -118,7 +119,7 @@ def tasks(options: argparse.Namespace) -> Iterator[Task]:
 def run(engine: Engine, llm: LLM, text: str, params: SamplingParams) -> tuple[SampleOutput, float]:
     """One prompt alone, and the seconds of its tokens behind the first."""
     request = llm.request({"messages": [{"role": "user", "content": text}]}, params)
-    engine.add(replace(request, speculation=None, is_streamed=False))
+    engine.add(replace(request, speculation=None))
     while engine.has_work:
         for event in engine.step():
             if event.output is not None:
@@ -136,6 +137,7 @@ class Bench:
         self.seconds: dict[tuple[str, str], float] = defaultdict(float)
         self.tokens: dict[str, int] = defaultdict(int)
         self.drafted: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
+        self.passes: dict[tuple[str, str], int] = defaultdict(int)
 
     def measure(self, task: Task) -> None:
         name = task.name.split()[0]
@@ -154,10 +156,27 @@ class Bench:
             stats = outputs[arm].stats
             self.drafted[name, arm][0] += stats.accepted
             self.drafted[name, arm][1] += stats.drafted
+            self.passes[name, arm] += stats.passes + stats.fast_passes
         if len({output.digest for output in outputs.values()}) != 1:
             raise SystemExit(f"{name}: a drafter changed the answer")
         self.tokens[name] += len(outputs["none"].token_ids) - 1
         return outputs["none"].text
+
+
+def table(rounds: Sequence[Bench]) -> Iterator[str]:
+    """A row per task: speed against `none`, tokens a pass, and the share of drafted tokens that was accepted."""
+    arms = [arm for arm in ARMS if arm != "none"]
+    yield "| task | tokens | none, tok/s | " + " | ".join(arms) + " |"
+    yield "|---" * (3 + len(arms)) + "|"
+    for name, count in rounds[0].tokens.items():
+        seconds = {arm: statistics.median(b.seconds[name, arm] for b in rounds) for arm in ARMS}
+        cells = []
+        for arm in arms:
+            accepted, drafted = rounds[0].drafted[name, arm]
+            per_pass = rounds[0].passes[name, "none"] / rounds[0].passes[name, arm]
+            share = accepted / max(1, drafted)
+            cells.append(f"{seconds['none'] / seconds[arm]:.2f}x, {per_pass:.2f} a pass, {share:.0%} of {drafted}")
+        yield f"| {name} | {count} | {count / seconds['none']:.0f} | " + " | ".join(cells) + " |"
 
 
 def main() -> None:
@@ -178,16 +197,9 @@ def main() -> None:
             bench = Bench(llm, options)
             for task in tasks(options):
                 bench.measure(task)
+                print(list(table([bench]))[-1], file=sys.stderr, flush=True)
             rounds.append(bench)
-    arms = [arm for arm in ARMS if arm != "none"]
-    print("| task | tokens | none, tok/s | " + " | ".join(arms) + " |\n" + "|---" * (3 + len(arms)) + "|")
-    for name, count in rounds[0].tokens.items():
-        seconds = {arm: statistics.median(b.seconds[name, arm] for b in rounds) for arm in ARMS}
-        cells = []
-        for arm in arms:
-            accepted, drafted = rounds[0].drafted[name, arm]
-            cells.append(f"{seconds['none'] / seconds[arm]:.2f}x ({accepted / max(1, drafted):.0%} of {drafted})")
-        print(f"| {name} | {count} | {count / seconds['none']:.0f} | " + " | ".join(cells) + " |")
+    print("\n".join(table(rounds)))
     print(f"{options.model}, T = {options.temperature:g}, {time.monotonic() - began:.0f} s")
 
 
