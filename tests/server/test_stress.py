@@ -86,7 +86,8 @@ def test_a_restart_changes_no_byte_and_streams_go_on(tmp_path: Path) -> None:
         return json.dumps([kept, answer["verispec"]["digest"]]).encode()
 
     def streamed(url: str, **headers: str) -> list[Any]:
-        answer = httpx.post(url + CHAT, json={**body, "stream": True}, headers=headers, timeout=20)
+        token_by_token = {**body, "stream": True, "verispec": {"speculative": False}}
+        answer = httpx.post(url + CHAT, json=token_by_token, headers=headers, timeout=20)
         assert answer.status_code == 200, answer.text
         return [f for f in frames(iter(answer.text.split("\n"))) if f.event_id]
 
