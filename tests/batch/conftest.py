@@ -17,6 +17,14 @@ def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def stepwise(tiny_path: Path) -> Iterator[LLM]:
+    """Commits one token at a time, so that an answer can be cut anywhere."""
+    with loaded(tiny_path, tiny_path.parent / "cache", drafter="none") as llm:
+        llm.engine = llm.fresh_engine(max_burst=1)
+        yield llm
+
+
+@pytest.fixture(scope="session")
 def tiny(tiny_path: Path) -> Iterator[LLM]:
     with loaded(tiny_path, tiny_path.parent / "cache", drafter="suffix") as llm:
         yield llm

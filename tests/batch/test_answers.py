@@ -49,21 +49,22 @@ def answered(llm: LLM, data: Any, samples: dict[int, Any] | None = None, options
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_cut_anywhere_the_result_is_the_same(tiny: LLM, kind: int) -> None:
+def test_cut_anywhere_the_result_is_the_same(stepwise: LLM, tiny: LLM, kind: int) -> None:
     """Receipts, log-probabilities and all: n > 1, T = 1, penalties, stop strings, tokens that the client gave."""
     samples = {number: Remembered() for number in range(4)}
-    whole = answered(tiny, line(kind), samples)
+    whole = answered(stepwise, line(kind), samples)
     assert whole.error is None
     assert whole.receipts
     size = max(map(len, samples.values()))
-    assert size >= 4
+    assert size >= 8
+    assert all(len(sample.ends) == len(sample) + 1 for sample in samples.values())
     for cut in (1, 2, 5, size):
         assert answered(tiny, line(kind), {i: sample.cut(cut) for i, sample in samples.items()}) == whole, cut
 
 
-def test_control_a_journal_that_forgets_or_changes_a_token_is_noticed(tiny: LLM) -> None:
+def test_control_a_journal_that_forgets_or_changes_a_token_is_noticed(stepwise: LLM, tiny: LLM) -> None:
     samples = {number: Remembered() for number in range(4)}
-    whole = answered(tiny, line(1), samples)
+    whole = answered(stepwise, line(1), samples)
     for change in (slice(1, None), slice(None, None, -1)):
         wrong = samples[1].cut(6)
         wrong.token_ids, wrong.values = wrong.token_ids[change], wrong.values[change]
@@ -71,13 +72,13 @@ def test_control_a_journal_that_forgets_or_changes_a_token_is_noticed(tiny: LLM)
         assert answered(tiny, line(1), {1: wrong}) != whole
 
 
-def test_what_depends_on_the_load_is_not_gone_on_with(tiny: LLM) -> None:
+def test_what_depends_on_the_load_is_not_gone_on_with(stepwise: LLM) -> None:
     samples = {0: Remembered()}
     asked = {**line(0), "deterministic": False, "n": 1}
-    assert answered(tiny, asked, samples, Options()).error is None
+    assert answered(stepwise, asked, samples, Options()).error is None
     assert len(samples[0]) == 0
     del asked["deterministic"]
-    assert answered(tiny, asked, samples, Options()).error is None
+    assert answered(stepwise, asked, samples, Options()).error is None
     assert len(samples[0]) > 0
 
 
