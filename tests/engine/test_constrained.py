@@ -15,8 +15,9 @@ from tests.support.adversaries import FAMILY, adversaries, collect
 from tests.support.chi_square import chi_square_p
 from tests.support.fake_backend import FakeBackend
 from tests.support.shapes import END, PERSON, VOCAB_SIZE, VOCABULARY, compiled
+from tests.support.skipping import fake_setup
 from verispec.backends.cost import FLAT_COST, CostTable
-from verispec.backends.protocol import Pass, Ticket
+from verispec.backends.protocol import Pass, PassKind, Ticket
 from verispec.config import EngineConfig
 from verispec.engine import Engine, Request
 from verispec.errors import ConstraintError, InputError
@@ -25,7 +26,7 @@ from verispec.spec.grammar import GrammarDrafter
 from verispec.spec.registry import make_drafters
 from verispec.spec.speculation import AUTO, Speculation
 from verispec.text.detokenizer import TextStream
-from verispec.types import FinishReason, SampleOutput, SamplingParams
+from verispec.types import Accept, FinishReason, SampleOutput, SamplingParams
 
 PROMPT = tuple(VOCABULARY.encode("tell me"))
 SEEDS = range(6)
@@ -218,13 +219,31 @@ def test_free_requests_go_on_bursting_beside_constrained_ones() -> None:
     assert any(p.burst and p.burst.num_rounds and p.rows.masks is not None for p in backend.passes)
 
 
-def test_the_odds_are_the_models_own_within_the_mask() -> None:
-    """At each step p / sum of p over what is allowed; the control: the odds of whole texts, renormalised at the end."""
-    params = SamplingParams(regex="(a|b(c|d|e)|f)", max_tokens=4, temperature=1.0, seed=5, n=600)
-    backend = FakeBackend(vocab_size=VOCAB_SIZE, num_masks=80, num_slots=2048, model_seed=57)
-    made = engine(backend=backend)
-    made.add(request(params, "grammar"))
-    texts = [output.text for output in collect(made).values()]
+class Alike(FakeBackend):
+    """Its fast passes give the bits of canonical ones."""
+
+    def submit(self, pass_: Pass) -> Ticket:
+        return super().submit(replace(pass_, kind=PassKind.CANONICAL))
+
+
+@pytest.mark.parametrize(
+    "speculation", [Speculation("grammar"), Speculation.of("model", tree="branch:2,2", accept="recursive")]
+)
+def test_the_odds_are_the_models_own_within_the_mask(speculation: Speculation) -> None:
+    """At each step p / sum of p over what is allowed; the control: the odds of whole texts, renormalised at the end.
+
+    Under a rule by probabilities draft and target are both within the mask.
+    """
+    backend = Alike(vocab_size=VOCAB_SIZE, num_masks=400, num_slots=2048, num_stores=2, model_seed=57)
+    is_free = speculation.accept is not Accept.MATCH
+    params = SamplingParams(
+        regex="(a|b(c|d|e)|f)", max_tokens=4, temperature=1.0, seed=5, n=600, deterministic=not is_free
+    )
+    made = engine(make_drafters(fake_setup(backend)), backend=backend)
+    made.add(replace(request(params), speculation=speculation))
+    outputs = collect(made).values()
+    assert not is_free or sum(o.stats.accepted for o in outputs) > 100
+    texts = [output.text for output in outputs]
     odds = {text: _odds(backend, text) for text in ("a", "bc", "bd", "be", "f")}
     counts = np.array([texts.count(text) for text in odds])
     assert counts.sum() == len(texts)
