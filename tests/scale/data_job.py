@@ -3,6 +3,7 @@
 import sys
 
 import ray
+from ray.data import SaveMode
 
 from verispec.ray import map_prompts
 
@@ -23,4 +24,4 @@ if __name__ == "__main__":
         rows, model=model, params=PARAMS, id_column="id", batch_size=10, cpus=0.1, actors=2,
         llm={"threads": 1, "drafter": "ngram"}, journal=f"{folder}/journal",
     )  # fmt: skip
-    answered.write_json(f"{folder}/out")
+    answered.write_json(f"{folder}/out", mode=SaveMode.OVERWRITE)  # a job before may have written some
