@@ -81,3 +81,13 @@ def test_tenants_share_no_prefix() -> None:
         engine.add(Request((1, 2, 3, 4, 5, 6), SamplingParams(max_tokens=2), Speculation("none"), salt=salt))
         cached += [output.stats.cached_tokens for output in collect(engine).values()]
     assert cached == [0, 0, 5]
+
+
+def test_output_that_was_given_is_no_cached_prompt() -> None:
+    engine = Engine(FakeBackend(), family=(1, 2, 4, 8), drafters=make_drafters())
+    engine.add(Request(PROMPT, PARAMS, Speculation("none")))
+    (whole,) = collect(engine).values()
+    engine.add(Request(PROMPT, PARAMS, Speculation("none"), committed_ids=(whole.token_ids[:-1],)))
+    (rest,) = collect(engine).values()
+    assert rest.token_ids == whole.token_ids[-1:]
+    assert rest.stats.cached_tokens == len(PROMPT) - 1

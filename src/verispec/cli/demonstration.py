@@ -17,7 +17,7 @@ from verispec.engine import Engine, Request
 from verispec.errors import InputError, VerispecError
 from verispec.llm import LLM
 from verispec.spec.registry import MODEL_DRAFTER, SKIP_DRAFTER
-from verispec.spec.speculation import OFF, Speculation
+from verispec.spec.speculation import GRAMMAR, OFF, Speculation
 from verispec.text.prompts import Prompt
 from verispec.types import SampleOutput, SamplingParams, SequenceStats
 
@@ -127,7 +127,8 @@ class Demonstration:
         self._request = llm.request(prompt, replace(params, deterministic=True), drafter=OFF)
         self._others = [self._other(i) for i in range(crowd + 1)]
         self._crowd = self._others[:crowd]
-        self._drafters = [name for name in llm.drafter_names if name != OFF]
+        idle = (OFF,) if self._request.grammar is not None else (OFF, GRAMMAR)
+        self._drafters = [name for name in llm.drafter_names if name not in idle]
         self._in_bursts = [OFF, *(name for name in self._drafters if name in (SKIP_DRAFTER, MODEL_DRAFTER))]
         # One other, half the crowd, all of it; and one more, as a library may compute the row behind a block apart.
         self._crowd_sizes = sorted({1, max(1, crowd // 2), crowd, crowd + 1})

@@ -100,7 +100,8 @@ class Roster:
             kv.num_shared = kv.canonical_len = len(hit.slots)
             kv.synced_len = 0
             if not sequence.stats.preemptions:
-                sequence.stats.cached_tokens, sequence.stats.start_time = len(hit.slots), self._clock()
+                sequence.stats.start_time = self._clock()
+                sequence.stats.cached_tokens = min(len(hit.slots), sequence.prompt_len - 1)  # the rest is output
             kv.seq_row, kv.lease, sequence.is_running = self.free_seq_rows.pop(), self.pool.lease(), True
             self._bind(kv.seq_row, _sampler(sequence))
             self.running.append(sequence)

@@ -127,10 +127,7 @@ class Journal:
         return told
 
     def _joined(self, sample: _Sample, output: SampleOutput) -> SampleOutput:
-        """The output as if one replica had drawn all of it. Counters and times are those of the last one, to which
-        committed tokens were like a prompt: those that it had in its cache are not the client's.
-        """
+        """The output as if one replica had drawn all of it. Counters and times are those of the last one."""
         if not sample.before:
             return output
-        stats = replace(output.stats, cached_tokens=min(output.stats.cached_tokens, output.prompt_len - 1))
-        return replace(output, logprobs=sample.logprobs, given_ids=sample.given_ids, stats=stats)
+        return replace(output, logprobs=sample.logprobs, given_ids=sample.given_ids)
