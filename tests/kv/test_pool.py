@@ -12,9 +12,9 @@ from tests.support.scale import scaled
 from verispec.kv import NUM_RESERVED, Lease, SlotPool
 
 NUM_SLOTS = 12
-MIN_RULES = 45_000  # this file's share of the 10^5 rules that the stateful tests of kv/ and engine/ execute
+MIN_RULES = 55_000  # this file's share of the 10^5 rules that the stateful tests of kv/ and engine/ execute
 CI = settings(
-    max_examples=scaled(1100),
+    max_examples=scaled(1350),
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=list(HealthCheck),
