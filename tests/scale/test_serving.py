@@ -189,7 +189,7 @@ def test_work_for_another_fingerprint_is_refused(farm: Farm) -> None:
     from verispec.ray.replica import Fate, Work
 
     engine = serve.get_deployment_handle("engine", "default")
-    work = Work(Request((1, 2)), False, 1, Address("127.0.0.1", 1, "", 1.0), "vs-of-another-machine")
+    work = Work(Request((1, 2)), False, (), 1, Address("127.0.0.1", 1, "", 1.0), "vs-of-another-machine")
     assert engine.run.remote(work).result().fate is Fate.OTHER_PROFILE
 
 
