@@ -173,7 +173,14 @@ def test_large_bodies_cost_nothing(served: Served) -> None:
     ("/v1/chat/completions", {"messages": [USER], "tools": [TOOL]}),
 ])  # fmt: skip
 def test_a_long_text_holds_nobody_up(served: Served, path: str, body: dict[str, Any]) -> None:
-    """Neither the event loop nor the interpreter is held while it is made into tokens."""
+    """Neither the event loop nor the interpreter is held while it is made into tokens. Others on a busy machine may
+    hold up one try; a server that does so itself does it every time."""
+    shares = (_longest_share(served, path, body) for _ in range(5))
+    assert any(share < 0.5 for share in shares)
+
+
+def _longest_share(served: Served, path: str, body: dict[str, Any]) -> float:
+    """The longest that /health took meanwhile, as a share of the whole."""
     with ThreadPoolExecutor(1) as pool:
         start = time.monotonic()
         asked = pool.submit(served.client.post, path, json=body, timeout=SECONDS)
@@ -183,7 +190,7 @@ def test_a_long_text_holds_nobody_up(served: Served, path: str, body: dict[str, 
             served.client.get("/health")
             longest = max(longest, time.monotonic() - before)
         assert asked.result().status_code in (200, 400)
-        assert longest < (time.monotonic() - start) / 2
+        return longest / (time.monotonic() - start)
 
 
 @pytest.fixture(scope="module")
