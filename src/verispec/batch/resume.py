@@ -16,7 +16,7 @@ from verispec.async_llm import AsyncLLM, Stream
 from verispec.batch.journal import Commit, Sample
 from verispec.engine import Request
 from verispec.llm import LLM
-from verispec.types import Accept, TokenEvent, TokenLogprobs
+from verispec.types import TokenEvent, TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -91,13 +91,12 @@ class ResumingLLM(AsyncLLM):
             life.sample.extend(event.logprobs, event.text)
             return event
         del self._lives[event.request_id, event.sample_index]
-        whole = _joined(life.before, event.output.logprobs)
+        whole = TokenLogprobs.of((*life.before, *event.output.logprobs))
         return event._replace(output=replace(event.output, logprobs=whole, given_ids=life.given_ids))
 
 
 def _can_resume(request: Request) -> bool:
-    speculation = request.speculation
-    return request.params.deterministic and (speculation is None or speculation.accept is Accept.MATCH)
+    return request.params.deterministic and request.can_continue
 
 
 def _resumed(request: Request, samples: Mapping[int, Sample]) -> Request:
@@ -105,12 +104,3 @@ def _resumed(request: Request, samples: Mapping[int, Sample]) -> Request:
         return request
     given = request.committed_ids or [()] * request.params.n
     return replace(request, committed_ids=[(*given[i], *sample.token_ids) for i, sample in samples.items()])
-
-
-def _joined(before: TokenLogprobs, after: TokenLogprobs) -> TokenLogprobs:
-    alternatives = [each.all_alternatives or ((),) * len(each) for each in (before, after)]
-    return TokenLogprobs(
-        before.token_ids + after.token_ids,
-        before.values + after.values,
-        alternatives[0] + alternatives[1] if any((*before.all_alternatives, *after.all_alternatives)) else (),
-    )

@@ -75,6 +75,11 @@ class Request:
         """Tokens that end it."""
         return frozenset(self.params.stop_ids) | frozenset(() if self.params.ignore_eos else self.eos_ids)
 
+    @property
+    def can_continue(self) -> bool:
+        """Whether it can have `committed_ids`: not under rules by which tokens depend on the drafter."""
+        return self.speculation is None or self.speculation.accept is Accept.MATCH
+
 
 class Engine:
     """Requests in, committed tokens out.
@@ -359,8 +364,9 @@ class Engine:
             return
         if len(committed) != params.n:
             raise InputError(f"committed_ids has {len(committed)} lists for n = {params.n} samples")
-        if request.speculation is not None and request.speculation.accept is not Accept.MATCH:
-            raise InputError(f"committed_ids cannot be continued under accept {request.speculation.accept}")
+        if not request.can_continue:
+            accept = (request.speculation or self._default).accept
+            raise InputError(f"committed_ids cannot be continued under accept {accept}")
         most = self.max_len - len(request.prompt_ids) if params.max_tokens is None else params.max_tokens
         for ids in committed:
             _check_ids("committed_ids: ", ids, self._backend.limits.vocab_size)

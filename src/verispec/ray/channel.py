@@ -11,6 +11,7 @@ import asyncio
 import hmac
 import secrets
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
@@ -63,7 +64,7 @@ _read_frame = msgspec.msgpack.Decoder(Frame, dec_hook=_hook).decode
 _read_aborted = msgspec.msgpack.Decoder(int).decode
 
 
-class _Framed(asyncio.Protocol):
+class _Framed(asyncio.Protocol, ABC):
     """Frames of a connection."""
 
     def __init__(self) -> None:
@@ -93,8 +94,9 @@ class _Framed(asyncio.Protocol):
                 return
         del buffer[:start]
 
+    @abstractmethod
     def take(self, frame: bytes) -> None:
-        raise NotImplementedError
+        """Raises MsgspecError for what no peer of ours says."""
 
     def write(self, value: Any) -> None:
         data = _encode(value)

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 from verispec.engine import Request
 from verispec.types import (
-    Accept,
     FinishReason,
     SampleOutput,
     SequenceStats,
@@ -68,9 +67,8 @@ class Journal:
 
     @property
     def can_move(self) -> bool:
-        """Whether another replica can go on with it: not under rules by which tokens depend on the drafter."""
-        speculation = self.request.speculation
-        return not self.has_begun or speculation is None or speculation.accept is Accept.MATCH
+        """Whether another replica can go on with it."""
+        return not self.has_begun or self.request.can_continue
 
     def take(self, events: Iterable[TokenEvent]) -> list[TokenEvent]:
         """Note what a replica committed. Returns what is new of it to the client, under this request's id."""
