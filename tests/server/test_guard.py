@@ -53,11 +53,13 @@ def test_paths_cannot_be_disguised(keyed: Served) -> None:
 
 def test_tenants_share_no_prefix_cache(keyed: Served) -> None:
     def cached(key: str) -> int:
-        body = chat_body("a long prompt that is worth keeping " * 5, max_tokens=2)
+        body = chat_body("a long prompt that is worth keeping " * 5, max_tokens=2, n=3)
         answer = httpx.post(
             f"{keyed.url}/v1/chat/completions", json=body, headers={"x-api-key": key}, timeout=60
         ).json()
-        return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        usage = answer["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] < usage["prompt_tokens"]
+        return usage["prompt_tokens_details"]["cached_tokens"]
 
     assert cached(KEYS[0]) == 0
     assert cached(KEYS[0]) > 0  # control: the same key finds it again

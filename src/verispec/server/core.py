@@ -208,12 +208,19 @@ class Answer:
             "prompt_tokens": self.prompt_len,
             "completion_tokens": self.num_generated,
             "total_tokens": self.prompt_len + self.num_generated,
-            "prompt_tokens_details": {"cached_tokens": sum(s.cached_tokens for s in stats)},
+            "prompt_tokens_details": {"cached_tokens": self._num_cached},
             "completion_tokens_details": {
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": drafted - accepted,
             },
         }
+
+    @property
+    def _num_cached(self) -> int:
+        """Prompt tokens that were found in the cache. What one sample of a prompt computes, the others find there."""
+        n = self.call.params.n
+        found = [choice.output.stats.cached_tokens if choice.output is not None else 0 for choice in self.choices]
+        return sum(min(found[i : i + n]) for i in range(0, len(found), n))
 
     def metrics(self) -> dict[str, Any]:
         """Times and drafts, under vLLM's names; of the first choice where there are several."""
