@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -101,8 +102,9 @@ def _run(
         if journal.num_damaged and not quiet:
             terminal.note(f"{journal.path}: {journal.num_damaged} damaged records; what they held is computed again")
         if num_before < total:
-            workers, close = _workers(chosen, asked, drafting, loading)
-            with CountDisplay("answering", total, quiet=quiet, num_before=num_before) as display:
+            display = CountDisplay("answering", total, quiet=quiet, num_before=num_before)
+            workers, close = _workers(chosen, asked, drafting, loading, note=display.note)
+            with display:
                 batch.run(workers, on_finish=display.reach)
             close()
         differing = []
@@ -122,7 +124,9 @@ def _run(
         raise
 
 
-def _workers(chosen: Options, asked: Asked, drafting: Drafting, loading: Loading) -> tuple[list[Any], Any]:
+def _workers(
+    chosen: Options, asked: Asked, drafting: Drafting, loading: Loading, *, note: Callable[[str], None]
+) -> tuple[list[Any], Any]:
     """Who answers, and what gives their memory back."""
     from verispec.backends.select import default_backend
     from verispec.batch.answers import Answerer
@@ -137,7 +141,9 @@ def _workers(chosen: Options, asked: Asked, drafting: Drafting, loading: Loading
     if not has_gpus and loading.threads is None:
         arguments["threads"] = max(1, (os.cpu_count() or 1) // asked.workers)
     places = [{"device": loading.device + i} if has_gpus else {} for i in range(asked.workers)]
-    return [ProcessWorker({**arguments, **place}, chosen, seconds=asked.save_every) for place in places], lambda: None
+    return [
+        ProcessWorker({**arguments, **place}, chosen, seconds=asked.save_every, note=note) for place in places
+    ], lambda: None
 
 
 def _share(text: str | None) -> float | None:

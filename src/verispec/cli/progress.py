@@ -65,7 +65,7 @@ class CountDisplay:
 
     def __init__(self, what: str, total: int, *, quiet: bool = False, num_before: int = 0) -> None:
         self._bar = _Bar(quiet=quiet)
-        self._what, self._total, self._since = what, total, time.monotonic()
+        self._what, self._total, self._quiet = what, total, quiet
         self._num_before = self.num_done = num_before
 
     def advance(self) -> None:
@@ -82,6 +82,12 @@ class CountDisplay:
         yield
         self._draw()
 
+    def note(self, text: str) -> None:
+        """Say something above the bar."""
+        if not self._quiet:
+            with self.aside():
+                terminal.note(text)
+
     def _draw(self) -> None:
         figures = f"{self.num_done}/{self._total}"
         if self.num_done > self._num_before:
@@ -91,6 +97,7 @@ class CountDisplay:
         self._bar.draw(self._what, self.num_done / max(1, self._total), figures)
 
     def __enter__(self) -> Self:
+        self._since = time.monotonic()
         self._draw()
         return self
 
