@@ -1,184 +1,403 @@
-"""What the benchmarks of drafters share: prompts by task, runs of many arms in turns, passes as they were run."""
+"""What speculation is measured with: prompts by task, drafters by name, runs of one engine, and what passes cost."""
 
 from __future__ import annotations
 
 import json
-import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from verispec import LLM, SamplingParams
-from verispec.backends.cost import CostTable
-from verispec.backends.protocol import Backend, Burst, BurstResult, Pass, Ticket, View
-from verispec.config import EngineConfig
-from verispec.engine import Engine, Request
-from verispec.spec.drafter import Drafter
-from verispec.spec.speculation import Speculation
-from verispec.types import SampleOutput
+from verispec.backends.cost import probe_pass, typical_time
+from verispec.backends.protocol import FULL_VIEW, Backend, NoisyTopK, Pass, ReadyTicket, Ticket, TopKWanted, View
+from verispec.engine import Request
+from verispec.kv import DRAFT_STORE, TARGET_STORE
+from verispec.spec.drafter import Curve, Drafter, Refusal
+from verispec.spec.model_drafter import ModelDrafterConfig
+from verispec.spec.none import NoDrafter
+from verispec.spec.rate import Rate
+from verispec.spec.registry import DRAFTERS, DraftSetup, make_drafters
+from verispec.spec.skip import skip_drafter
+from verispec.spec.speculation import AUTO, Speculation
+from verispec.spec.suffix import SuffixConfig, SuffixDrafter
+from verispec.spec.tree import TreeShape
+from verispec.spec.turn import SequenceView, Turn
+from verispec.types import Accept, Draft, SampleOutput
 
 CHAT = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 NAMES = {"summarization": "summarisation", "math_reasoning": "maths", "qa": "question answering"}
+EDITS = "edits"  # the task of files that are changed in steps
+STEPS = (
+    "Rename the first function to main.",
+    "Add a comment above each return.",
+    "Add type hints.",
+    "Add a docstring to each function.",
+)
+CONTEXT_LEN = 192  # of the passes that are timed
 
 
-def read_tasks(llm: LLM, folder: Path, *, count: int, max_len: int) -> dict[str, list[list[int]]]:
-    """`count` prompts of each task as token ids, through the chat template, cut to their last `max_len` tokens.
+class Prompts:
+    """Texts by task. Files are JSON lines: Spec-Bench (`turns`, `category`), HumanEval (`prompt`, with its
+    `canonical_solution`) or questions (`question`). Without files there are a few words."""
 
-    `folder` holds spec_bench_even.jsonl (Spec-Bench, by category) and humaneval_even.jsonl (code).
-    """
-    texts: dict[str, list[str]] = {}
-    for line in (folder / "spec_bench_even.jsonl").read_text(encoding="utf-8").splitlines():
-        item = json.loads(line)
-        task = "chat" if item["category"] in CHAT else NAMES.get(item["category"], item["category"])
-        texts.setdefault(task, []).append(item["turns"][0])
-    code = (folder / "humaneval_even.jsonl").read_text(encoding="utf-8").splitlines()
-    texts["code"] = ["Complete this function.\n\n" + json.loads(line)["prompt"] for line in code]
+    def __init__(self, llm: LLM, files: Sequence[Path], *, max_len: int) -> None:
+        self._llm, self._max_len = llm, max_len
+        self.texts: dict[str, list[str]] = {}
+        self._code: list[str] = []
+        for line in (line for file in files for line in file.read_text(encoding="utf-8").splitlines()):
+            self._add(json.loads(line))
+        if not files:
+            self._add({"question": "which letter comes after the other"})
+            self._add({"prompt": "a b c ", "canonical_solution": "d e f"})
 
-    def ids(text: str) -> list[int]:
-        return llm.chat_ids([{"role": "user", "content": text}])[-max_len:]
+    def _add(self, item: Mapping[str, Any]) -> None:
+        if "turns" in item:
+            task = "chat" if item["category"] in CHAT else NAMES.get(item["category"], item["category"])
+            self.texts.setdefault(task, []).append(item["turns"][0])
+        elif "canonical_solution" in item:
+            self.texts.setdefault("code", []).append("Complete this function.\n\n" + item["prompt"])
+            self._code.append(item["prompt"] + item["canonical_solution"])
+        else:
+            self.texts.setdefault("maths", []).append(item["question"])
 
-    return {
-        task: [ids(listed[i * len(listed) // count]) for i in range(count)] for task, listed in sorted(texts.items())
-    }
+    def of(self, task: str, count: int) -> list[list[int]]:
+        """So many, spread over what there is, as token ids through the chat template."""
+        listed = self.texts[task]
+        return [self._ids(listed[i * len(listed) // count]) for i in range(count)]
+
+    def mixed(self, count: int) -> list[list[int]]:
+        """So many of all tasks in turn."""
+        tasks = sorted(self.texts)
+        each = {task: self.of(task, -(-count // len(tasks))) for task in tasks}
+        return [each[tasks[i % len(tasks)]][i // len(tasks)] for i in range(count)]
+
+    def edits(self, num_files: int, max_tokens: int) -> list[list[int]]:
+        """A file is changed in steps, and what is answered to a step is the next one's file.
+
+        Generates these answers with drafter `none`: use it before there is another engine.
+        """
+        found = []
+        for text in self._code[1 : 1 + num_files] or self._code[:num_files]:
+            for step in STEPS:
+                found.append(self._ids(f"{step} Answer with the whole file.\n```python\n{text}\n```"))
+                params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+                text = self._llm.generate([found[-1]], params, drafter="none")[0].text
+        return found
+
+    def _ids(self, text: str) -> list[int]:
+        return self._llm.chat_ids([{"role": "user", "content": text}])[-self._max_len :]
 
 
-class PassRecord(NamedTuple):
-    """A pass as it ran."""
+class Arm(NamedTuple):
+    """A way of drafting and judging, by its name in tables; `drafter` is one of `drafters_of`."""
 
-    view: View
-    store: int
-    num_rows: int
-    context_tokens: int
+    name: str
+    drafter: str
+    tree: str | None = None
+    accept: Accept = Accept.MATCH
+
+    @property
+    def speculation(self) -> Speculation:
+        return Speculation(self.drafter, None if self.tree is None else TreeShape.parse(self.tree), self.accept)
+
+    @property
+    def is_match(self) -> bool:
+        """Whether its tokens are those of drafter `none`; other rules draw others, equally distributed."""
+        return self.accept is Accept.MATCH
+
+
+NONE = Arm("none", "none")
+
+
+class PromptLookup(NoDrafter):
+    """What followed the last 4, 3 or 2 tokens the previous time they occurred in the same sequence: `ngram`, which
+    `suffix` has replaced."""
+
+    def __init__(self) -> None:
+        super().__init__("the last 2 tokens occurred nowhere before")
+        self._rates = {n: Rate.fading(0.5, 4.0, 0.98) for n in (4, 3, 2)}
+        self._positions: dict[int, dict[tuple[int, ...], int]] = {}
+        self._matches: dict[
+            int, tuple[int, int, int]
+        ] = {}  # length, the position behind it, the sequence's length then
+
+    @property
+    def version(self) -> int:  # type: ignore[override]
+        return sum(rate.version for rate in self._rates.values())
+
+    def state(self, sequence: SequenceView) -> int | Refusal:
+        tokens, end = sequence.token_ids, len(sequence.token_ids)
+        positions = self._positions.setdefault(sequence.sequence_id, {})
+        match = self._matches.get(sequence.sequence_id, (0, 0, 0))
+        for position in range(match[2] + 1, end + 1):
+            match = (0, 0, end)
+            for n in self._rates:
+                ngram = tuple(tokens[max(0, position - n) : position])
+                if not match[0] and ngram in positions:
+                    match = (n, positions[ngram], end)
+                positions[ngram] = position
+        self._matches[sequence.sequence_id] = match
+        return match[0] or self._refusal
+
+    def curves(self, key: Hashable) -> tuple[Curve, ...]:
+        assert isinstance(key, int)
+        return (Curve.chain(16, self._rates[key].value),)
+
+    def draft(self, turns: Sequence[Turn]) -> list[Draft]:
+        return [Draft.chain(self._follow(turn.sequence, turn.choice.num_nodes)) for turn in turns]
+
+    def _follow(self, sequence: SequenceView, num_nodes: int) -> list[int]:
+        start = self._matches[sequence.sequence_id][1]
+        followed = list(sequence.token_ids[start : start + num_nodes])
+        while len(followed) < num_nodes:
+            followed += followed[: num_nodes - len(followed)]
+        return followed
+
+    def observe(self, turn: Turn) -> None:
+        if turn.verdict is not None and isinstance(turn.draft, Draft):
+            length = self._matches[turn.sequence.sequence_id][0]
+            self._rates[length].observe_chain(len(turn.verdict.path), len(turn.draft))
+
+    def forget(self, sequence: SequenceView) -> None:
+        self._positions.pop(sequence.sequence_id, None)
+        self._matches.pop(sequence.sequence_id, None)
 
 
 @dataclass(slots=True)
-class Recorder:
-    """A backend that notes each pass."""
+class OneHot:
+    """A backend whose draft passes rank children by their logits alone: no noise, whatever the temperature."""
 
     backend: Backend
-    passes: list[PassRecord] = field(default_factory=list)
-    seconds: float = 0.0  # inside passes
-
-    def clear(self) -> None:
-        self.passes, self.seconds = [], 0.0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.backend, name)
 
     def submit(self, pass_: Pass) -> Ticket:
-        rows = pass_.rows
-        context = int((rows.prefix_lens + rows.tail_lens)[rows.seq_rows > 0].sum())
-        self.passes.append(PassRecord(pass_.view, pass_.store, len(rows), context))
-        start = time.perf_counter()
-        ticket = self.backend.submit(pass_)
-        result = ticket.result()
-        self.seconds += time.perf_counter() - start
-        if pass_.burst is not None and result.burst is not None:
-            self._note_burst(pass_, pass_.burst, result.burst)
-        return ticket
+        asked = pass_.wanted.noisy_top_k
+        if asked is not None and (pass_.store or pass_.view != FULL_VIEW):
+            wanted = replace(pass_.wanted, noisy_top_k=None, top_k=TopKWanted(asked.rows, asked.k))
+            result = self.backend.submit(replace(pass_, wanted=wanted)).result()
+            assert result.top_k is not None
+            ranked = NoisyTopK(*result.top_k, result.top_k.values)
+            return ReadyTicket(replace(result, top_k=None, noisy_top_k=ranked))
+        return self.backend.submit(pass_)
 
-    def _note_burst(self, pass_: Pass, burst: Burst, found: BurstResult) -> None:
-        """The passes that the backend ran by itself: drafts of every round, and the verifications behind the first."""
-        lengths = pass_.rows.positions[burst.rows] + 1
-        for i in range(found.accepted.shape[1]):
-            ran, drafted = found.accepted[:, i] >= 0, (found.drafts[:, i] >= 0).sum(axis=-1)
-            for part in burst.drafts:
-                for k in range(int(drafted[part.sequences].max())):
-                    live = part.sequences[drafted[part.sequences] > k]
-                    count = part.first_rows if k == 0 else 1
-                    context = int((lengths[live] + k).sum()) * count
-                    self.passes.append(PassRecord(part.view, part.store, len(live) * count, context))
-            if i and ran.any():
-                context = int(((lengths + drafted) * (1 + drafted))[ran].sum())
-                self.passes.append(PassRecord(pass_.view, pass_.store, int((1 + drafted)[ran].sum()), context))
-            lengths = lengths + np.maximum(0, found.accepted[:, i] + 1)
+
+class Renewed:
+    """A drafter that can be told to forget all it has learned. Unless it `is_for_auto`, `auto` does not have it."""
+
+    def __init__(self, make: Callable[[], Drafter], *, is_for_auto: bool = False) -> None:
+        self._make, self._is_for_auto = make, is_for_auto
+        self._drafter, self._num_versions = make(), 0
+
+    def renew(self) -> None:
+        self._num_versions += 1 + self._drafter.version
+        self._drafter = self._make()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._drafter, name)
+
+    @property
+    def version(self) -> int:
+        return self._num_versions + self._drafter.version
+
+    def state(self, sequence: SequenceView) -> Any:
+        if sequence.speculation.method == AUTO and not self._is_for_auto:
+            return Refusal("not for auto")
+        return self._drafter.state(sequence)
+
+
+class Drafts(NamedTuple):
+    """The model behind forced drafts, and how long `skip` predicts its chains should be."""
+
+    view: View
+    store: int
+    draft_len: int
+
+
+def forced_drafts(llm: LLM) -> dict[str, Drafts]:
+    """By drafter: `skip` if there is a skip set for this model, `model` if there is a draft model."""
+    found = {}
+    menu = llm.skip_menu()
+    entry = None if menu is None else menu.best()
+    if menu is not None and entry is not None:
+        draft_len = menu.profile.best(entry.view, entry.agreement).draft_len
+        found["skip"] = Drafts(entry.view, TARGET_STORE, draft_len)
+    if llm.calibration.draft_cost is not None:
+        found["model"] = Drafts(FULL_VIEW, DRAFT_STORE, 4)
+    return found
+
+
+def drafters_of(llm: LLM) -> dict[str, Drafter]:
+    """Those of the engine; `lookup`; `suffix` without history; and `skip` and `model` forced to draft."""
+    menu, cost, draft_cost = llm.skip_menu(), llm.calibration.cost, llm.calibration.draft_cost
+    setup = DraftSetup(backend=llm.backend, cost=cost, find_menu=lambda: menu, draft_cost=draft_cost)
+    found = make_drafters(setup)
+    found["suffix"] = Renewed(SuffixDrafter, is_for_auto=True)
+    found["suffix, own text"] = Renewed(lambda: SuffixDrafter(SuffixConfig(history_len=0)))
+    found["lookup"] = Renewed(PromptLookup)
+    for name, drafts in forced_drafts(llm).items():
+
+        def forced(backend: Backend, name: str = name) -> Callable[[], Drafter]:
+            if name == "model":
+                return lambda: DRAFTERS[name](replace(setup, backend=backend, force=True))
+            config = ModelDrafterConfig(max_draft=30, force=True)  # without its exit: drafts of full length
+            return lambda: skip_drafter(backend, lambda: menu, config, cost=cost)
+
+        found[f"{name}, full"] = Renewed(forced(llm.backend))
+        found[f"{name}, one-hot"] = Renewed(forced(OneHot(llm.backend)))
+        exits = replace(setup, force=True, draft_len=drafts.draft_len)
+        found[f"{name}, forced"] = Renewed(lambda name=name, exits=exits: DRAFTERS[name](exits))
+    return found
 
 
 @dataclass(slots=True)
 class Run:
-    """One run of one arm: generation alone, the prompts being in the cache."""
+    """Requests of one arm that ran together: generation alone, the prompts being in the cache."""
 
     outputs: list[SampleOutput]
     seconds: float
-    passes: list[PassRecord]
-    pass_seconds: float
 
     @property
     def num_tokens(self) -> int:
         return sum(len(o.token_ids) for o in self.outputs)
 
     @property
-    def rate(self) -> float:
-        return self.num_tokens / self.seconds
+    def num_passes(self) -> int:
+        """Of the target, for each sequence; windows of `decode` are filled by such passes too."""
+        return sum(o.stats.passes + o.stats.fast_passes for o in self.outputs)
+
+    @property
+    def digests(self) -> list[str]:
+        return [o.digest for o in self.outputs]
 
     def total(self, name: str) -> int:
         return sum(getattr(o.stats, name) for o in self.outputs)
 
-    @property
-    def acceptance(self) -> float:
-        return self.total("accepted") / max(1, self.total("drafted"))
-
-    @property
-    def block_efficiency(self) -> float:
-        """Tokens per target pass of a sequence."""
-        return self.num_tokens / sum(o.stats.passes + o.stats.fast_passes for o in self.outputs)
-
-    @property
-    def host_seconds(self) -> float:
-        """What the engine takes between two passes."""
-        return (self.seconds - self.pass_seconds) / len(self.passes)
-
-    def predicted_seconds(self, cost_of: Callable[[View, int], CostTable]) -> float:
-        """What its passes should have taken, without what the engine does between them."""
-        tables = {key: cost_of(*key) for key in {(p.view, p.store) for p in self.passes}}
-        return sum(tables[p.view, p.store].seconds(p.num_rows, p.context_tokens) for p in self.passes)
-
 
 class Stage:
-    """One engine with the drafters of all arms, each under its own name; prompts stay in its prefix cache."""
+    """One engine with the drafters of all arms; prompts stay in its prefix cache."""
 
-    def __init__(
-        self,
-        llm: LLM,
-        drafters: Callable[[Backend], dict[str, Drafter]],
-        *,
-        max_running: int,
-        max_draft: int | None = None,
-    ) -> None:
-        self.recorder = Recorder(llm.backend)
-        found = llm.calibration
-        self._engine = Engine(
-            self.recorder, family=found.family, cost=found.cost, drafters=drafters(self.recorder),
-            config=EngineConfig(num_slots=llm.backend.limits.num_slots, max_running=max_running),
-        )  # fmt: skip
+    def __init__(self, llm: LLM, *, max_running: int) -> None:
+        self._drafters = drafters_of(llm)
+        self._eos_ids = llm.tokenizer.eos_ids
+        self._engine = llm.fresh_engine(drafters=self._drafters, max_running=max_running)
 
-    def warm(self, prompts: Sequence[Sequence[int]], *, drafter: str = "none", tokens: int = 1) -> None:
-        """Put the prompts' K/V into the cache, that of a draft model too if it drafts the few tokens."""
-        params = SamplingParams(max_tokens=tokens)
-        self._run([Request(prompt, params, Speculation(drafter)) for prompt in prompts])
+    def renew(self) -> None:
+        """Drafters forget what they have learned: answers above all, which would be drafted from the next time."""
+        for drafter in self._drafters.values():
+            if isinstance(drafter, Renewed):
+                drafter.renew()
 
-    def run(self, prompts: Sequence[Sequence[int]], params: SamplingParams, **request: Any) -> Run:
-        """Generate from all prompts at once; `request` are further fields of the requests, the drafter above all."""
-        self.recorder.clear()
-        return self._run([Request(prompt, params, **request) for prompt in prompts])
+    def warm(self, prompts: Sequence[Sequence[int]], arms: Sequence[Arm] = (NONE,)) -> None:
+        """Put the prompts' K/V into the cache, that of a draft model too if it drafts a few tokens."""
+        for arm in {arm.drafter: arm for arm in arms}.values():
+            self.run(prompts, SamplingParams(max_tokens=4, temperature=0.0), arm._replace(tree=None))
 
-    def _run(self, requests: Sequence[Request]) -> Run:
+    def run(self, prompts: Sequence[Sequence[int]], params: SamplingParams, arm: Arm) -> Run:
+        """Generate from all prompts at once."""
+        params = params if arm.is_match else replace(params, deterministic=False)
+        requests = [Request(p, params, arm.speculation, eos_ids=self._eos_ids, is_streamed=False) for p in prompts]
+        start = time.perf_counter()
         ids = [self._engine.add(request) for request in requests]
         found: dict[int, SampleOutput] = {}
-        start = time.perf_counter()
         while self._engine.has_work:
             found |= {e.request_id: e.output for e in self._engine.step() if e.output is not None}
-        return Run([found[i] for i in ids], time.perf_counter() - start, self.recorder.passes, self.recorder.seconds)
+        return Run([found[i] for i in ids], time.perf_counter() - start)
 
 
-def median(values: Sequence[float]) -> float:
-    return statistics.median(values)
+class Costs:
+    """T of passes by rows, for the target and for what drafts: timed in turns, several in the air where that is
+    possible, so that it is the device's time. Overwrites K/V: make it before a Stage."""
+
+    def __init__(self, backend: Backend, drafts: Mapping[str, Drafts], *, seconds: float, most_rows: int) -> None:
+        shapes = [m for m in backend.shapes if m <= most_rows]
+        kinds = {"none": (FULL_VIEW, TARGET_STORE), **{name: (d.view, d.store) for name, d in drafts.items()}}
+        context_len = min(CONTEXT_LEN, backend.limits.context_len // 2, backend.limits.num_slots // 2)
+        points = [(name, m) for m in shapes for name in kinds if name == "none" or m <= max(8, most_rows // 4)]
+        passes = {
+            (name, m): probe_pass(backend, m, context_len, view=kinds[name][0], store=kinds[name][1])
+            for name, m in points
+        }
+        num_flights = 4 if backend.limits.prepares else 1
+        times: dict[tuple[str, int], list[float]] = {point: [] for point in points}
+        end = time.perf_counter() + seconds
+        for turn in range(8):
+            for point in points:
+                if turn < 2 or time.perf_counter() < end:
+                    start = time.perf_counter()
+                    tickets = [backend.submit(passes[point]) for _ in range(num_flights)]
+                    for ticket in tickets:
+                        ticket.result()
+                    times[point].append((time.perf_counter() - start) / num_flights)
+        self._known = {
+            name: ([m for n, m in points if n == name], [typical_time(times[p][1:]) for p in points if p[0] == name])
+            for name in kinds
+        }
+
+    def seconds(self, name: str, num_rows: float) -> float:
+        return float(np.interp(num_rows, *self._known[name]))
+
+    def predicted(self, arm: Arm, name: str, batch: int, runs: Sequence[Run]) -> float:
+        """Speed-up E / (N c + v), given the tokens a pass that these runs had; `name` is what drafts."""
+        passes = sum(run.num_passes for run in runs)
+        tokens, nodes = (sum(values) / passes for values in zip(*_counts(runs), strict=True))
+        if arm.tree is None or TreeShape.parse(arm.tree).is_chain:
+            # A pass of a draft serves all sequences that still draft: as many as the one has that exits last.
+            longest = [max(o.stats.draft_passes / max(1, o.stats.passes) for o in run.outputs) for run in runs]
+            drafting = sum(longest) / len(longest) * self.seconds(name, batch)
+        else:
+            widths = (1, *TreeShape.parse(arm.tree).keep[:-1])
+            drafting = sum(self.seconds(name, batch * width) for width in widths)
+        return tokens * self.seconds("none", batch) / (drafting + self.seconds("none", batch * (1 + nodes)))
+
+    def table(self) -> dict[str, dict[int, float]]:
+        """Milliseconds by rows."""
+        return {
+            name: {m: round(t * 1e3, 4) for m, t in zip(*known, strict=True)} for name, known in self._known.items()
+        }
 
 
-def spread(values: Sequence[float]) -> str:
-    """Median and range."""
-    return f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
+def _counts(runs: Sequence[Run]) -> Iterator[tuple[int, int]]:
+    return ((run.num_tokens, run.total("drafted")) for run in runs)
+
+
+class Interval(NamedTuple):
+    """A figure with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.2f} ({self.low:.2f}-{self.high:.2f})"
+
+
+def speed_up(none: np.ndarray, arm: np.ndarray) -> Interval:
+    """Of seconds [rounds, groups] of both, in the same turns: total times, each group's the median of its rounds'.
+
+    The interval is by bootstrap over groups and rounds.
+    """
+
+    def ratios(rounds: np.ndarray, groups: np.ndarray) -> np.ndarray:
+        picked = [seconds[rounds[:, :, None], groups[:, None]] for seconds in (none, arm)]  # [picks, rounds, groups]
+        totals = [np.median(each, axis=1).sum(axis=1) for each in picked]
+        return totals[0] / totals[1]
+
+    rng = np.random.default_rng(0)
+    drawn = ratios(*(rng.integers(0, n, (1000, n)) for n in none.shape))
+    (value,) = ratios(*(np.arange(n)[None] for n in none.shape)).tolist()
+    return Interval(value, *np.quantile(drawn, [0.025, 0.975]).tolist())
+
+
+def block_efficiency(runs: Sequence[Run]) -> Interval:
+    """Tokens per target pass, with its interval over sequences."""
+    pairs = [(len(o.token_ids), o.stats.passes + o.stats.fast_passes) for run in runs for o in run.outputs]
+    tokens, passes = np.array(pairs, float).T
+    picks = np.random.default_rng(0).integers(0, len(tokens), (2000, len(tokens)))
+    drawn = tokens[picks].sum(axis=1) / passes[picks].sum(axis=1)
+    return Interval(float(tokens.sum() / passes.sum()), *np.quantile(drawn, [0.025, 0.975]).tolist())

@@ -1,0 +1,211 @@
+"""Decode-verify-rollback, two parts of bench/speculation.py: what deterministic traffic costs, and what is recomputed.
+
+On a backend that is pure at every shape, and without cheaper weights, windows never differ: there the numpy backend can
+stand in for arithmetics that err, fast passes rounded to bf16 or run on weights of few bits.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from copy import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # backends that err live with the tests
+
+from drafting import speed_up
+from workload import Arrival, RunResult, percentile, play, read_trace
+
+from tests.support.faulty_backends import Bf16FastPasses, WrappedBackend, bf16
+from verispec import SamplingParams
+from verispec.backends.numpy_backend import NumpyBackend
+from verispec.backends.numpy_dense import Dense
+from verispec.backends.numpy_model import NumpyModel
+from verispec.backends.protocol import Backend
+from verispec.engine import Engine, Request
+from verispec.spec.registry import DraftSetup, make_drafters
+from verispec.spec.speculation import Speculation
+
+if TYPE_CHECKING:
+    from speculation import Bench
+
+SHARES = (10, 50, 100)  # per cent of deterministic requests
+WINDOWS = (2, 4, 8, 16, 32, 64)  # N
+UTILISATION = 0.7  # of what the engine can do, where requests arrive one by one
+GROUP = 32  # weights that share a scale, as in backends/cuda/quantize.py
+SHRINKS = (1.0, 0.93, 0.86)
+
+
+def requests_of(bench: Bench, share: int, drafter: str, *, temperature: float = 1.0) -> list[Request]:
+    """The prompts; `share` per cent of them, spread evenly, are deterministic and use `drafter`."""
+    prompts = bench.prompts.mixed(bench.options.requests)
+    count = round(len(prompts) * share / 100)
+    exact = {round((i + 0.5) * len(prompts) / count - 0.5) for i in range(count)}
+    made = []
+    for i, prompt in enumerate(prompts):
+        params = SamplingParams(
+            max_tokens=bench.options.tokens, ignore_eos=True, seed=i, temperature=temperature, deterministic=i in exact
+        )
+        speculation = Speculation(drafter if i in exact else "none")
+        made.append(Request(prompt, params, speculation=speculation, is_streamed=False))
+    return made
+
+
+def digests_of(run: RunResult, requests: list[Request]) -> dict[int, str]:
+    """Of deterministic requests."""
+    pairs = enumerate(zip(run.outputs, requests, strict=True))
+    return {i: output.digest for i, (output, request) in pairs if request.params.deterministic}
+
+
+def played(bench: Bench, share: int, drafter: str, times: list[float]) -> tuple[RunResult, list[Request]]:
+    requests = requests_of(bench, share, drafter)
+    if times[-1]:  # whoever arrives one by one wants to see tokens as they come
+        requests = [replace(request, is_streamed=True) for request in requests]
+    engine = bench.llm.fresh_engine(prefix_cache=False)
+    return play(engine, [Arrival(t, request) for t, request in zip(times, requests, strict=True)]), requests
+
+
+def replay_part(bench: Bench) -> None:
+    """Throughput and latency by the share of deterministic requests: `decode` in any case, and what `auto` chooses."""
+    options = bench.options
+    at_once = [0.0] * options.requests
+    exact: dict[int, str] = {}
+    arms = {"all non-deterministic": None, "none": "none", "decode": "decode", "auto": "auto"}
+    for key, share, deadline in bench.cells("replay", {f"{share} %": share for share in SHARES}):
+        exact = exact or digests_of(*played(bench, 100, "none", at_once))
+        begun = time.perf_counter()
+        seconds: dict[str, list[list[float]]] = {name: [] for name in arms}
+        while not seconds["auto"] or (
+            len(seconds["auto"]) < options.rounds and time.perf_counter() < (begun + deadline) / 2
+        ):
+            for name, drafter in arms.items():
+                run, requests = played(bench, share if drafter else 0, drafter or "none", at_once)
+                _compare(exact, run, requests, f"{name}, {share} %")
+                seconds[name].append([run.seconds])
+        plain = np.array(seconds["all non-deterministic"])
+        tokens = options.requests * options.tokens
+        capacity = tokens / float(np.median(plain))
+        gap = options.tokens / capacity / UTILISATION
+        cells = {}
+        for name, drafter in arms.items():
+            taken = np.array(seconds[name])
+            times = [t * gap for t in read_trace(options.trace, options.requests)]
+            run, requests = played(bench, share if drafter else 0, drafter or "none", times)
+            _compare(exact, run, requests, f"{name}, {share} %, arrivals")
+            speed = {"tokens_per_second": tokens / float(np.median(taken)), "speed_up": speed_up(plain, taken)}
+            cells[name] = speed | _latencies(run, requests)
+        found = {"part": "replay", "model": bench.name, "share": share, "seconds_between_arrivals": gap, "arms": cells}
+        bench.results.add(key, found)
+
+
+def _compare(exact: dict[int, str], run: RunResult, requests: list[Request], what: str) -> None:
+    if any(exact[i] != digest for i, digest in digests_of(run, requests).items()):
+        raise SystemExit(f"{what}: a deterministic request has other tokens")
+
+
+def _latencies(run: RunResult, requests: list[Request]) -> dict[str, Any]:
+    """Seconds, p50 and p99: of whole requests by kind, and between the tokens of those that are not deterministic."""
+    latency: dict[bool, list[float]] = {True: [], False: []}
+    gaps: list[float] = []
+    for output, request in zip(run.outputs, requests, strict=True):
+        latency[request.params.deterministic].append((output.stats.finish_time or 0.0) - output.stats.arrival_time)
+        gaps += [] if request.params.deterministic else output.stats.gaps
+    named = {"latency": latency[False], "deterministic_latency": latency[True], "gap": gaps}
+    return {name: [percentile(values, q) for q in (0.5, 0.99)] for name, values in named.items() if values}
+
+
+def recomputed_part(bench: Bench) -> None:
+    """What `decode` accepts and recomputes by N, and that its output is always the one of `none`."""
+    options, llm = bench.options, bench.llm
+    wanted = {
+        f"{kind} | {temperature:g} | {window_len}": (kind, temperature, window_len)
+        for kind in kinds_of(bench)
+        for temperature in options.temperature
+        for window_len in WINDOWS
+    }
+    exact: dict[float, dict[int, str]] = {}
+    backend, made = llm.backend, ""
+    for key, (kind, temperature, window_len), _ in bench.cells("recomputed", wanted):
+        if temperature not in exact:
+            requests = requests_of(bench, 100, "none", temperature=temperature)
+            exact[temperature] = digests_of(offline(llm.fresh_engine(prefix_cache=False), requests), requests)
+        if made != kind:
+            backend, made = erring(llm.backend, kind), kind
+        engine = Engine(
+            backend, family=llm.calibration.family, cost=llm.calibration.cost,
+            drafters=make_drafters(DraftSetup(draft_len=window_len, backend=backend)),
+            config=replace(llm._config, max_draft=window_len, prefix_cache=False, max_running=8),
+        )  # fmt: skip
+        requests = requests_of(bench, 100, "decode", temperature=temperature)
+        run = offline(engine, requests)
+        _compare(exact[temperature], run, requests, f"{kind}, N = {window_len}")
+        totals = engine.totals
+        bench.results.add(key, {
+            "part": "recomputed", "model": bench.name, "kind": kind, "temperature": temperature, "N": window_len,
+            "committed": totals.committed, "replays": totals.replays, "mismatches": totals.mismatches,
+            "recomputed": totals.recomputed, "recomputed_share": totals.recomputed_fraction,
+            "acceptance": totals.accepted / max(1, totals.accepted + totals.mismatches),
+            "tokens_per_second": run.tokens_per_second,
+        })  # fmt: skip
+
+
+def offline(engine: Engine, requests: list[Request]) -> RunResult:
+    return play(engine, [Arrival(0.0, request) for request in requests])
+
+
+def kinds_of(bench: Bench) -> Iterator[str]:
+    """Arithmetics of fast passes: the backend's own, and on the numpy backend those that it can stand in for."""
+    yield f"weights of {bench.options.fast_weights}" if bench.options.fast_weights else "as they are"
+    if isinstance(bench.llm.backend, NumpyBackend):
+        yield from ("bf16", "int8", "int4")
+
+
+def erring(backend: Backend, kind: str) -> Backend:
+    """The backend, its fast passes in another arithmetic."""
+    if kind == "bf16":
+        return Bf16FastPasses(backend)  # type: ignore[arg-type]
+    return FewBits(backend, int(kind[3:])) if kind in ("int8", "int4") else backend
+
+
+class FewBits(Bf16FastPasses):
+    """Fast passes on weights of few bits, rounded as backends/cuda/quantize.py rounds them; the embedding is exact."""
+
+    def __init__(self, inner: Any, bits: int) -> None:
+        WrappedBackend.__init__(self, inner)
+        self._rounded = [_in_bits(model, bits) for model in inner._models]
+
+
+def _in_bits(model: NumpyModel, bits: int) -> NumpyModel:
+    found = copy(model)
+    found.layers = [copy(layer) for layer in model.layers]
+    for layer in found.layers:
+        layer.qkv, layer.o = rounded(layer.qkv, bits), rounded(layer.o, bits)
+        layer.gate_up, layer.down = rounded(layer.gate_up, bits), rounded(layer.down, bits)
+    found._head = rounded(model._head, bits)
+    found.embed = model.embed  # type: ignore[method-assign]
+    return found
+
+
+def rounded(dense: Dense, bits: int) -> Dense:
+    """The layer with weights of so many bits: a bf16 scale for every 32, the best of three."""
+    found = copy(dense)
+    found._blocks = np.empty_like(dense._blocks)
+    for block, out in zip(dense._blocks, found._blocks, strict=True):  # [in, COLUMN_BLOCK]
+        groups = block.reshape(-1, GROUP, block.shape[1])
+        half = 2 ** (bits - 1)
+        at = np.abs(groups).argmax(axis=1, keepdims=True)
+        extreme = np.take_along_axis(groups, at, axis=1) / -half
+        tries = []
+        for shrink in SHRINKS:
+            scale = bf16(extreme * np.float32(shrink))
+            scale = np.where(scale == 0, np.float32(1), scale)
+            tries.append(np.clip(np.rint(groups / scale), -half, half - 1) * scale)
+        errors = np.stack([((t - groups) ** 2).sum(axis=1, keepdims=True) for t in tries])
+        best = errors.argmin(axis=0)
+        out[:] = np.choose(np.broadcast_to(best, groups.shape), tries).reshape(block.shape)
+    return found
