@@ -18,8 +18,9 @@ run: setup ## Install, fetch the default model once, and stream an answer (PROMP
 serve: setup model ## Serve the default model on http://127.0.0.1:8000 (MODEL=...)
 	$(BIN)/verispec serve --model "$(MODEL)"
 
-check: setup lint ## Lint, types, and every test that needs neither the model nor a compiler, with few of the generated cases
-	$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder --durations 5 -m "not hf and not cuda and not long and not slow" --bare --times 0.05 --cases 2
+check: setup lint ## Lint, types, and the engine's tests that need neither the model nor a compiler, few cases of each; under 90 s
+	$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder --durations 5 -m "not hf and not cuda and not long and not slow" --bare --times 0.02 --cases 1 \
+	  --ignore tests/server --ignore tests/batch --ignore tests/ray
 
 test: setup model lint ## The whole test suite
 	$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder --durations 15 -m "not hf and not cuda and not long"

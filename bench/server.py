@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import random
 import socket
 import statistics
 import subprocess
@@ -23,7 +24,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -154,6 +155,11 @@ def peer(program: str, model: str, count: int) -> Iterator[int]:
         process.wait()
 
 
+def streamed_by_peer(asked: argparse.Namespace, count: int) -> Run:
+    with peer(asked.peer, asked.model, count) as port:
+        return streamed(port, count, max_tokens=asked.tokens, cache_prompt=False)
+
+
 def median(runs: list[Run]) -> Run:
     return Run(*(statistics.median(column) for column in zip(*runs, strict=True)))
 
@@ -168,30 +174,41 @@ def row(*values: object) -> None:
 
 def overhead(asked: argparse.Namespace) -> None:
     table(
-        "streams", "by", "tokens/s", "of LLM.generate's", "first token", "added", "the client's share of the CPU time"
+        "streams",
+        "by",
+        "tokens/s",
+        "of LLM.generate's, median (quartiles)",
+        "first token",
+        "added",
+        "the client's share of the CPU time",
     )
     fields = {"max_tokens": asked.tokens, "seed": 1, "verispec": {"speculative": False}}
     with LLM(asked.model, drafter="none", prefix_cache=False) as llm, served(llm) as port:
         for count in asked.streams:
-            runs: dict[str, list[Run]] = {"LLM.generate": [], "AsyncLLM.stream": [], "HTTP": [], "llama-server": []}
+            arms: dict[str, Callable[..., Run]] = {
+                "LLM.generate": generated,
+                "LLM.generate again": generated,  # what the machine's noise comes to
+                "AsyncLLM.stream": streamed_here,
+                "HTTP": lambda llm, count, _: streamed(port, count, **fields),
+            }
+            if asked.peer:
+                arms["llama-server"] = lambda llm, count, _: streamed_by_peer(asked, count)
+            runs: dict[str, list[Run]] = {name: [] for name in arms}
             for _ in range(asked.repeats):
-                runs["LLM.generate"].append(generated(llm, count, asked.tokens))
-                runs["AsyncLLM.stream"].append(streamed_here(llm, count, asked.tokens))
-                runs["HTTP"].append(streamed(port, count, **fields))
-                if asked.peer:
-                    with peer(asked.peer, asked.model, count) as other:
-                        runs["llama-server"].append(streamed(other, count, max_tokens=asked.tokens, cache_prompt=False))
+                for name in random.sample(
+                    list(arms), len(arms)
+                ):  # a machine may be slower after one than after another
+                    runs[name].append(arms[name](llm, count, asked.tokens))
             base = median(runs["AsyncLLM.stream"])
             for name, each in runs.items():
-                if each:
-                    found = median(each)
-                    share = statistics.median(
-                        a.tokens_per_second / b.tokens_per_second
-                        for a, b in zip(each, runs["LLM.generate"], strict=True)
-                    )
-                    added = f"{1000 * (found.first_token - base.first_token):.1f} ms"
-                    row(count, name, f"{found.tokens_per_second:.1f}", f"{share:.3f}",
-                        f"{1000 * found.first_token:.0f} ms", added, f"{found.client_share:.1%}")  # fmt: skip
+                found = median(each)
+                pairs = zip(each, runs["LLM.generate"], strict=True)
+                shares = sorted(a.tokens_per_second / b.tokens_per_second for a, b in pairs)
+                quarter = len(shares) // 4
+                share = f"{statistics.median(shares):.3f} ({shares[quarter]:.2f}-{shares[-1 - quarter]:.2f})"
+                added = f"{1000 * (found.first_token - base.first_token):.1f} ms"
+                row(count, name, f"{found.tokens_per_second:.1f}", share,
+                    f"{1000 * found.first_token:.0f} ms", added, f"{found.client_share:.1%}")  # fmt: skip
 
 
 @contextmanager

@@ -18,19 +18,23 @@ def check_pass(pass_: Pass, limits: BackendLimits) -> None:
     max_tail = rows.tails.shape[-1]
     if max_tail > limits.max_tail:
         raise InputError(f"tails of {max_tail} slots exceed the maximum depth {limits.max_tail}")
-    for name, low, high in (
-        ("token_ids", FROM_DRAFT, limits.vocab_size),
-        ("positions", 0, limits.context_len),
-        ("slots", ZERO_SLOT + 1, total_slots),
-        ("seq_rows", 0, limits.num_seq_rows + 1),
-        ("prefix_lens", 0, limits.context_len + 1),
-        ("tails", 0, total_slots),
-        ("tail_lens", 0, max_tail + 1),
-    ):
-        array = getattr(rows, name)
+    bounds = {
+        "token_ids": (FROM_DRAFT, limits.vocab_size),
+        "positions": (0, limits.context_len),
+        "slots": (ZERO_SLOT + 1, total_slots),
+        "seq_rows": (0, limits.num_seq_rows + 1),
+        "prefix_lens": (0, limits.context_len + 1),
+        "tail_lens": (0, max_tail + 1),
+    }
+    columns = [getattr(rows, name) for name in bounds]
+    for name, array in (*zip(bounds, columns, strict=True), ("tails", rows.tails)):
         if array.shape[:1] != (num_rows,) or array.ndim != 1 + (name == "tails"):
             raise InputError(f"{name} has shape {array.shape} in a pass of {num_rows} rows")
-        _check_range(name, array, low, high)
+    together = np.array(columns)
+    lowest, highest = together.min(axis=1).tolist(), together.max(axis=1).tolist()
+    for (name, (low, high)), least, most in zip(bounds.items(), lowest, highest, strict=True):
+        _check_bounds(name, low, high, least, most)
+    _check_range("tails", rows.tails, 0, total_slots)
     if (rows.prefix_lens + rows.tail_lens != rows.positions + 1).any():
         raise InputError("a row's context must hold every position up to its own")
     update = pass_.table_update
@@ -90,7 +94,7 @@ def _check_burst(burst: Burst, draw: DrawWanted | None) -> None:
     num_rows = len(burst.rows)
     if num_rows == 0 or len(burst.rounds) != num_rows:
         raise InputError(f"a burst has {num_rows} rows and numbers of rounds for {len(burst.rounds)}")
-    if draw is None or not np.isin(burst.rows, draw.rows).all():
+    if draw is None or not set(burst.rows.tolist()) <= set(draw.rows.tolist()):
         raise InputError("a burst goes on from rows that draw")
     if int(burst.rounds.min()) < 0:
         raise InputError(f"a burst of {int(burst.rounds.min())} rounds")
@@ -123,5 +127,10 @@ def _check_drafts(burst: Burst, rows: Rows, limits: BackendLimits, drafted: np.n
 
 
 def _check_range(name: str, values: np.ndarray, low: int, high: int) -> None:
-    if values.size and not (low <= int(values.min()) and int(values.max()) < high):
-        raise InputError(f"{name} must lie in [{low}, {high}), found {int(values.min())} to {int(values.max())}")
+    if values.size:
+        _check_bounds(name, low, high, int(values.min()), int(values.max()))
+
+
+def _check_bounds(name: str, low: int, high: int, least: int, most: int) -> None:
+    if not low <= least <= most < high:
+        raise InputError(f"{name} must lie in [{low}, {high}), found {least} to {most}")

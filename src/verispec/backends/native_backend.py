@@ -50,6 +50,7 @@ from verispec.sampling.weights import SAMPLING, Totals, logprobs
 # By arithmetic: every shape up to 64, then steps; or those of a GPU. Rows are pure at all, and the audit shows it.
 SHAPES = {"cpu-1": (*range(1, 65), *range(80, 129, 16), *range(160, 257, 32)), HOPPER: ROW_SIZES}
 _PROBED_LENGTHS = (1, 15, 17, 200)
+_MOST_VIEWS = 64  # whose skipped layers are kept as the kernels read them
 EMBEDDING = -1  # as the first layer of a part of a pass: what comes before layer 0
 
 
@@ -75,6 +76,7 @@ class NativeBackend:
         ]  # fmt: skip
         self.stores = [_KVStore(m.architecture, options.num_slots, options.kv_dtype) for m in models]
         self.resident = Resident(self.limits)
+        self._views: dict[tuple[int, View], list[NDArray[np.uint8]]] = {}
         self.bind, self.set_masks = self.resident.bind, self.resident.set_masks
 
     @property
@@ -108,12 +110,17 @@ class NativeBackend:
     def _whole(self, pass_: Pass, burst: Burst) -> PassResult:
         """A pass of a burst's rows alone: all of its rounds in one call."""
         pass_ = self.resident.take(pass_)
-        fed, width = before(pass_, burst), 1 + int(burst.draft_lens.max())
+        fed = before(pass_, burst)
         found = self._rounds(pass_, burst, fed, burst.rounds + 1)
         self.resident.remember(fed)
-        count = 1 + found.accepted[:, 0]  # of round 0, whose draws are the pass's
         assert pass_.wanted.draw is not None
-        drawn = pass_.wanted.draw.rows
+        if not burst.drafts:
+            order = np.argsort(burst.rows)  # that of the rows that draw
+            token_ids, logprobs = found.token_ids, found.logprobs
+            further = found._replace(token_ids=token_ids[:, 1:], logprobs=logprobs[:, 1:])
+            return PassResult(draw=DrawResult(token_ids[order, 0], logprobs[order, 0]), burst=further)
+        drawn, width = pass_.wanted.draw.rows, 1 + int(burst.draft_lens.max())
+        count = 1 + found.accepted[:, 0]  # of round 0, whose draws are the pass's
         draw = DrawResult(np.full(len(drawn), NO_TOKEN, np.int64), np.zeros(len(drawn), np.float32))
         sequence, i = np.nonzero(np.arange(width) < count[:, None])
         at = np.searchsorted(drawn, burst.rows[sequence] + i)
@@ -164,8 +171,14 @@ class NativeBackend:
         return found
 
     def _skipped(self, store: int, view: View) -> list[NDArray[np.uint8]]:
-        layers = range(self._models[store].architecture.num_layers)
-        return [np.array([(i, is_mlp) in view.skipped for i in layers], np.uint8) for is_mlp in (False, True)]
+        found = self._views.get((store, view))
+        if found is None:
+            layers = range(self._models[store].architecture.num_layers)
+            found = [np.array([(i, is_mlp) in view.skipped for i in layers], np.uint8) for is_mlp in (False, True)]
+            if len(self._views) == _MOST_VIEWS:
+                self._views.clear()
+            self._views[store, view] = found
+        return found
 
     def forward(self, pass_: Pass) -> tuple[Float32, Float32 | None]:
         """The residual stream behind the last layer, and what is wanted of it before: layers up to there, and so on."""
