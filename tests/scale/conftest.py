@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from verispec.llm import LLM
 from verispec.model import DEFAULT_MODEL, resolve
 
 OBJECT_STORE_NBYTES = 80_000_000
@@ -61,6 +62,12 @@ class Farm:
                  "cross_check": 0.0, **options}  # fmt: skip
         serve.run(app(given))
 
+    def stop(self) -> None:
+        """What runs: replicas of another kind need its places."""
+        from ray import serve
+
+        serve.delete("default")
+
     def replace_node(self) -> float:
         """Lose a node at once; another one comes. Returns when it was lost."""
         lost = self.engines.pop(0)
@@ -74,15 +81,17 @@ class Farm:
         self.wait_for_replicas(2)
 
     def wait_for_replicas(self, num: int) -> None:
+        deadline = time.monotonic() + 120
+        while (states := self.replica_states) != {"RUNNING": num}:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the replicas are {states}")
+            time.sleep(0.2)
+
+    @property
+    def replica_states(self) -> dict[str, int]:
         from ray import serve
 
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline:
-            states = serve.status().applications["default"].deployments["engine"].replica_states
-            if states.get("RUNNING", 0) == num and len(states) == 1:
-                return
-            time.sleep(0.2)
-        raise TimeoutError(f"the replicas are {states}")
+        return dict(serve.status().applications["default"].deployments["engine"].replica_states)
 
     def metric(self, name: str) -> float:
         text = httpx.get(f"{self.url}/metrics", timeout=60).text
@@ -106,7 +115,7 @@ class Farm:
 
     def _add_once(self, resources: dict[str, float]) -> Any:
         return self._cluster.add_node(
-            num_cpus=1, object_store_memory=OBJECT_STORE_NBYTES, include_dashboard=False, resources=resources,
+            num_cpus=4, object_store_memory=OBJECT_STORE_NBYTES, include_dashboard=False, resources=resources,
             **{name: free_port() for name in _PORTS},
         )  # fmt: skip
 
@@ -116,3 +125,9 @@ def farm() -> Iterator[Farm]:
     found = Farm()
     yield found
     found.close()
+
+
+@pytest.fixture(scope="session")
+def oracle() -> Iterator[LLM]:
+    with LLM(DEFAULT_MODEL, **MODEL) as llm:
+        yield llm

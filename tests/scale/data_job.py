@@ -1,13 +1,17 @@
-"""A Ray Data job, to be killed: python -m tests.scale.data_job ADDRESS MODEL FOLDER"""
+"""A Ray Data job, to be killed: python -m tests.scale.data_job ADDRESS MODEL FOLDER journal|checkpoint"""
 
+import json
 import sys
+from pathlib import Path
 
 import ray
 from ray.data import SaveMode
+from ray.data.checkpoint import CheckpointConfig
 
 from verispec.ray import map_prompts
 
 NUM_PROMPTS = 500
+NUM_FILES = 25
 PARAMS = {"max_tokens": 24, "temperature": 1.0}
 
 
@@ -15,13 +19,25 @@ def prompts() -> list[dict[str, object]]:
     return [{"id": i, "prompt": f"{'abc' * (i % 7)} item {i}"} for i in range(NUM_PROMPTS)]
 
 
+def write_prompts(folder: Path) -> None:
+    folder.mkdir()
+    for number in range(NUM_FILES):
+        lines = map(json.dumps, prompts()[number::NUM_FILES])
+        (folder / f"{number}.json").write_text("\n".join(lines))
+
+
 if __name__ == "__main__":
-    address, model, folder = sys.argv[1:]
+    address, model, folder, keeper = sys.argv[1:]
     ray.init(address=address, log_to_driver=False)
-    ray.data.DataContext.get_current().enable_progress_bars = False
-    rows = ray.data.from_items(prompts(), override_num_blocks=25)
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    if keeper == "checkpoint":
+        context.checkpoint_config = CheckpointConfig(
+            id_column="id", checkpoint_path=f"{folder}/checkpoint", delete_checkpoint_on_success=False
+        )
     answered = map_prompts(
-        rows, model=model, params=PARAMS, id_column="id", batch_size=10, cpus=0.1, actors=2,
-        llm={"threads": 1, "drafter": "ngram"}, journal=f"{folder}/journal",
+        ray.data.read_json(f"{folder}/in"), model=model, params=PARAMS, id_column="id", batch_size=10, cpus=0.1,
+        actors=2, llm={"threads": 1, "drafter": "ngram"}, journal=f"{folder}/journal" if keeper == "journal" else None,
     )  # fmt: skip
-    answered.write_json(f"{folder}/out", mode=SaveMode.OVERWRITE)  # a job before may have written some
+    # A job before may have written some: all of them come again out of a journal, only the others with a checkpoint.
+    answered.write_json(f"{folder}/out", mode=SaveMode.OVERWRITE if keeper == "journal" else SaveMode.APPEND)

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,42 +14,100 @@ import pytest
 pytest.importorskip("ray")
 
 from tests.scale.conftest import Farm
-from tests.scale.data_job import NUM_PROMPTS, PARAMS, prompts
+from tests.scale.data_job import NUM_PROMPTS, PARAMS, prompts, write_prompts
 from tests.support.chat_model import write_chat_model
 from verispec.llm import LLM
 from verispec.ray.data import Answerer
 
-
-def finished(folder: Path) -> int:
-    return sum(path.read_bytes().count(b'"result"') for path in (folder / "journal").glob("*.journal"))
+PENDING = ".pending.parquet"
 
 
-def test_killed_and_resumed_it_is_one_process_byte_for_byte(farm: Farm, tmp_path: Path) -> None:
-    model = write_chat_model(tmp_path / "tiny.gguf")
-    command = [sys.executable, "-m", "tests.scale.data_job", farm.address, str(model), str(tmp_path)]
-    job = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    while finished(tmp_path) < 40 and job.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.02)
-    job.kill()
-    job.wait()
-    kept = finished(tmp_path)
-    assert 40 <= kept < NUM_PROMPTS, kept
-    time.sleep(1.0)  # its actors go, too
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=300)
-    assert finished(tmp_path) < NUM_PROMPTS + 40  # what was finished was not drawn again
-    rows = [json.loads(line) for path in (tmp_path / "out").glob("*.json") for line in path.read_text().splitlines()]
-    assert len(rows) == NUM_PROMPTS
-    found = sorted(json.dumps(row, sort_keys=True) for row in rows)
-    alone = Answerer({"model": model, "threads": 1}, PARAMS, ("prompt", "text", "id"), None)
-    batch = alone({name: [row[name] for row in prompts()] for name in ("id", "prompt")})
-    wanted = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
-    assert found == sorted(json.dumps(row, sort_keys=True) for row in wanted)
-    alone._llm.close()
+class Job:
+    """The job in a folder, over any number of lives."""
+
+    def __init__(self, farm: Farm, folder: Path, model: Path, keeper: str) -> None:
+        write_prompts(folder / "in")
+        self._command = [
+            sys.executable, "-m", "tests.scale.data_job", farm.address, str(model), str(folder), keeper
+        ]  # fmt: skip
+        self._out = folder / "out"
+
+    def killed(self, has_enough: Callable[[], bool]) -> None:
+        job = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 120
+        while not has_enough() and job.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert job.poll() is None
+        job.kill()
+        job.wait()
+        time.sleep(1.0)  # its actors go, too
+
+    def finished(self) -> None:
+        subprocess.run(self._command, check=True, stdout=subprocess.DEVNULL, timeout=300)
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in self._out.glob("*.json")}
+
+    @property
+    def rows(self) -> list[str]:
+        rows = (json.loads(line) for data in self.files.values() for line in data.splitlines())
+        return sorted(json.dumps(row, sort_keys=True) for row in rows)
 
 
-def test_a_journal_of_other_parameters_is_refused(tmp_path: Path) -> None:
-    model = write_chat_model(tmp_path / "tiny.gguf")
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chat_model(tmp_path_factory.mktemp("model") / "tiny.gguf")
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path) -> Iterator[list[str]]:
+    """What one process gives."""
+    answerer = Answerer({"model": model, "threads": 1}, PARAMS, ("prompt", "text", "id"), None)
+    batch = answerer({name: [row[name] for row in prompts()] for name in ("id", "prompt")})
+    yield sorted(
+        json.dumps(dict(zip(batch, values, strict=True)), sort_keys=True)
+        for values in zip(*batch.values(), strict=True)
+    )
+    answerer._llm.close()
+
+
+def test_killed_and_resumed_it_is_one_process_byte_for_byte(
+    farm: Farm, tmp_path: Path, model: Path, alone: list[str]
+) -> None:
+    def num_kept() -> int:
+        return sum(path.read_bytes().count(b'"result"') for path in (tmp_path / "journal").glob("*.journal"))
+
+    job = Job(farm, tmp_path, model, "journal")
+    job.killed(lambda: num_kept() >= 40)
+    assert 40 <= num_kept() < NUM_PROMPTS
+    job.finished()
+    assert num_kept() < NUM_PROMPTS + 40  # what was finished was not drawn again
+    assert job.rows == alone
+
+
+def test_with_rays_own_checkpoint_too(farm: Farm, tmp_path: Path, model: Path, alone: list[str]) -> None:
+    """What was written stays as it is, also by a job that finds nothing left to do; what was not is drawn again."""
+
+    def committed() -> list[Path]:
+        return [path for path in (tmp_path / "checkpoint").glob("*.parquet") if not path.name.endswith(PENDING)]
+
+    job = Job(farm, tmp_path, model, "checkpoint")
+    job.killed(lambda: len(committed()) >= 4)
+    half_done, *done = committed()
+    half_done.rename(half_done.with_name(half_done.stem + PENDING))  # as if it was killed before its last act
+    kept = {name: data for name, data in job.files.items() if any(name.startswith(path.stem) for path in done)}
+    assert len(kept) == len(done) >= 3
+    job.finished()
+    assert kept.items() < job.files.items()
+    assert not any(name.startswith(half_done.stem) for name in job.files)
+    assert job.rows == alone
+    before = job.files
+    job.finished()
+    assert job.files == before
+
+
+def test_a_journal_of_other_parameters_is_refused(tmp_path: Path, model: Path) -> None:
     load, columns = {"model": model, "threads": 1}, ("prompt", "text", "id")
     first = Answerer(load, PARAMS, columns, str(tmp_path / "journal"))
     assert isinstance(first._llm, LLM)
