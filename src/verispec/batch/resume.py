@@ -7,7 +7,7 @@ the same as of a sample that was never stopped. A task says by `PROGRESS` what i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -61,16 +61,16 @@ class ResumingLLM(AsyncLLM):
 
     def open(self, requests: Sequence[Request], *, max_pending: int | None = None) -> Stream:
         samples = PROGRESS.get().samples
-        numbers, resumed, start = [], [], 0
+        samples_of, resumed, start = [], [], 0
         for request in requests:
             n = request.params.n
-            own = {i: samples.setdefault(start + i, Sample()) for i in range(n)} if _can_resume(request) else {}
-            numbers.append(own)
-            resumed.append(_resumed(request, own))
+            own = [samples.setdefault(start + i, Sample()) for i in range(n)] if _can_resume(request) else []
+            samples_of.append(own)
+            resumed.append(request.rest([sample.token_ids for sample in own]))
             start += n
         stream = super().open(resumed, max_pending=max_pending)
-        for request_id, request, own in zip(stream.request_ids, requests, numbers, strict=True):
-            for i, sample in own.items():
+        for request_id, request, own in zip(stream.request_ids, requests, samples_of, strict=True):
+            for i, sample in enumerate(own):
                 before = sample.since(0)
                 given_ids = tuple(request.committed_ids[i]) if request.committed_ids else ()
                 self._lives[request_id, i] = _Life(sample, before, given_ids)
@@ -97,10 +97,3 @@ class ResumingLLM(AsyncLLM):
 
 def _can_resume(request: Request) -> bool:
     return request.params.deterministic and request.can_continue
-
-
-def _resumed(request: Request, samples: Mapping[int, Sample]) -> Request:
-    if not any(len(sample) for sample in samples.values()):
-        return request
-    given = request.committed_ids or [()] * request.params.n
-    return replace(request, committed_ids=[(*given[i], *sample.token_ids) for i, sample in samples.items()])

@@ -10,7 +10,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Integral
 
 from verispec.backends.cost import FLAT_COST, CostTable
@@ -79,6 +79,13 @@ class Request:
     def can_continue(self) -> bool:
         """Whether it can have `committed_ids`: not under rules by which tokens depend on the drafter."""
         return self.speculation is None or self.speculation.accept is Accept.MATCH
+
+    def rest(self, drawn: SequenceOf[SequenceOf[int]]) -> Request:
+        """What is left of it when these tokens were drawn, a list per sample."""
+        if not any(drawn):
+            return self
+        given = self.committed_ids or [()] * self.params.n
+        return replace(self, committed_ids=[(*a, *b) for a, b in zip(given, drawn, strict=True)])
 
 
 class Engine:

@@ -95,13 +95,7 @@ class Journal:
         for sample in self._samples.values():
             sample.before += sample.now
             sample.now = []
-        if not self.has_begun:
-            return self.request
-        committed = [
-            (*sample.given_ids, *(token_id for part in sample.before for token_id in part.token_ids))
-            for sample in self._samples.values()
-        ]
-        return replace(self.request, committed_ids=tuple(committed))
+        return self.request.rest([sample.logprobs.token_ids for sample in self._samples.values()])
 
     def end(self, reason: FinishReason, error: str | None = None) -> list[TokenEvent]:
         """The last events of the samples that have none, for a request that nobody will finish."""
