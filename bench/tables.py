@@ -1,6 +1,6 @@
 """What bench/speculation.py measured, as tables, and as one chart: speed-up of each system by task, one stream.
 
-python bench/tables.py RESULTS.json --chart CHART.svg [--model NAME] [--temperature 0]
+python bench/tables.py RESULTS.json ... --chart CHART.svg [--model NAME] [--temperature 0]
 """
 
 from __future__ import annotations
@@ -219,12 +219,13 @@ def chart(data: Mapping[str, Any], model: str, temperature: float) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path)
+    parser.add_argument("results", type=Path, nargs="+", help="files of bench/speculation.py; of two the later wins")
     parser.add_argument("--chart", type=Path, help="the SVG to write; without it tables are printed")
     parser.add_argument("--model", help="default: the first in the file")
     parser.add_argument("--temperature", type=float, default=0.0)
     options = parser.parse_args()
-    data = json.loads(options.results.read_text())
+    files = [json.loads(path.read_text()) for path in options.results]
+    data = {name: {key: value for file in files for key, value in file[name].items()} for name in ("about", "cells")}
     if options.chart is None:
         print("\n".join(tables(data)))
     else:

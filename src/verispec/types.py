@@ -308,11 +308,12 @@ class Verdict(NamedTuple):
 
 
 class DraftTrace(NamedTuple):
-    """A draft and what became of it, for whoever wants to look: the target's raw probability of each node's token."""
+    """A draft, who drafted it, and what became of it: with the target's raw probability of each node's token."""
 
     draft: Draft
     verdict: Verdict
     target_probabilities: tuple[float, ...]
+    drafter: str
 
 
 class TextPiece(NamedTuple):

@@ -43,6 +43,20 @@ def test_a_line_alone_equals_the_line_in_the_file(cli: Cli, tmp_path: Path) -> N
     assert [line["index"] for line in together] == [0, 1, 2]
 
 
+def test_a_line_may_predict_its_answer(cli: Cli, tmp_path: Path) -> None:
+    """It is drafted from, changes no token and does not go through; what is neither text nor ids is a bad line."""
+    asked = {"prompt": "Name a river.", "max_tokens": 16}
+    answer = cli("generate", "--prompts", jsonl(tmp_path / "a.jsonl", asked), "--stats").json_lines()[0]
+    lines = [{**asked, "seed": 0, "prediction": answer[key]} for key in ("text", "token_ids")]
+    file = jsonl(tmp_path / "b.jsonl", *lines, {**asked, "prediction": 3}, {**asked, "predictions": "x"})
+    *good, bad, slip = cli("generate", "--prompts", file, "--stats").json_lines()
+    assert [line["digest"] for line in good] == [answer["digest"]] * 2
+    assert all("prediction" not in line for line in good)
+    assert all(line["stats"]["accepted"] > answer["stats"]["accepted"] for line in good)
+    assert bad["error"] == "the line['prediction'] must be text or token ids, not int"
+    assert slip["error"] == "unknown key 'predictions'; did you mean prediction?"
+
+
 def test_two_runs_are_the_same_bytes(cli: Cli, tmp_path: Path) -> None:
     """Without a seed line i has seed i, and nothing in a line depends on time, cache or drafter."""
     file = jsonl(tmp_path / "a.jsonl", *[{"prompt": "Name a river.", "id": "r"}] * 3, {"prompt": "hi", "seed": None})

@@ -24,7 +24,7 @@ def trace(parents: list[int], path: list[int], *, bonus_id: int = 9, probabiliti
     count = len(parents)
     shares = tuple(0.5 / (1 + i) for i in range(count))
     draft = Draft(tuple(range(count)), tuple(parents), shares if probabilities else ())
-    return DraftTrace(draft, Verdict(tuple(path), bonus_id), tuple(1 - p for p in shares))
+    return DraftTrace(draft, Verdict(tuple(path), bonus_id), tuple(1 - p for p in shares), "model")
 
 
 def lines(drafted: DraftTrace, *, paint: bool = False, text: Callable[[int], str] = "abcdefghij".__getitem__) -> str:
@@ -114,7 +114,7 @@ def test_show_tree_shows_the_last_drafts_on_stderr(tiny: Cli) -> None:
     done = tiny("--max-tokens", "30", "--tree", "beam:3,3", "--show-tree")
     assert (done.code, done.out) == (0, plain.out)
     shown = done.err.splitlines()
-    heads = [line for line in shown if re.fullmatch(r"draft \d of the last 3: \d+ nodes, \d accepted", line)]
+    heads = [line for line in shown if re.fullmatch(r"draft \d of the last 3 \(model\): \d+ nodes, \d accepted", line)]
     assert [head[6] for head in heads] == ["1", "2", "3"]
     assert re.search(r"\d+ new .*, drafts \d+/\d+, .*digest", shown[-1])
     nodes = sum(int(head.split(":")[1].split()[0]) for head in heads)
@@ -133,6 +133,12 @@ def test_show_tree_of_drafts_from_the_text_and_of_none(tiny: Cli) -> None:
     assert shown or suffix.err == "no drafts to show\n"  # where passes were timed on a busy machine, suffix may not pay
     nothing = tiny("--max-tokens", "5", "--drafter", "none", "--show-tree", "-q", draft=False)
     assert (nothing.code, nothing.err) == (0, "no drafts to show\n")
+
+
+def test_show_tree_says_who_drafted(tiny: Cli) -> None:
+    forced = tiny("--max-tokens", "16", "--regex", "(abc){5}", "--drafter", "suffix", "--show-tree", "-q", draft=False)
+    assert forced.out == "abcabcabcabcabc\n"
+    assert re.search(r"^draft 1 of the last \d \(grammar\): \d+ nodes?, \d+ accepted$", forced.err, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

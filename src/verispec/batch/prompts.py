@@ -27,6 +27,7 @@ _COUNTERS = (
     "recomputed", "preemptions", "time_to_first_token", "longest_gap", "longest_stall", "stall_caused",
     "exit_threshold", "exit_rate",
 )  # fmt: skip
+_KNOWN = (*CONTENT_KEYS, *PARAMETERS, "prediction")
 _LIKENESS = 0.8  # of a key to one that is known, from which on it is taken for a slip
 
 
@@ -54,33 +55,34 @@ class LineReader:
         extra: dict[str, Any] = {}
         try:
             data = load_object(line, name="the line", example='{"prompt": "..."}')
-            extra = {key: data.pop(key) for key in list(data) if key not in (*CONTENT_KEYS, *PARAMETERS)}
+            extra = {key: data.pop(key) for key in list(data) if key not in _KNOWN}
             _check_extra(extra)
             if data.get("seed") is None:
                 data["seed"] = index if self.defaults.seed is None else self.defaults.seed
             asked = spec(data, self.defaults, name="the line")
             if self.recorded:
                 check_recordable(asked.params)
-            return PromptLine(self.llm.request(self._prompt(asked), asked.params, drafter=self.drafter), extra=extra)
+            prompt = {**self._prompt(asked), "prediction": asked.prediction}
+            return PromptLine(self.llm.request(prompt, asked.params, drafter=self.drafter), extra=extra)
         except VerispecError as error:
             return PromptLine(error=str(error), extra={key: extra[key] for key in extra if key not in OBJECT_KEYS})
 
-    def _prompt(self, asked: PromptSpec) -> str | list[int]:
+    def _prompt(self, asked: PromptSpec) -> dict[str, str | list[int]]:
         """Text or ids as the model gets them; a line's own system message replaces the command's."""
         content, messages = asked.content, asked.messages
         if isinstance(content, list):
-            return content
+            return {"token_ids": content}
         if content is not None:
             if not content.strip():
                 raise InputError("prompt must be text that is not empty")
             if self.raw:
-                return content
+                return {"prompt": content}
             messages = [{"role": "user", "content": content}]
         if self.raw:
             raise InputError("messages need the chat template, which --raw turns off")
         if self.system is not None and _lacks_system(messages):
             messages = [{"role": "system", "content": self.system}, *messages]
-        return self.llm.chat_ids(messages)
+        return {"token_ids": self.llm.chat_ids(messages)}
 
 
 def _lacks_system(messages: Any) -> bool:
@@ -91,7 +93,7 @@ def _lacks_system(messages: Any) -> bool:
 def _check_extra(extra: Mapping[str, Any]) -> None:
     for key in extra:
         plain = key.lower().replace("-", "_")
-        meant = get_close_matches(plain, (*CONTENT_KEYS, *PARAMETERS), n=1, cutoff=_LIKENESS)
+        meant = get_close_matches(plain, _KNOWN, n=1, cutoff=_LIKENESS)
         if meant:
             raise InputError(f"unknown key {key!r}; did you mean {meant[0]}?")
         if key in OBJECT_KEYS:

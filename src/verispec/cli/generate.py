@@ -32,8 +32,8 @@ class Asked:
     prompts: str | None = option(
         None, metavar="FILE",
         help='JSON lines, or - for stdin: {"prompt": "..."}, {"token_ids": [...]} or {"messages": [{"role": ..., '
-        '"content": ...}]}, plus sampling parameters ("max_tokens", ...), which win over the options. One JSON line '
-        "each comes out, in input order; other keys (id, answer, ...) go through",
+        '"content": ...}]}, plus "prediction" and sampling parameters ("max_tokens", ...), which win over the options. '
+        "One JSON line each comes out, in input order; other keys (id, answer, ...) go through",
     )  # fmt: skip
     prediction: str | None = option(
         None, metavar="FILE", help="text the answer is expected to have, say a file to be edited: drafts come from it"
@@ -106,7 +106,7 @@ def _check(asked: Asked, sampling: Sampling) -> None:
     if asked.prompts is not None and (asked.prompt is not None or asked.p is not None):
         raise InputError("--prompts takes its prompts from a file; leave the prompt out")
     if asked.prompts is not None and asked.prediction is not None:
-        raise InputError("--prediction is of one prompt; leave --prompts out")
+        raise InputError('--prediction is of one prompt; a line of --prompts has its own under "prediction"')
     if asked.receipt_private and asked.receipt is None:
         raise InputError("--receipt-private needs --receipt FILE")
     if asked.receipt is not None and not sampling.deterministic:
@@ -206,6 +206,7 @@ def _print_trees(llm: LLM, traces: Sequence[DraftTrace]) -> None:
         terminal.note("no drafts to show")
     for i, trace in enumerate(traces, start=1):
         nodes, accepted = len(trace.draft), len(trace.verdict.path)
-        terminal.note(f"draft {i} of the last {len(traces)}: {nodes} nodes, {accepted} accepted")
+        head = f"draft {i} of the last {len(traces)} ({trace.drafter})"
+        terminal.note(f"{head}: {nodes} node{'s' * (nodes != 1)}, {accepted} accepted")
         for line in tree_lines(trace, llm.tokenizer.token_text, paint=paint):
             terminal.styled_note(line)

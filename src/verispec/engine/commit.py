@@ -218,7 +218,8 @@ class Committer:
         else:
             stats.drafted += len(draft)
         if turn.score.node_logprobs:
-            outbox.trace = DraftTrace(draft, verdict, tuple(map(math.exp, turn.score.node_logprobs)))
+            probabilities = tuple(map(math.exp, turn.score.node_logprobs))
+            outbox.trace = DraftTrace(draft, verdict, probabilities, choice.drafter)
 
     def _note_stalls(self, step: Step) -> None:
         """What the replays of this step cost those who had nothing to do with them: rows of final fast passes."""

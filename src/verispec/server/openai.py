@@ -176,6 +176,7 @@ def traced(answer: Answer, commit: Commit) -> dict[str, Any]:
     }
     if (trace := event_.trace) is not None and len(trace.draft):
         found["draft"] = {
+            "drafter": trace.drafter,
             "tokens": [text(token_id) for token_id in trace.draft.token_ids],
             "parents": list(trace.draft.parents),
             "path": list(trace.verdict.path),

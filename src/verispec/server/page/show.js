@@ -30,7 +30,7 @@ export function showTokens(place, told, entries, tip) {
   if (told.rejected?.length) place.append(make("del", told.rejected.slice(0, 8).join(""), { class: "rejected" }));
 }
 
-// A draft as lines: each node under its parent, with both probabilities; the accepted path is bold.
+// A draft as lines: who drafted it; each node under its parent, with both probabilities; the accepted path is bold.
 export function showTree(place, draft) {
   place.replaceChildren();
   const children = (parent) => draft.tokens.map((_, i) => i).filter((i) => draft.parents[i] === parent);
@@ -41,6 +41,7 @@ export function showTree(place, draft) {
     place.append(make(draft.path.includes(node) ? "b" : "span", line), "\n");
     children(node).forEach((child) => write(child, depth + 1));
   };
+  place.append(make("span", `drafted by ${draft.drafter}`), "\n");
   children(-1).forEach((root) => write(root, 0));
 }
 
