@@ -31,7 +31,7 @@ from verispec.backends.protocol import (
     View,
     Wanted,
 )
-from verispec.kv import DUMP_SLOT, TARGET_STORE, ZERO_SLOT
+from verispec.kv import DUMP_SLOT, TARGET_STORE
 
 Ints = Sequence[int] | NDArray[np.generic]
 
@@ -47,13 +47,13 @@ def padded(
 ) -> Rows:
     """Rows, padded to `shape`. `tails` are those of tree rows, by row: the context behind the prefix, own slot last."""
     num_rows = len(token_ids)
-    width = max((len(tail) for _, tail in tails), default=0)
+    width = max([len(tail) for _, tail in tails]) if tails else 0
     if shape > num_rows:
         width = max(1, width)  # padding has its own slot as its tail
     columns = np.zeros((6, shape), np.int32)  # tokens, positions, slots, sequence rows, prefix and tail lengths
     columns[:4, :num_rows] = (token_ids, positions, slots, seq_rows)
     np.add(columns[1, :num_rows], 1, out=columns[4, :num_rows])
-    tail_slots = np.full((shape, width), ZERO_SLOT, np.int32)
+    tail_slots = np.zeros((shape, width), np.int32)  # ZERO_SLOT
     if shape > num_rows:
         columns[2, num_rows:], columns[5, num_rows:] = DUMP_SLOT, 1
         tail_slots[num_rows:, :1] = DUMP_SLOT
@@ -212,7 +212,8 @@ class PassBuilder:
             DistributionWanted(_ints(self.shown_rows)) if self.shown_rows else None,
         )
         rows = self.rows(fit(len(self)))
-        num_head = len(wanted.head_rows())
+        only_draws = not (self.given_rows or self.top_rows or self.noisy.rows or self.shown_rows)
+        num_head = len(draw.rows) if only_draws else len(wanted.head_rows())
         burst = None
         if self.fed_rows:
             num_rows = len(self.fed_rows) + self.token_ids.count(FROM_DRAFT)

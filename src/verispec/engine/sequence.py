@@ -274,8 +274,8 @@ class Sequence:
 
     def take_event(self) -> TokenEvent:
         """Everything committed since the last event, and the whole output if the sequence has ended."""
-        outbox = self.outbox
-        start, count = outbox.next, len(self.logprobs) - outbox.next
+        outbox, start = self.outbox, self.outbox.next
+        count = len(self.logprobs) - start
         pieces = self._take_pieces(count) if outbox.pieces else ("",) * count
         if self.finish_reason is None:
             output, entries = None, self._entries(start)
@@ -287,12 +287,13 @@ class Sequence:
             self.sample_key.sample_index,
             entries,
             pieces,
-            min(outbox.num_accepted, count),
+            min(outbox.num_accepted, count) if outbox.num_accepted else 0,
             outbox.rejected_ids,
             output,
             outbox.trace,
         )
-        outbox.next, outbox.num_accepted, outbox.rejected_ids, outbox.trace = start + count, 0, (), None
+        outbox.next = start + count
+        outbox.num_accepted, outbox.rejected_ids, outbox.trace = 0, (), None
         return event
 
     def _take_pieces(self, count: int) -> tuple[str, ...]:
@@ -306,8 +307,8 @@ class Sequence:
 
     def _entries(self, start: int) -> TokenLogprobs:
         """The tokens drawn, from number `start` on."""
-        drawn = tuple(self.token_ids[self.prompt_len + len(self.given_ids) + start :])
         values = tuple(self.logprobs[start:])
+        drawn = tuple(self.token_ids[len(self.token_ids) - len(values) :])
         if not self.alternatives:
             return TokenLogprobs(drawn, values)
         return TokenLogprobs(
