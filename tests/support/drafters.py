@@ -12,6 +12,7 @@ from verispec.types import NO_DRAFT, Draft
 class Eager:
     has_probabilities = False
     has_trees = False
+    is_companion = False
     version = 0
     most_nodes = 64
 

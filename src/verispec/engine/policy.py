@@ -17,7 +17,6 @@ from typing import NamedTuple
 from verispec.backends.cost import CostTable
 from verispec.spec.drafter import Curve, DrafterSet, Held, Refusal
 from verispec.spec.skip_menu import WORTH_IT
-from verispec.spec.speculation import GRAMMAR
 from verispec.spec.turn import NO_ROOM, PLAIN, Choice, SequenceView, States, Turn
 
 _MOST_ENTRIES = 4096
@@ -170,7 +169,7 @@ class Policy:
     def _choice(self, states: States, drafting: Mapping[str, int], crowd: Crowd) -> Choice:
         refusal = next((s for _, s in states if isinstance(s, Refusal)), "")
         best = None
-        is_free = sum(name != GRAMMAR for name, _ in states) > 1
+        is_free = self._drafters.leaves_choice(name for name, _ in states)
         for name, state in states:
             if not isinstance(state, Refusal):
                 entry = self._entry(name, state, drafting[name], crowd, is_free=is_free)

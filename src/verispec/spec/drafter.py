@@ -8,12 +8,12 @@ asks it only which curve a sequence is on. Adding one takes one file and one lin
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 from verispec.backends.cost import CostTable
 from verispec.spec.constrained import followed
-from verispec.spec.speculation import AUTO, GRAMMAR, OFF
+from verispec.spec.speculation import AUTO, OFF
 from verispec.spec.tree import MAX_NODES, TreeShape
 from verispec.spec.turn import Drafted, Pending, Recipe, SequenceView, Turn
 from verispec.types import NO_PARENT
@@ -71,11 +71,13 @@ class Drafter(Protocol):
     """One way of drafting.
 
     `has_probabilities`: it knows the distributions its tokens are drawn from, so rules that need them can judge it.
-    `has_trees`: it can draft trees of a shape that is asked for.
+    `has_trees`: it can draft trees of a shape that is asked for. `is_companion`: it drafts under constraints, beside
+    whichever drafter a request names.
     """
 
     has_probabilities: bool
     has_trees: bool
+    is_companion: bool
 
     @property
     def version(self) -> int:
@@ -108,6 +110,7 @@ class DrafterSet:
     def __init__(self, drafters: Mapping[str, Drafter], *, vocab_size: int, max_tail: int) -> None:
         self._drafters = dict(drafters)
         self._members = {**{name: (name,) for name in drafters}, AUTO: tuple(drafters)}
+        self._companions = tuple(name for name, drafter in drafters.items() if drafter.is_companion)
         self._vocab_size = vocab_size
         self._max_tail = max_tail
 
@@ -119,15 +122,18 @@ class DrafterSet:
         return self._members.get(name, (name,))
 
     def members_of(self, sequence: SequenceView) -> tuple[str, ...]:
-        """The drafters of a sequence. Under a constraint the grammar drafts too, beside any of them but none.
+        """The drafters of a sequence. Under a constraint companions draft too, beside any of them but none.
 
-        Not where probabilities judge: it has none.
+        Not where probabilities judge: they have none.
         """
         members = self.members(sequence.speculation.method)
-        is_alone = sequence.constraint is None or sequence.uses_probabilities or sequence.speculation.method == OFF
-        if is_alone or GRAMMAR not in self._drafters or GRAMMAR in members:
+        if sequence.constraint is None or sequence.uses_probabilities or sequence.speculation.method == OFF:
             return members
-        return (*members, GRAMMAR)
+        return (*members, *(name for name in self._companions if name not in members))
+
+    def leaves_choice(self, names: Iterable[str]) -> bool:
+        """Whether several of these drafters were asked for: companions are not."""
+        return sum(name not in self._companions for name in names) > 1
 
     def has_probabilities(self, name: str) -> bool:
         """Whether this drafter, or one of those that AUTO chooses from, knows the distributions it draws from."""

@@ -25,6 +25,7 @@ class GrammarDrafter:
     MAX_DRAFT = 32
     has_probabilities = False
     has_trees = False
+    is_companion = True
 
     def __init__(self, max_draft: int = MAX_DRAFT) -> None:
         self._max_draft = max_draft

@@ -97,6 +97,7 @@ class ModelDrafter:
 
     has_probabilities = True
     has_trees = True
+    is_companion = False
 
     def __init__(self, what: str, find: Callable[[], Source | str], config: ModelDrafterConfig) -> None:
         self._what = what

@@ -12,6 +12,7 @@ class NoDrafter:
 
     has_probabilities = False
     has_trees = False
+    is_companion = False
     version = 0
 
     def __init__(self, reason: str = "drafter none") -> None:

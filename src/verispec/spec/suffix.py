@@ -99,6 +99,7 @@ class SuffixDrafter:
 
     has_probabilities = False
     has_trees = True
+    is_companion = False
 
     def __init__(self, config: SuffixConfig | None = None) -> None:
         self._config = config or SuffixConfig()
