@@ -2,8 +2,9 @@
 
     python bench/structured.py MODEL.gguf [--llama-server FILE] [--batch 1 8 32] [--tokens 96] [--pairs 3]
 
-*mask*: microseconds of the host for each token that is committed: moving on in the grammar, and the next mask. *shape*:
-tokens per second by a schema against the same number of free tokens, drafter `none`. *grammar*: the schemas of tools,
+*mask*: microseconds of the host for each token: moving on in the grammar, and the next mask. *shape*: tokens per second
+by a schema against the same number of free tokens, drafter `none`; *by default*: the same with drafter `suffix`, the
+product's default, and the grammar's drafts beside it. *grammar*: the schemas of tools,
 drafter `grammar` against `none`. *beside*: what the free ones of 32 sequences get if 1 or 16 others have a schema,
 against 32 free ones. With --llama-server: its own tokens per second (wall time, one thread), with the same schema
 against without. Prompts are cached.
@@ -23,11 +24,12 @@ from dataclasses import replace
 from typing import Any
 
 from verispec import LLM, SamplingParams
+from verispec.constraints.compiler import Position
 from verispec.engine import Engine, Request
-from verispec.engine.sequence import Sequence as EngineSequence
 from verispec.spec.speculation import Speculation
 
 PROMPT = "Make up a list of people as JSON."
+DEFAULT_DRAFTER = "suffix"
 PORT = 18973
 
 
@@ -66,20 +68,22 @@ def run(engine: Engine, requests: Sequence[Request]) -> tuple[float, list[int]]:
 
 @contextmanager
 def timed_masks() -> Iterator[list[float]]:
-    """The seconds of every step in a grammar meanwhile."""
-    follow, found = EngineSequence._follow, []
+    """The seconds of every new place in a grammar meanwhile, with its mask."""
+    after, found = Position.after, []
 
-    def timed(sequence: EngineSequence, token_id: int) -> None:
-        start = time.thread_time()
-        follow(sequence, token_id)
-        if sequence.constraint is not None:
+    def timed(place: Position, token_id: int) -> Position | None:
+        start, is_new = time.thread_time(), token_id not in place._next
+        behind = after(place, token_id)
+        if behind is not None and is_new:
+            _ = behind.allowed
             found.append(time.thread_time() - start)
+        return behind
 
-    EngineSequence._follow = timed  # type: ignore[method-assign]
+    Position.after = timed  # type: ignore[method-assign]
     try:
         yield found
     finally:
-        EngineSequence._follow = follow  # type: ignore[method-assign]
+        Position.after = after  # type: ignore[method-assign]
 
 
 class Bench:
@@ -116,6 +120,8 @@ class Bench:
         micros = sorted(1e6 * each for each in seconds)
         p50, p99 = micros[len(micros) // 2], micros[int(len(micros) * 0.99)]
         print(f"batch {size}: mask p50 {p50:.0f} us, p99 {p99:.0f} us; shape {self.ratio(shaped, free)}", flush=True)
+        arms = ([self.request(schema, DEFAULT_DRAFTER)] * size for schema in (PEOPLE, None))
+        print(f"batch {size}: by default {self.ratio(*arms)}", flush=True)
 
     def grammar(self, size: int) -> None:
         arms = [

@@ -186,7 +186,7 @@ static const Table* find(const char* name) {
 
 using namespace vs;
 
-VS_API int vs_abi() { return 8; }
+VS_API int vs_abi() { return 9; }
 
 // "" is the best instruction set here; null if it is unknown, or unknown to this CPU.
 VS_API Engine* vs_create(const char* isa, int num_threads) {
@@ -246,14 +246,14 @@ namespace {
 struct Batch {
   std::vector<int32_t> token_ids, positions, slots, seq_rows, prefix_lens, tail_lens, head_rows, logit_rows;
   std::vector<uint64_t> seeds;
-  std::vector<int64_t> t, sample_index, stream, top_k, drawn;
+  std::vector<int64_t> t, sample_index, stream, top_k, masks, drawn;
   std::vector<float> temperature, top_p, log_min_p, logprobs, x, heads, y;
   std::vector<Totals> totals;
 
   void clear() {
     for (auto* part : {&token_ids, &positions, &slots, &seq_rows, &prefix_lens, &tail_lens, &head_rows, &logit_rows})
       part->clear();
-    for (auto* part : {&t, &sample_index, &stream, &top_k}) part->clear();
+    for (auto* part : {&t, &sample_index, &stream, &top_k, &masks}) part->clear();
     for (auto* part : {&temperature, &top_p, &log_min_p}) part->clear();
     seeds.clear();
   }
@@ -270,11 +270,12 @@ struct Batch {
     seeds.push_back(all.seeds[i]), sample_index.push_back(all.sample_index[i]), top_k.push_back(all.top_k[i]);
     t.push_back(positions.back() + 1), stream.push_back(0);
     temperature.push_back(all.temperature[i]), top_p.push_back(all.top_p[i]), log_min_p.push_back(all.log_min_p[i]);
+    masks.push_back(all.masks ? all.masks[i] : 0);
   }
 
   // vs_forward, vs_logits and vs_draw, so it gives their bits.
   void run(Engine* engine, const Model& model, const Store& store, const uint8_t* skip_attention,
-           const uint8_t* skip_mlp, const Rows& rows) {
+           const uint8_t* skip_mlp, const Rows& rows, const Sampling& all) {
     const int num = int(token_ids.size()), num_heads = int(head_rows.size());
     const Rows own = {num, 0, rows.table_width, token_ids.data(), positions.data(), slots.data(), seq_rows.data(),
                       prefix_lens.data(), nullptr, tail_lens.data(), rows.table};
@@ -282,6 +283,7 @@ struct Batch {
     sampling.num_rows = num_heads, sampling.seeds = seeds.data(), sampling.t = t.data();
     sampling.sample_index = sample_index.data(), sampling.stream = stream.data(), sampling.top_k = top_k.data();
     sampling.temperature = temperature.data(), sampling.top_p = top_p.data(), sampling.log_min_p = log_min_p.data();
+    sampling.masks = masks.data(), sampling.allowed = all.allowed, sampling.mask_words = all.mask_words;
     const size_t hidden = size_t(model.hidden);
     fit(x, num * hidden), fit(y, size_t(num_heads) * model.vocab);
     fit(totals, size_t(num_heads)), fit(drawn, size_t(num_heads)), fit(logprobs, size_t(num_heads));
@@ -325,7 +327,7 @@ static void draft_round(Engine* engine, const Rows& rows, const Sampling& all, c
       batch.add(rows, burst.seq_rows[i], k ? draft(i)[k - 1] : burst.tokens[i], burst.t[i] + k);
       batch.draw(all, i);
     }
-    batch.run(engine, *drafting.model, *drafting.store, drafting.skip_attention, drafting.skip_mlp, rows);
+    batch.run(engine, *drafting.model, *drafting.store, drafting.skip_attention, drafting.skip_mlp, rows, all);
     longer.clear();
     for (size_t j = 0; j < live.size(); ++j) {
       const int i = live[j];
@@ -365,7 +367,7 @@ VS_API void vs_burst(Engine* engine, const Model* model, const Rows* rows, const
         batch.draw(*all, i);
       }
     }
-    batch.run(engine, *model, *store, skip_attention, skip_mlp, *rows);
+    batch.run(engine, *model, *store, skip_attention, skip_mlp, *rows, *all);
     int row = 0;
     for (const int i : going) {
       int drafted = 0, accepted = 0;

@@ -87,8 +87,12 @@ static const float* edit(const Sampling& s, int64_t row, const float* logits, in
   for (int32_t i = bias; i < s.num_bias && s.bias_rows[i] == row; ++i) edited[s.bias_ids[i]] += s.bias[i];
   if (masked) {
     const uint32_t* allowed = s.allowed + size_t(s.masks[row]) * size_t(s.mask_words);
-    for (int i = 0; i < vocab; ++i)
-      if (!(allowed[i / 32] >> (i % 32) & 1)) edited[i] -= kInfinity;
+    for (int first = 0; first < vocab; first += 32) {
+      const uint32_t word = allowed[first / 32];
+      const int count = vocab - first < 32 ? vocab - first : 32;
+      if (word == UINT32_MAX) continue;
+      for (int i = 0; i < count; ++i) edited[first + i] -= word >> i & 1 ? 0.0f : kInfinity;
+    }
   }
   return edited;
 }

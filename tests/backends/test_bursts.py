@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.backends.test_conformance import BACKENDS, NUM_SLOTS, PROMPT
+from tests.backends.test_provisions import as_bits
 from tests.support.passes import NO_UPDATE, RowsBuilder, Tape, joined
 from tests.support.sampling_rows import History, SamplingRowsBuilder
 from verispec.backends.protocol import (
@@ -122,15 +123,21 @@ def make(request: pytest.FixtureRequest) -> Callable[[], Backend]:
 
 ROUNDS = (6, 9, 2, 9, 1, 0, 9, 9)  # further rounds of each sequence
 END = PROMPT_LEN + 20  # slots in the table
+ENDS_AT = 7  # every so many tokens one ends an answer under masks
 
 
 class Driven:
     """Eight sequences, one for each kind of parameters, at the end of their prompts."""
 
     def __init__(
-        self, backend: Backend, *, limits: tuple[int, ...] = (200,) * 8, names: tuple[str, ...] = tuple(PARAMS)
+        self,
+        backend: Backend,
+        *,
+        limits: tuple[int, ...] = (200,) * 8,
+        names: tuple[str, ...] = tuple(PARAMS),
+        masked: tuple[int, ...] = (),
     ) -> None:
-        self.backend = backend
+        self.backend, self.masked = backend, masked
         self.tapes = [Tape(backend, seq_row=1 + i, first_slot=40 * i) for i in range(len(names))]
         builder, updates = RowsBuilder(), []
         for i, (tape, name) in enumerate(zip(self.tapes, names, strict=True)):
@@ -152,19 +159,37 @@ class Driven:
                 token_id=token, position=position, slot=tape.slot(position), seq_row=tape.seq_row,
                 prefix_len=position + 1,
             )  # fmt: skip
-        return builder.build(16)
+        rows = builder.build(16)
+        if not self.masked:
+            return rows
+        masks = np.zeros(16, np.int32)
+        for row, (i, token) in enumerate(zip(which, tokens, strict=True)):
+            if i in self.masked:
+                masks[row] = 1 + i
+                self.backend.set_masks(1 + i, self.behind(token))
+        return replace(rows, masks=masks)
+
+    def behind(self, token: int) -> np.ndarray:
+        """A third of the tokens, by the last one."""
+        return as_bits(((np.arange(self.backend.limits.vocab_size) + token) % 3 == 1)[None])
+
+    def follow(self, i: int, token: int) -> np.ndarray | None:
+        assert i in self.masked
+        return None if token % ENDS_AT == 1 else self.behind(token)[0]
 
     def first_pass(self, rounds: tuple[int, ...] | None) -> PassResult:
         every = list(range(len(self.tapes)))
         rows = self.one_row_each(every, [PROMPT_LEN - 1] * len(every), self.last)
         at = np.array(every, np.int32)
-        burst = None if rounds is None else Burst(at, np.array(rounds, np.int32), 16)
+        follow = self.follow if self.masked else None
+        burst = None if rounds is None else Burst(at, np.array(rounds, np.int32), 16, follow=follow)
         return self.backend.submit(a_pass(rows, Wanted(draw=DrawWanted(at)), NO_UPDATE, burst=burst)).result()
 
     def ended(self, i: int, token: int, length: int) -> bool:
         params, stops = self.bound[i].params, () if i == 1 else (3,)
         is_stop = token in stops and length - PROMPT_LEN >= params.min_tokens
-        return token == NO_TOKEN or is_stop or length >= self.bound[i].limit
+        is_complete = i in self.masked and token % ENDS_AT == 1
+        return token == NO_TOKEN or is_stop or is_complete or length >= self.bound[i].limit
 
     def round_by_round(self, rounds: tuple[int, ...]) -> list[list[tuple[int, bytes]]]:
         """What single passes draw, the host feeding every token back."""
@@ -216,6 +241,18 @@ def test_a_burst_is_its_rounds(make: Callable[[], Backend], limits: str) -> None
     lengths = [len(tokens) - 1 for tokens in found]
     assert any(0 < n < m for n, m in zip(lengths, ROUNDS, strict=True)), "nothing stopped early: no control"
     assert any(n == m > 1 for n, m in zip(lengths, ROUNDS, strict=True)), "nothing ran to its end: no control"
+
+
+@pytest.mark.parametrize("names", [("greedy", "filters") * 4, tuple(PARAMS)], ids=["plain", "edited"])
+def test_a_burst_under_masks_is_its_rounds(make: Callable[[], Backend], names: tuple[str, ...]) -> None:
+    """The next masks are asked for between rounds, for some of the sequences; where there is none, one ends."""
+    masked = (0, 1, 3, 6)
+    found = drawn_by(Driven(make(), names=names, masked=masked).first_pass(ROUNDS))
+    assert found == Driven(make(), names=names, masked=masked).round_by_round(ROUNDS)
+    free = drawn_by(Driven(make(), names=names).first_pass(ROUNDS))
+    assert {i for i in range(8) if found[i] != free[i]} <= {*masked}, "masks are for whom they are"
+    assert any(len(found[i]) > 2 for i in masked), "nothing went on under a mask: no control"
+    assert found != free
 
 
 def test_a_burst_goes_on_from_where_the_last_left_it(make: Callable[[], Backend]) -> None:

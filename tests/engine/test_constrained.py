@@ -30,6 +30,7 @@ from verispec.types import Accept, FinishReason, SampleOutput, SamplingParams
 
 PROMPT = tuple(VOCABULARY.encode("tell me"))
 SEEDS = range(6)
+CHEAP = CostTable((1, 64), (1e-6, 1e-6), (0.0, 0.0))  # passes take no time: streams may wait for bursts
 PARAMS = SamplingParams(schema=PERSON, max_tokens=64, temperature=1.0, seed=1)
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -208,15 +209,34 @@ def test_a_grammar_that_fails_ends_its_request_alone(method: str) -> None:
     assert outputs[sound, 0].digest == alone().digest
 
 
-def test_free_requests_go_on_bursting_beside_constrained_ones() -> None:
-    backend = FakeBackend(vocab_size=VOCAB_SIZE, num_masks=80)
-    made = engine(backend=backend, cost=CostTable((1, 64), (1e-6, 1e-6), (0.0, 0.0)), max_burst=8)
+@pytest.mark.parametrize("follows", [True, False])
+def test_free_requests_go_on_bursting_beside_constrained_ones(follows: bool) -> None:
+    backend = FakeBackend(vocab_size=VOCAB_SIZE, num_masks=80, follows=follows)
+    made = engine(backend=backend, cost=CHEAP, max_burst=8)
     made.add(request())
     for seed in range(6):
         params = SamplingParams(max_tokens=40, temperature=1.0, seed=seed)
         made.add(Request(PROMPT, params, Speculation("none"), is_streamed=False))
     collect(made)
-    assert any(p.burst and p.burst.num_rounds and p.rows.masks is not None for p in backend.passes)
+    bursts = [p for p in backend.passes if p.burst and p.burst.num_rounds and p.rows.masks is not None]
+    assert bursts
+    assert any(p.burst.follow for p in bursts) is follows  # type: ignore[union-attr]
+
+
+def test_bursts_under_constraints_change_nothing() -> None:
+    """Masks are given between rounds, alone and beside free requests; the reference has a round in each step."""
+    backend = FakeBackend(vocab_size=VOCAB_SIZE, num_masks=80)
+    made, single = engine(backend=backend, cost=CHEAP, max_burst=8), engine(max_burst=1)
+    for i, variant in enumerate(sorted(VARIANTS.keys() - {"alternatives"})):  # they need the host after each round
+        constrained = replace(request(replace(PARAMS, seed=i % 2, **VARIANTS[variant])), is_streamed=False)
+        free = Request(PROMPT, SamplingParams(max_tokens=30, temperature=1.0, seed=i), Speculation("none"))
+        for one in (constrained, free, constrained):
+            assert made.add(one) == single.add(one)
+    outputs, expected = collect(made), collect(single)
+    assert {key: o.digest for key, o in outputs.items()} == {key: o.digest for key, o in expected.items()}
+    assert {o.finish_reason for o in outputs.values()} == {FinishReason.STOP, FinishReason.LENGTH}
+    passes = [(p.burst, p.rows.masks) for p in backend.passes if p.burst is not None and p.rows.masks is not None]
+    assert sum(int(burst.rounds[masks[burst.rows] > 0].sum()) for burst, masks in passes) > 50
 
 
 class Alike(FakeBackend):

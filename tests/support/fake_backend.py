@@ -56,12 +56,13 @@ class FakeBackend:
         max_tail: int = 64,
         num_stores: int = 1,
         num_masks: int = 8,
+        follows: bool = True,
         model_seed: int = 0,
         sabotage: str = "",
         nan_token: int | None = None,
     ) -> None:
         self.limits = BackendLimits(
-            vocab_size, context_len, num_slots, num_seq_rows, max_tail, num_stores, num_masks=num_masks
+            vocab_size, context_len, num_slots, num_seq_rows, max_tail, num_stores, num_masks=num_masks, follows=follows
         )
         rng = np.random.default_rng(model_seed)
         self.markov = rng.standard_normal((num_stores, vocab_size, vocab_size)).astype(np.float32) * 3

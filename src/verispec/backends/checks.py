@@ -86,8 +86,13 @@ def _check_masks(pass_: Pass, masks: np.ndarray, limits: BackendLimits) -> None:
         raise InputError(f"masks has shape {masks.shape} in a pass of {len(pass_.rows)} rows")
     _check_range("masks", masks, 0, limits.num_masks)
     burst = pass_.burst
-    if burst is not None and (masks[burst.rows] * (burst.rounds + burst.draft_lens)).any():
-        raise InputError("a row with a mask has no further rounds and no draft: the next mask is for the host to say")
+    if burst is None:
+        return
+    masked = masks[burst.rows] > 0
+    if burst.draft_lens[masked].any():
+        raise InputError("a row with a mask has no draft: the next mask is for the host to say")
+    if burst.rounds[masked].any() and not (limits.follows and burst.follow):
+        raise InputError("a row with a mask has further rounds, and nobody to say the next mask")
 
 
 def _check_burst(burst: Burst, draw: DrawWanted | None) -> None:

@@ -40,7 +40,7 @@ from verispec.backends.protocol import (
     Wanted,
 )
 from verispec.backends.resident import Fed, Resident
-from verispec.backends.rounds import before, no_rounds, run_rounds
+from verispec.backends.rounds import before, follow, no_rounds, run_rounds
 from verispec.kv import DUMP_SLOT, NUM_RESERVED, TARGET_STORE
 from verispec.model.architecture import Architecture
 from verispec.sampling.draw import NO_TOKEN, DrawResult, NoisyTopK, TopKResult
@@ -91,11 +91,16 @@ class NativeBackend:
     def submit(self, pass_: Pass) -> ReadyTicket:
         check_pass(pass_, self.limits)
         burst = pass_.burst
-        if burst is None or len(burst.drafts) > 1 or self.resident.has_edits[pass_.rows.seq_rows[burst.rows]].any():
-            return ReadyTicket(run_rounds(self.resident, pass_, self.run))  # penalties and bias are kept in Python
+        if burst is None or self._needs_python(pass_, burst):
+            return ReadyTicket(run_rounds(self.resident, pass_, self.run))
         if _has_nothing_else(pass_, burst):
             return ReadyTicket(self._whole(pass_, burst))
         return ReadyTicket(run_rounds(self.resident, pass_, self.run, self._further))
+
+    def _needs_python(self, pass_: Pass, burst: Burst) -> bool:
+        """Penalties and bias are kept there; drafts by two ways, or beside masks, are rare."""
+        has_edits = self.resident.has_edits[pass_.rows.seq_rows[burst.rows]].any()
+        return bool(has_edits) or len(burst.drafts) > (1 if burst.follow is None else 0)
 
     def run(self, pass_: Pass) -> PassResult:
         """One round of a pass that was checked."""
@@ -137,15 +142,15 @@ class NativeBackend:
         return self._rounds(pass_, burst, fed, burst.rounds)
 
     def _rounds(self, pass_: Pass, burst: Burst, fed: Fed, rounds: Int32) -> BurstResult:
-        """So many rounds of each sequence, in one call; `fed` moves on."""
+        """So many rounds of each sequence, in one call, or in one each where masks are followed; `fed` moves on."""
         resident, (seq_rows, tokens, t) = self.resident, fed
         first, first_tokens = t.copy(), tokens.copy()
-        num_rounds = int(rounds.max())
-        found, stop_ids = no_rounds(burst, num_rounds), resident.stop_ids[seq_rows]
+        num_rounds = int(rounds.max()) if burst.follow is None else 1
+        found, stop_ids, going = no_rounds(burst, num_rounds), resident.stop_ids[seq_rows], np.array(rounds, np.int32)
         struct = native.Burst(
             num_sequences=len(seq_rows), num_rounds=num_rounds, num_stop_ids=stop_ids.shape[1],
             max_draft=found.drafts.shape[2], seq_rows=np.ascontiguousarray(seq_rows, np.int32),
-            rounds=np.ascontiguousarray(rounds, np.int32), draft_lens=burst.draft_lens, stop_ids=stop_ids,
+            rounds=going, draft_lens=burst.draft_lens, stop_ids=stop_ids,
             min_lens=resident.min_lens[seq_rows], limits=resident.limits[seq_rows],
             earlier=resident.slot_tokens[resident.table[seq_rows, np.maximum(t - 1, 0)]].astype(np.int64),
             tokens=tokens, t=t, drawn=found.token_ids, logprobs=found.logprobs, drafts=found.drafts,
@@ -161,10 +166,21 @@ class NativeBackend:
                 skip_attention=skip_attention, skip_mlp=skip_mlp,
                 first_rows=part.first_rows, least_logprob=part.least_logprob,
             )  # fmt: skip
-        self._kernels.call(
-            "vs_burst", *self._structs(pass_), *self._skipped(pass_.store, pass_.view),
+        call = partial(
+            self._kernels.call, "vs_burst", *self._structs(pass_), *self._skipped(pass_.store, pass_.view),
             sampling_struct(resident.sampling(pass_.rows, burst.rows)), struct, drafting,
         )  # fmt: skip
+        if burst.follow is None:
+            call()
+        else:
+            parts = []
+            for number in range(int(rounds.max())):
+                going[:] = (tokens >= 0) & (number < rounds)
+                found.token_ids[:], found.logprobs[:], found.accepted[:] = NO_TOKEN, 0, -1
+                call()
+                follow(resident, pass_, burst, fed, going > 0)
+                parts.append([part.copy() for part in found])
+            found = BurstResult(*(np.concatenate(columns, axis=1) for columns in zip(*parts, strict=True)))
         tokens_of = np.concatenate([first_tokens[:, None], found.token_ids[:, :-1]], axis=1)  # that had rows
         i, j = np.nonzero(np.arange(tokens_of.shape[1]) < (t - first)[:, None])
         resident.slot_tokens[resident.table[seq_rows[i], first[i] + j]] = tokens_of[i, j]
@@ -309,7 +325,6 @@ def _has_nothing_else(pass_: Pass, burst: Burst) -> bool:
         wanted == Wanted(draw=wanted.draw)
         and wanted.draw is not None
         and wanted.draw.noise is None
-        and pass_.rows.masks is None
         and len(wanted.draw.rows) == num_rows == int((pass_.rows.slots != DUMP_SLOT).sum())
         and bool((pass_.rows.token_ids[burst.rows] >= 0).all())
     )

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from verispec.errors import InputError
 
 PATH = Path(__file__).with_name("_native.so")
-ABI = 8
+ABI = 9
 ARITHMETICS = ("cpu-1", "hopper-1")  # by the kernels' number
 ACTIVATIONS = ("silu", "gelu_tanh")  # likewise
 

@@ -70,6 +70,7 @@ class BackendOptions:
             max_tail=self.max_tail,
             num_stores=len(architectures),
             num_masks=NUM_MASKS,
+            follows=True,
             hidden=tuple(HiddenShape(a.num_layers, a.hidden_size) for a in architectures),
         )
 

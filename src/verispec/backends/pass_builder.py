@@ -7,6 +7,7 @@ nodes of a tree do. Padding rows are ordinary rows that write to the dump slot.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -32,6 +33,7 @@ from verispec.backends.protocol import (
     Wanted,
 )
 from verispec.kv import DUMP_SLOT, TARGET_STORE
+from verispec.sampling.constraint import Constraint
 
 Ints = Sequence[int] | NDArray[np.generic]
 
@@ -112,6 +114,7 @@ class PassBuilder:
         self.shown_rows: list[int] = []  # whose distributions are wanted
         self.fed_rows: list[int] = []  # whose draws are fed back, for so many further rounds
         self.fed_rounds: list[int] = []
+        self._followed: dict[int, Constraint] = {}  # by sequence of the burst: where it stands in its grammar
         self._drafts: dict[DraftRule, list[tuple[int, int]]] = {}  # by who drafts: sequences of the burst, lengths
         self.table_rows: list[int] = []  # what the backend's table does not have yet
         self.table_positions: list[int] = []
@@ -154,8 +157,10 @@ class PassBuilder:
         self.tails.append((row, tail))
         return row
 
-    def feed_back(self, row: int, num_rounds: int) -> None:
+    def feed_back(self, row: int, num_rounds: int, constraint: Constraint | None = None) -> None:
         """What a row draws is its sequence's next row, for `num_rounds` rounds with the pass's own."""
+        if constraint is not None and num_rounds > 1:
+            self._followed[len(self.fed_rows)] = constraint
         self.fed_rows.append(row)
         self.fed_rounds.append(num_rounds - 1)
 
@@ -178,10 +183,12 @@ class PassBuilder:
         """Write what may be drawn into rows `first`.. of the backend's mask table; returns the next free one."""
         if not self.masked:
             return first
-        allowed = {id(mask): mask for _, mask in self.masked}
+        moving = {self.fed_rows[i] for i in self._followed}  # their masks are rewritten, and cannot be shared
+        keys = [-row if row in moving else id(mask) for row, mask in self.masked]
+        allowed = dict(zip(keys, (mask for _, mask in self.masked), strict=True))
         numbers = dict(zip(allowed, range(first, first + len(allowed)), strict=True))
         backend.set_masks(first, np.stack([*allowed.values()]))
-        self._mask_rows = {row: numbers[id(mask)] for row, mask in self.masked}
+        self._mask_rows = {row: numbers[key] for (row, _), key in zip(self.masked, keys, strict=True)}
         return first + len(allowed)
 
     def rows(self, shape: int) -> Rows:
@@ -218,7 +225,8 @@ class PassBuilder:
         if self.fed_rows:
             num_rows = len(self.fed_rows) + self.token_ids.count(FROM_DRAFT)
             drafts = tuple(rule.drafting(sequences) for rule, sequences in self._drafts.items())
-            burst = Burst(_ints(self.fed_rows), _ints(self.fed_rounds), fit(num_rows), drafts)
+            follow = partial(_allowed_behind, self._followed) if self._followed else None
+            burst = Burst(_ints(self.fed_rows), _ints(self.fed_rounds), fit(num_rows), drafts, follow)
         table = np.array((self.table_rows, self.table_positions, self.table_slots), np.int32)
         update = TableUpdate(table[0], table[1], table[2])
         head_shape = fit(num_head) if num_head else 0
@@ -226,6 +234,19 @@ class PassBuilder:
 
     def _noisy(self, vocab_size: int) -> NoisyTopKWanted:
         return NoisyTopKWanted(_ints(self.noisy.rows), min(self.noisy_k, vocab_size), self.noisy.own_noise())
+
+
+def _allowed_behind(places: dict[int, Constraint], sequence: int, token_id: int) -> NDArray[np.uint32] | None:
+    """Move on in a grammar. What goes wrong ends the rounds: the commit of the token meets it again, and says so."""
+    try:
+        place = places[sequence].after(token_id)
+        allowed = None if place is None else place.allowed
+    except Exception:
+        return None
+    if place is None or place.is_exhausted:
+        return None
+    places[sequence] = place
+    return allowed
 
 
 def _ints(values: list[int]) -> NDArray[np.int32]:

@@ -11,7 +11,7 @@ it) the backend has seen as rows. So a pass of n plain sequences is n tokens, po
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
@@ -193,6 +193,9 @@ class Drafting(NamedTuple):
         return first_draft_rows(self.store)
 
 
+Follow = Callable[[int, int], NDArray[np.uint32] | None]
+
+
 class Burst(NamedTuple):
     """Further rounds without the host: what is drawn at these rows is fed back, round after round.
 
@@ -201,12 +204,15 @@ class Burst(NamedTuple):
     rows are padded to `shape`. A sequence that draws a stop id, reaches its limit, cannot draw or has had its rounds
     idles from then on. With no rounds, the backend only remembers where the sequences are: a `FROM_STATE` row of a
     later pass goes on from there. Those that draft do so in the pass's own round, too: `FROM_DRAFT` rows behind theirs.
+    Sequences whose rows have masks draft nothing; `follow(i, token_id)` says what sequence i may draw behind its next
+    token, as a row of the mask table, or None if it idles from then on. Their rows of that table are nobody else's.
     """
 
     rows: Int32  # [S], rows of the pass that draw
     rounds: Int32  # [S], further rounds of each
     shape: int
     drafts: tuple[Drafting, ...] = ()
+    follow: Follow | None = None
 
     @property
     def num_rounds(self) -> int:
@@ -326,6 +332,7 @@ class BackendLimits:
     max_tail: int
     num_stores: int = 1
     num_masks: int = 0  # rows of the mask table, with row 0; 0: no masks
+    follows: bool = False  # bursts may have rows with masks
     hidden: tuple[HiddenShape, ...] = ()  # of each store's model; (): hidden states neither go out nor in
     prepares: bool = False  # the first pass of a shape takes long: it is compiled
 

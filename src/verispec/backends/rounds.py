@@ -49,7 +49,9 @@ def run_rounds(resident: Resident, pass_: Pass, run: Run, further: Further | Non
     fed, draws = before(pass_, burst), _draws(pass_, result.draw, burst)
     if drafts is None:
         drafts = np.zeros((len(draws), 0), np.int64)
-    accepted = advance(resident, fed, drafts, draws, np.ones(len(draws), np.bool_))
+    going = np.ones(len(draws), np.bool_)
+    accepted = advance(resident, fed, drafts, draws, going)
+    follow(resident, pass_, burst, fed, going)
     if burst.num_rounds:
         found = further(pass_, burst, fed) if further else _loop(resident, pass_, burst, fed, run)
     else:
@@ -99,6 +101,19 @@ def advance(resident: Resident, fed: Fed, drafts: Tokens, draws: Tokens, going: 
         has_ended[at] |= ~resident.goes_on(Fed(seq_rows[at], tokens[at], t[at]))
     tokens[has_ended] = NO_TOKEN
     return accepted
+
+
+def follow(resident: Resident, pass_: Pass, burst: Burst, fed: Fed, going: NDArray[np.bool_]) -> None:
+    """Renew the masks of the sequences that were going, behind what they drew; NO_TOKEN is fed back where one ends."""
+    if burst.follow is None or pass_.rows.masks is None:
+        return
+    masks = pass_.rows.masks[burst.rows]
+    for i in np.flatnonzero(going & (masks > 0) & (fed.token_ids >= 0)).tolist():
+        allowed = burst.follow(i, int(fed.token_ids[i]))
+        if allowed is None:
+            fed.token_ids[i] = NO_TOKEN
+        else:
+            resident.set_masks(int(masks[i]), allowed[None])
 
 
 def _draws(pass_: Pass, draw: DrawResult, burst: Burst) -> Tokens:
@@ -172,6 +187,10 @@ def _loop(resident: Resident, pass_: Pass, burst: Burst, fed: Fed, run: Run) -> 
         sequence, column = np.nonzero(ids >= 0)
         at, positions = seq_rows[sequence], t[sequence] + column
         rows = padded(ids[sequence, column], positions, resident.table[at, positions], at, shape=burst.shape)
+        if pass_.rows.masks is not None:
+            masks = np.zeros(burst.shape, np.int32)
+            masks[: len(at)] = pass_.rows.masks[burst.rows][sequence]
+            rows = replace(rows, masks=masks)
         wanted = Wanted(draw=DrawWanted(np.arange(len(at), dtype=np.int32)))
         found = run(resident.take(replace(
             pass_, rows=rows, wanted=wanted, table_update=NO_UPDATE, head_shape=burst.shape, burst=None,
@@ -180,6 +199,7 @@ def _loop(resident: Resident, pass_: Pass, burst: Burst, fed: Fed, run: Run) -> 
         draws, logprobs = np.full((len(tokens), width), NO_TOKEN, np.int64), np.zeros((len(tokens), width), np.float32)
         draws[sequence, column], logprobs[sequence, column] = found.token_ids, found.logprobs
         accepted = result.accepted[:, i] = advance(resident, fed, drafts, draws, going)
+        follow(resident, pass_, burst, fed, going)
         sequence, column = np.nonzero(np.arange(width) <= accepted[:, None])
         at = num_drawn[sequence] + column
         result.token_ids[sequence, at] = draws[sequence, column]

@@ -5,11 +5,13 @@ outside of it. Building its tables takes up to a second, once per model.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from llguidance import LLTokenizer, TokenizerWrapper
 
 from verispec.model.tokenizer import Tokenizer
 
+_MAX_CUTS = 4096  # texts that are remembered with their tokens: keys and brackets come again and again
 _MARK = "\x02"  # stands before a text, so that no space is put there
 
 
@@ -28,6 +30,7 @@ class _Source:
         self._ids = {data: i for i, data in enumerate(tokenizer.table) if data and i not in ends}
         self._max_len = max(map(len, self._ids), default=0)
         self._num_marked = len(self._encode(_MARK)) if tokenizer.strips_leading_space else 0
+        self._cut = lru_cache(_MAX_CUTS)(self._cut_now)
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special=False)
@@ -36,6 +39,9 @@ class _Source:
         """Tokens that write exactly this: the tokenizer's own, unless it changes the text or finds control tokens."""
         if not isinstance(text, str):
             raise TypeError("this encodes text, not bytes")  # so the library tells the two kinds apart
+        return self._cut(text)
+
+    def _cut_now(self, text: str) -> list[int]:
         ids = self._encode(_MARK + text)[self._num_marked :] if self._num_marked else self._encode(text)
         data = text.encode()
         return ids if b"".join(map(self._tokenizer.token_bytes, ids)) == data else self._longest(data)

@@ -136,7 +136,12 @@ class Engine:
         max_running = min(config.max_running, row_budget, backend.limits.num_seq_rows)
         self._roster = Roster(self._pool, self._cache, backend.bind, clock, max_running=max_running)
         self._scheduler = Scheduler(
-            self._roster, policy, row_budget=row_budget, has_family=bool(shapes), feeds=config.depth > 1
+            self._roster,
+            policy,
+            row_budget=row_budget,
+            has_family=bool(shapes),
+            feeds=config.depth > 1,
+            follows=backend.limits.follows,
         )
         self._committer = Committer(self._roster)
         self._passes = Passes(

@@ -36,17 +36,25 @@ class Scheduler:
     """Plans steps for the sequences of a roster.
 
     `has_family` says whether there are canonical shapes; without them everything runs in fast passes. `feeds`: the
-    backend remembers draws for turns that are planned ahead.
+    backend remembers draws for turns that are planned ahead. `follows`: it asks for the next masks between rounds.
     """
 
     def __init__(
-        self, roster: Roster, policy: Policy, *, row_budget: int, has_family: bool, feeds: bool = False
+        self,
+        roster: Roster,
+        policy: Policy,
+        *,
+        row_budget: int,
+        has_family: bool,
+        feeds: bool = False,
+        follows: bool = False,
     ) -> None:
         self._roster = roster
         self._policy = policy
         self._row_budget = row_budget
         self._has_family = has_family
         self._feeds = feeds
+        self._follows = follows
         self.host_seconds = 0.0  # of a step, outside its passes
 
     def plan(self) -> Step:
@@ -259,7 +267,8 @@ class Scheduler:
         sequence = turn.sequence
         assert isinstance(sequence, Sequence)
         is_canonical = self._has_family and sequence.params.deterministic
-        return turn.completes and sequence.is_plain and turn.is_canonical is is_canonical
+        goes_on = sequence.is_plain or (self._follows and sequence.is_followed)
+        return turn.completes and goes_on and turn.is_canonical is is_canonical
 
     def _ride(self, turn: Turn, num_rounds: int) -> None:
         """Such a sequence takes part in further rounds, if slots for them are free."""

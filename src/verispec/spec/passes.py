@@ -77,7 +77,7 @@ class Flight:
         """Tell how long a pass took; the rounds of a burst, if they are of one shape, share its time."""
         if pass_.burst is None or result.burst is None:
             self._observe(pass_, seconds)
-        elif not pass_.burst.drafts and pass_.burst.shape == len(pass_.rows):
+        elif not pass_.burst.drafts and pass_.burst.follow is None and pass_.burst.shape == len(pass_.rows):
             num_rounds = 1 + int((result.burst.token_ids >= 0).any(axis=0).sum())
             self._observe(pass_, seconds / num_rounds)
 
@@ -211,7 +211,7 @@ def add_turn(builder: PassBuilder, turn: Turn) -> None:
         _want_draws(builder, turn, range(row, row + 1))
         _mask(builder, turn.places[:1] or (sequence.constraint,), range(row, row + 1))
         if turn.is_fed:
-            builder.feed_back(row, turn.num_rounds)
+            builder.feed_back(row, turn.num_rounds, sequence.constraint)
         if len(draft):
             _add_nodes(builder, turn, draft)
 
