@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from tests.backends.test_conformance import PROMPT, hopper_backend
 from tests.support.native import ISAS, on
+from tests.support.product_cases import KINDS, values
 from tests.support.skipping import skip_setup
 from tests.support.tiny_llm import loaded, write_model
 from verispec.backends import hopper_answers
@@ -33,25 +34,6 @@ from verispec.types import SamplingParams
 pytestmark = pytest.mark.usefixtures("native_kernels")
 
 HOPPER = native.ARITHMETICS.index("hopper-1")
-# Everyday values, all exponents, the edges, and what is no number.
-KINDS = ("plain", "wide", "tiny", "huge", "zeros", "edges", "not finite")
-EDGES = np.array([0, -0.0, 1, -1, 2.0**-126, 2.0**-133, -(2.0**-130), 3.3e38, -3.3e38, 1.99, 255, -255], np.float32)
-
-
-def values(rng: np.random.Generator, kind: str, shape: tuple[int, ...]) -> np.ndarray:
-    x = rng.standard_normal(shape).astype(np.float32)
-    with np.errstate(all="ignore"):
-        if kind == "wide":
-            x = x * np.float32(2) ** rng.integers(-20, 20, shape).astype(np.float32)
-        elif kind in ("tiny", "huge"):
-            x = x * np.float32(2.0 ** {"tiny": -120, "huge": 120}[kind])
-        elif kind == "zeros":
-            x = np.where(rng.random(shape) < 0.9, np.float32(0), x)
-        elif kind == "edges":
-            x = rng.choice(EDGES, shape)
-        elif kind == "not finite":
-            x = np.where(rng.random(shape) < 0.02, rng.choice([np.nan, np.inf, -np.inf], shape), x).astype(np.float32)
-        return bits.bf16(x)
 
 
 def product(x: np.ndarray, w: np.ndarray, isa: str = "", threads: int = 1) -> np.ndarray:

@@ -1,6 +1,7 @@
 """A CPU in the place of the GPU: the same kernels in plain torch and numpy, so that the CUDA backend runs without one.
 
-Products are summed in float64 and rounded once, which keeps rows pure; the bits are not those of a GPU.
+What stands between passes is the kernels' own source (`cuda_emulated.py`). Products are summed in float64 and rounded
+once, which keeps rows pure; the bits are not those of a GPU.
 """
 
 from __future__ import annotations
@@ -10,14 +11,15 @@ from contextlib import nullcontext
 import numpy as np
 import torch
 
+from tests.support import cuda_emulated
+from verispec.backends.cuda.drawing import DrawKernels
 from verispec.backends.cuda.shapes import Shapes, gate_up_order, qkv_order
-from verispec.backends.cuda.steps import HEADER, RECORD, RECORD_WORDS
-from verispec.kv import DUMP_SLOT
+from verispec.backends.cuda.steps import StepKernels
 from verispec.sampling import draw
 from verispec.sampling.rows import SamplingRows
 from verispec.sampling.weights import below_top, weights
 
-AT = {name: i for i, name in enumerate(RECORD)}
+torch.set_num_threads(1)  # tensors are tiny: threads would wait for each other
 
 
 def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -178,100 +180,31 @@ def _ordered(values: np.ndarray) -> np.ndarray:
     return np.where(bits >> 31, ~bits, bits ^ np.uint32(1 << 31)).astype(np.uint64)
 
 
-class StandInSteps:
-    """steps.cu, one row after the other."""
+class StandInSteps(StepKernels):
+    """The kernels' own sources, with fewer threads."""
 
-    def begin(self, state, sizes) -> None:
-        sent = state.sent.numpy()
-        header = dict(zip(HEADER, sent[: len(HEADER)].tolist(), strict=True))
-        records, table, inputs = state.records.numpy(), state.inputs.table.numpy(), state.inputs
+    def __init__(self, *, backwards: bool, changes: tuple[tuple[str, str, str], ...]) -> None:
+        super().__init__()
+        self._backwards, self._changes = backwards, changes
 
-        def part(name: str, *shape: int) -> np.ndarray:
-            return sent[header[f"{name}_at"] :][: int(np.prod(shape))].reshape(shape)
+    def launch(self, source, name, args) -> None:
+        changes = tuple((old, new) for at, old, new in self._changes if at == source)
+        cuda_emulated.launch(
+            source, name, args, grid=(1, 1, 1), threads=1024, fewer=32, backwards=self._backwards, changes=changes
+        )  # fmt: skip
 
-        if header["round"] == 0:
-            for bind in part("binds", header["binds"], RECORD_WORDS + 1):
-                records[bind[0]] = bind[1:]
-            seq_rows, positions, slots = part("updates", 3, header["updates"])
-            table[seq_rows, positions] = slots
-        names = ("token_ids", "positions", "slots", "seq_rows", "prefix_lens", "ready_lens")
 
-        def set_row(i: int, *values: int) -> None:
-            for name, value in zip(names, values, strict=True):
-                getattr(inputs, name)[i] = value
-            state.slot_tokens[values[2]] = values[0]
+class EmulatedDraws(DrawKernels):
+    """The draw's own sources."""
 
-        def set_from_record(i: int, seq_row: int) -> None:
-            token, length = int(records[seq_row, AT["next"]]), int(records[seq_row, AT["length"]])
-            if token < 0:
-                set_row(i, 0, 0, DUMP_SLOT, 0, 1, 0)
-            else:
-                set_row(i, token, length - 1, int(table[seq_row, length - 1]), seq_row, length, length - 1)
+    def __init__(self, vocab: int, rows: int, *, backwards: bool = False) -> None:
+        super().__init__(vocab, rows, device="cpu")
+        self._backwards = backwards
 
-        if sizes.is_round:
-            seq_rows, rounds, tokens, positions = part("members", 4, header["members"])
-            for i in range(sizes.rows):
-                if i < len(seq_rows) and header["round"] == 0 and tokens[i] >= 0:
-                    records[seq_rows[i], [AT["next"], AT["length"]]] = tokens[i], positions[i] + 1
-                if i < len(seq_rows) and header["round"] <= rounds[i]:
-                    set_from_record(i, int(seq_rows[i]))
-                else:
-                    set_row(i, 0, 0, DUMP_SLOT, 0, 1, 0)
-                self._set_draw(state, i, i, int(inputs.seq_rows[i]), -1, 0, 0)
-            return
-        for i, values in enumerate(part("rows", 6, sizes.rows).T.tolist()):
-            if values[0] < 0:
-                set_from_record(i, values[3])
-            else:
-                set_row(i, *values)
-        width = header["tail_width"]
-        inputs.tails[: sizes.rows, :width] = torch.from_numpy(part("tails", sizes.rows, width))
-        state.groups[:] = 0
-        assert header["groups"] <= max(1, sizes.num_groups)
-        state.groups[: header["groups"]] = torch.from_numpy(part("groups", header["groups"], 2))
-        draws = part("draws", 4, header["draws"])
-        assert draws.shape[1] <= sizes.head_rows
-        for i in range(sizes.head_rows):
-            row, *rest = draws[:, i].tolist() if i < draws.shape[1] else (0, 0, 0, 0)
-            self._set_draw(state, i, row, int(inputs.seq_rows[row]) if i < draws.shape[1] else 0, *rest)
-
-    def _set_draw(self, state, i: int, row: int, seq_row: int, t: int, stream: int, mask: int) -> None:
-        record, draws = state.records[seq_row], state.draws
-        state.row_ids[i], draws.masks[i] = row, mask
-        draws.seeds[i] = record[:2]
-        t = int(state.inputs.positions[row]) + 1 if t < 0 else t
-        draws.counters[i] = torch.tensor([t, int(record[AT["sample"]]), stream])
-        draws.top_k[i] = record[AT["top_k"]]
-        for name in ("temperature", "top_p", "log_min_p"):
-            getattr(draws, name)[i] = record[AT[name]].reshape(1).view(torch.float32)[0]
-
-    def end(self, state, sizes, drawn, logprobs, not_finite) -> None:
-        sent, records, inputs = state.sent.numpy(), state.records.numpy(), state.inputs
-        header = dict(zip(HEADER, sent[: len(HEADER)].tolist(), strict=True))
-        records[inputs.seq_rows[: sizes.rows].numpy()[not_finite[: sizes.rows].numpy() != 0], AT["broken"]] = 1
-        width = header["out_width"]
-        out = state.out.numpy()[header["round"] * 2 * width :][: 2 * width].reshape(2, width)
-
-        def remember(row: int, token: int) -> None:
-            record, length = records[int(inputs.seq_rows[row])], int(inputs.positions[row]) + 2
-            stops = record[len(RECORD) :][: record[AT["num_stops"]]]
-            goes_on = token >= 0 and length < record[AT["limit"]] and token not in stops
-            record[[AT["next"], AT["length"]]] = token if goes_on else -1, length
-
-        for i in range(header["members"] if sizes.is_round else header["draws"]):
-            row = int(state.row_ids[i])
-            is_padding = int(inputs.slots[row]) == DUMP_SLOT
-            broken = records[int(inputs.seq_rows[row]), AT["broken"]]
-            out[0, i] = -1 if is_padding or broken else drawn[i]
-            out[1, i] = 0 if is_padding else logprobs[i : i + 1].view(torch.int32)[0]
-            if sizes.is_round and not is_padding:
-                remember(row, int(out[0, i]))
-        if not sizes.is_round:
-            for at in sent[header["fed_at"] :][: header["fed"]].tolist():
-                row = int(state.row_ids[at])
-                if int(inputs.slots[row]) != DUMP_SLOT:
-                    remember(row, int(out[0, at]))
-        sent[0] = header["round"] + 1
+    def launch(self, source, name, grid, threads, args, *, defines) -> None:
+        cuda_emulated.launch(
+            source, name, args, grid=grid, threads=threads, defines=tuple(defines), backwards=self._backwards
+        )
 
 
 class StandInGraph:
@@ -292,6 +225,11 @@ class StandIn:
 
     name = "cpu"
 
+    def __init__(self, *, backwards: bool = False, changes: tuple[tuple[str, str, str], ...] = ()) -> None:
+        """Threads of kernels between passes take turns `backwards`; `changes` are made to a
+        source: its name, old and new text."""
+        self._steps = StandInSteps(backwards=backwards, changes=changes)
+
     def kernels(self, shapes) -> StandInKernels:
         return StandInKernels(shapes)
 
@@ -299,7 +237,7 @@ class StandIn:
         return StandInDraws(rows)
 
     def steps(self) -> StandInSteps:
-        return StandInSteps()
+        return self._steps
 
     def capture(self, work) -> StandInGraph:
         work()

@@ -15,11 +15,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from tests.support import product_cases
 from verispec.backends.cuda import bits, kernels, tiny
 from verispec.backends.cuda.bit_model import Context, attention
 from verispec.backends.cuda.forward import DeviceModel, Plan
 from verispec.backends.cuda.kernels import ALL_FEW, ALL_MANY, RowInputs, tree_of_parts, undivided_products
-from verispec.backends.cuda.shapes import SPAN, Positions, Shapes, rope_tables
+from verispec.backends.cuda.shapes import SPAN, Positions, Shapes, num_parts, rope_tables
 
 RESULTS: list[dict[str, object]] = []
 
@@ -224,6 +225,33 @@ def check_products(name: str) -> None:
                 compare(f"{name} {kind} {spread}: float32 library, bit model", fp32, torch.from_numpy(exact).cuda())
 
 
+def check_odd_products() -> None:
+    """Zeros, edges, sums that overflow, NaN and infinities on either side: few rows, many rows, and float32 results."""
+    rng, launch = np.random.default_rng(2), random_model("smol", layers=1, max_rows=8, sequences=1).kernels
+    for outputs, columns in ((64, 64), (96, 576), (1152, 192)):
+        parts = num_parts(outputs, columns)
+        for kind in product_cases.KINDS:
+            for weight_kind in product_cases.KINDS:
+                x = product_cases.values(rng, kind, (8, columns))
+                w = product_cases.values(rng, weight_kind, (outputs, columns))
+                with np.errstate(all="ignore"):
+                    exact = bits.product(x, w, parts)
+                    reference = torch.from_numpy(bits.bf16(exact)).cuda()
+                left, right = (torch.from_numpy(part).cuda().to(torch.bfloat16) for part in (x, w))
+                label = f"odd product {outputs} x {columns}, {kind} by {weight_kind}"
+                compare(f"{label}: ours", launch.plain(left, right, many=False), reference)
+                with undivided_products():
+                    compare(f"{label}: library", launch.plain(left, right, many=True), reference)
+                    whole = torch.mm(left, right.t(), out_dtype=torch.float32) if parts == 1 else None
+                if whole is not None:
+                    compare(f"{label}: float32 library", whole, torch.from_numpy(exact).cuda())
+    with np.errstate(all="ignore"):
+        finite = torch.from_numpy(bits.product(np.nan_to_num(x, nan=1, posinf=1, neginf=1), w, parts)).cuda()
+    compare(
+        "odd product control: without what is no number", launch.plain(left, right, many=False), finite, control=True
+    )
+
+
 # Row purity in captured graphs
 
 LENS = (1, 63, 64, 65, 255, 256, 257, 511, 512, 513, 1000, 1999)
@@ -390,6 +418,7 @@ def sections(full: bool) -> Iterator[tuple[str, Callable[[], None]]]:
     yield "goldens", lambda: _write("goldens.json", goldens)
     for name in SHAPES:
         yield f"products {name}", lambda name=name: check_products(name)
+    yield "odd products", check_odd_products
     few = (1, 2, 3, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33, 48, 63, 64)
     many = (1, 2, 3, 8, 16, 17, 32, 33, 64, 96, 128, 192, 255, 256, 512, 1024)
     for name in SHAPES:

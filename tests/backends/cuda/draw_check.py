@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -72,11 +73,18 @@ def check_noise(words: int) -> int:
     return different + odd
 
 
-def check_draws() -> int:
+KINDS = ("plain", "ties", "banned", "unusable", "edited", "flat")
+VOCABS = (320, 5000, 49152, 151936, 262144)
+
+
+def check_draws(
+    make: Callable[[int, int], DrawKernels] = DrawKernels, device: str = "cuda", vocabs: tuple[int, ...] = VOCABS
+) -> int:
+    """How many draws are not those of plain numpy, which sorts."""
     rng, wrong, total = np.random.default_rng(0), 0, 0
-    for vocab in (320, 5000, 49152, 151936):
-        kernels = DrawKernels(vocab, 64)
-        for kind in ("plain", "ties", "banned", "unusable", "edited"):
+    for vocab in vocabs:
+        kernels = make(vocab, 64)
+        for kind in KINDS:
             rows = 12
             logits = draw_case(rng, kind, vocab, rows)
             edited = logits + (rng.random(logits.shape) < 0.1).astype(np.float32) if kind == "edited" else logits
@@ -85,8 +93,8 @@ def check_draws() -> int:
                 if not filters:
                     parameters = [{**p, "top_k": 0, "top_p": 1.0, "log_min_p": -math.inf} for p in parameters]
                 kernels.draw(
-                    torch.from_numpy(logits).cuda(), device_parameters(parameters), rows, filters=filters,
-                    edited=torch.from_numpy(edited).cuda() if kind == "edited" else None,
+                    torch.from_numpy(logits).to(device), device_parameters(parameters, device), rows, filters=filters,
+                    edited=torch.from_numpy(edited).to(device) if kind == "edited" else None,
                 )  # fmt: skip
                 tokens, logprobs = kernels.token_ids.tolist(), kernels.logprobs.cpu().numpy()
                 for i in range(rows):
@@ -104,12 +112,12 @@ def check_draws() -> int:
     return wrong
 
 
-def device_parameters(rows: list[dict[str, float]]) -> DrawInputs:
+def device_parameters(rows: list[dict[str, float]], device: str = "cuda") -> DrawInputs:
     def ints(values: list[list[int]]) -> torch.Tensor:
-        return torch.from_numpy(np.array(values, np.uint64).astype(np.uint32).view(np.int32)).cuda()
+        return torch.from_numpy(np.array(values, np.uint64).astype(np.uint32).view(np.int32)).to(device)
 
     def column(name: str, dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor([row[name] for row in rows], dtype=dtype, device="cuda")
+        return torch.tensor([row[name] for row in rows], dtype=dtype, device=device)
 
     return DrawInputs(
         seeds=ints([[int(r["seed"]) & 0xFFFFFFFF, int(r["seed"]) >> 32] for r in rows]),

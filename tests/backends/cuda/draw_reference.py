@@ -58,6 +58,8 @@ def draw_case(rng: np.random.Generator, kind: str, vocab: int, rows: int) -> np.
         logits = np.round(logits * 2) / 2
     if kind == "banned":
         logits[:, ::2] = -np.inf
+    if kind == "flat":  # more ids than a list of candidates holds, all nearly alike
+        logits *= np.float32(1e-3)
     if kind == "unusable":
         logits[0, 5], logits[1, 7], logits[2] = np.nan, np.inf, -np.inf
     return logits.astype(np.float32)

@@ -4,7 +4,9 @@ equality."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -13,8 +15,8 @@ from tests.backends import test_bursts as bursts  # noqa: E402
 from tests.backends import test_conformance as conformance  # noqa: E402
 from tests.backends import test_drafted_bursts as drafted  # noqa: E402
 from tests.backends import test_provisions as provisions  # noqa: E402
-from tests.backends.cuda import backend_check  # noqa: E402
-from tests.support.cuda_stand_in import StandIn  # noqa: E402
+from tests.backends.cuda import backend_check, draw_check  # noqa: E402
+from tests.support.cuda_stand_in import EmulatedDraws, StandIn  # noqa: E402
 from tests.support.passes import Tape  # noqa: E402
 from tests.support.tiny_models import TinyConfig, make_tensors  # noqa: E402
 from verispec.backends.cuda.backend import CudaBackend, CudaModel  # noqa: E402
@@ -33,11 +35,11 @@ pytestmark = pytest.mark.cuda
 GEMMA = {"num_layers": 3, "window": 21, "tied_head": True}
 
 
-def stand_in(family: str) -> CudaBackend:
+def stand_in(family: str, **steps: object) -> CudaBackend:
     changes = GEMMA if family == "gemma3" else {}
     configs = [TinyConfig(family=family, seed=seed, context_len=256, **changes) for seed in (1, 2)]
     models = [CudaModel(c.architecture, make_tensors(c).__getitem__) for c in configs]
-    device = Gpu(0, cache_dir() / "cuda") if torch.cuda.is_available() else StandIn()
+    device = Gpu(0, cache_dir() / "cuda") if torch.cuda.is_available() else StandIn(**steps)
     return CudaBackend(models, device=device, num_slots=conformance.NUM_SLOTS, num_seq_rows=8, max_tail=32)
 
 
@@ -91,6 +93,25 @@ def test_what_the_gpu_check_compares(monkeypatch: pytest.MonkeyPatch) -> None:
     for check in (backend_check.check_bursts, backend_check.check_draws, backend_check.check_not_finite):
         check("qwen3", StandIn())
     assert backend_check.FAILED == []
+
+
+def test_draws_by_the_kernels_are_those_of_plain_numpy() -> None:
+    """By their own source, whose threads run one after the other, the last one first."""
+    with np.errstate(all="ignore"):
+        assert draw_check.check_draws(partial(EmulatedDraws, backwards=True), "cpu", (320,)) == 0
+
+
+def test_a_fault_between_rounds_is_noticed() -> None:
+    """The control: a device that forgets stops or limits."""
+
+    def driven(*changes: tuple[str, str, str]) -> backend_check.Driven:
+        backend = backend_check.make("qwen3", StandIn(changes=changes), models=1)
+        return backend_check.Driven(backend, [0, 1, 2, 1, 1], [200, 200, 200, 200, 9])
+
+    expected = driven().one_by_one(17)
+    assert backend_check.drawn([driven().start(17)]) == expected
+    for old, new in (("goes_on &= token != record[kStops + i]", ""), ("length < record[kLimit]", "true")):
+        assert backend_check.drawn([driven(("steps.cu", old, new)).start(17)]) != expected, old
 
 
 @pytest.mark.parametrize("is_memory", [True, False])

@@ -53,18 +53,18 @@ class DrawInputs:
 class DrawKernels:
     """The draw of up to `rows` rows. `token_ids` (-1: nothing to draw) and `logprobs` hold the last results."""
 
-    def __init__(self, vocab: int, rows: int, cache_folder: Path | None = None) -> None:
+    def __init__(self, vocab: int, rows: int, cache_folder: Path | None = None, device: str = "cuda") -> None:
         self._modules, self._kernels = Modules(cache_folder), dict[tuple[str, ...], Kernel]()
         self._vocab, most, self._chunks = vocab, -(-vocab // _MIN_CHUNK), 0
 
         def empty(*size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-            return torch.zeros(size, dtype=dtype, device="cuda")
+            return torch.zeros(size, dtype=dtype, device=device)
 
         self.token_ids, self.logprobs = empty(rows, dtype=torch.int32), empty(rows, dtype=torch.float32)
         self._scratch = {
             "tops": empty(rows, 2, most), "best": empty(rows, most), "sums": empty(rows, most),
         }  # fmt: skip
-        self._kept, self._all_kept = empty(rows), torch.full((rows,), -1, dtype=torch.int64, device="cuda")
+        self._kept, self._all_kept = empty(rows), torch.full((rows,), -1, dtype=torch.int64, device=device)
 
     def draw(
         self, logits: torch.Tensor, inputs: DrawInputs, rows: int, *, filters: bool, edited: torch.Tensor | None = None,
@@ -134,7 +134,14 @@ class DrawKernels:
 
     def _launch(self, name: str, grid: tuple[int, int, int], threads: int, args: ctypes.Structure) -> None:
         defines = {"MASKED": 1} if getattr(args, "allowed", None) else {}
+        self.launch("draw.cu", name, grid, threads, args, defines=defines)
+
+    def launch(
+        self, source: str, name: str, grid: tuple[int, int, int], threads: int, args: ctypes.Structure, *,
+        defines: dict[str, int],
+    ) -> None:  # fmt: skip
+        """On the current stream."""
         key = (name, *defines)
         if key not in self._kernels:
-            self._kernels[key] = self._modules.kernel("draw.cu", name, defines)
+            self._kernels[key] = self._modules.kernel(source, name, defines)
         self._kernels[key].launch(grid, threads, args, stream=current_stream())

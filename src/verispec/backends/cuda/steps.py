@@ -91,18 +91,19 @@ class StepKernels:
 
     def begin(self, state: StepState, sizes: StepSizes) -> None:
         """The inputs of the next pass."""
-        self._launch("begin_round", _arguments(state, sizes))
+        self.launch("steps.cu", "begin_round", _arguments(state, sizes))
 
     def end(
         self, state: StepState, sizes: StepSizes, drawn: torch.Tensor, logprobs: torch.Tensor, not_finite: torch.Tensor
     ) -> None:
         """Results of the round, and where it leaves its sequences."""
         args = _arguments(state, sizes)
-        self._launch("end_round", filled(args, drawn=drawn, logprobs=logprobs, not_finite=not_finite))
+        self.launch("steps.cu", "end_round", filled(args, drawn=drawn, logprobs=logprobs, not_finite=not_finite))
 
-    def _launch(self, name: str, args: ctypes.Structure) -> None:
+    def launch(self, source: str, name: str, args: ctypes.Structure) -> None:
+        """One block on the current stream."""
         if name not in self._kernels:
-            self._kernels[name] = self._modules.kernel("steps.cu", name, {})
+            self._kernels[name] = self._modules.kernel(source, name, {})
         self._kernels[name].launch((1, 1, 1), 1024, args, stream=current_stream())
 
 

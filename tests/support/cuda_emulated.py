@@ -1,0 +1,59 @@
+"""CUDA C++ on a CPU: the sources of the kernels, compiled by the host's C++ compiler and run thread by thread.
+
+For kernels without tensor cores. Threads of a block run one after the other from barrier to barrier, forwards or
+backwards: what a kernel gives must not depend on that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from verispec.backends.cuda import compiler
+
+_SOURCES, _HEADER = Path(compiler.__file__).parent, Path(__file__).with_name("cuda_on_cpu.h")
+_KERNEL = re.compile(r'extern "C" __global__ void (?:__launch_bounds__\(\w+\) )?(\w+)\(const (\w+) \w+\)')
+_WRAPPER = """
+extern "C" void run_{name}(const {args}* a, const int* grid, int threads, int backwards) {{
+  emulated::run_grid(grid, threads, backwards, [&] {{ {name}(*a); }});
+}}"""
+
+
+def _text(name: str) -> str:
+    """A source with its headers in place, without what only a GPU's assembler knows."""
+    text = (_SOURCES / name).read_text()
+    text = re.sub(r"asm volatile\(.*?\);", ";", text, flags=re.DOTALL)
+    text = text.replace("#pragma once", "").replace("#include <cuda_bf16.h>", "")
+    return re.sub(r'#include "(\w+\.cuh)"', lambda found: _text(found[1]), text)
+
+
+@cache
+def _library(
+    source: str, defines: tuple[str, ...], threads: int | None, changes: tuple[tuple[str, str], ...]
+) -> ctypes.CDLL:
+    text = "".join(f"#define {name} 1\n" for name in defines) + _text(source)
+    if threads is not None:
+        text = re.sub(r"(k\w*Threads) = \d+", rf"\1 = {threads}", text)
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    text = f'#include "{_HEADER}"\n{text}' + "".join(_WRAPPER.format(name=n, args=a) for n, a in _KERNEL.findall(text))
+    folder = Path(tempfile.mkdtemp(prefix="verispec-emulated-"))
+    (folder / "kernel.cpp").write_text(text)
+    command = "g++ -std=c++17 -O1 -ffp-contract=off -fno-strict-aliasing -fPIC -shared -w -o".split()
+    subprocess.run([*command, folder / "kernel.so", folder / "kernel.cpp"], check=True)
+    return ctypes.CDLL(str(folder / "kernel.so"))
+
+
+def launch(
+    source: str, name: str, args: ctypes.Structure, *, grid: tuple[int, int, int], threads: int,
+    fewer: int | None = None, defines: tuple[str, ...] = (), backwards: bool = False,
+    changes: tuple[tuple[str, str], ...] = (),
+) -> None:  # fmt: skip
+    """One kernel, block by block; with `fewer` threads where given. `changes` are made to the source's text first."""
+    library, sizes = _library(source, defines, fewer, changes), (ctypes.c_int * 3)(*grid)
+    getattr(library, f"run_{name}")(ctypes.byref(args), sizes, fewer or threads, int(backwards))

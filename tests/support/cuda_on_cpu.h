@@ -1,0 +1,174 @@
+// CUDA's words for a C++ compiler: one block at a time, its threads as fibers that take turns at barriers and shuffles. The
+// order of turns can be reversed, which shows what depends on it. Includes are resolved by cuda_emulated.py.
+#pragma once
+#include <setjmp.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <vector>
+
+#define __device__
+#define __host__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(n)
+#define __shared__ static
+
+using std::max;
+using std::min;
+
+struct Index { int x = 0, y = 0, z = 0; };
+struct uint4 { unsigned x, y, z, w; };
+struct float4 { float x, y, z, w; };
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+
+template <typename To, typename From>
+inline To bits_as(From v) { To to; static_assert(sizeof(To) == sizeof(From)); memcpy(&to, &v, sizeof v); return to; }
+inline int __float_as_int(float v) { return bits_as<int>(v); }
+inline float __int_as_float(unsigned v) { return bits_as<float>(v); }
+
+// One IEEE rounding each: the compiler must not contract (-ffp-contract=off).
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline float __fsqrt_rn(float a) { return std::sqrt(a); }
+inline double __dmul_rn(double a, double b) { return a * b; }
+inline float __uint2float_rn(unsigned v) { return static_cast<float>(v); }
+inline long long __float2ll_rn(float v) { return llrintf(v); }
+inline float __ll2float_rn(long long v) { return static_cast<float>(v); }
+inline double __ll2double_rn(long long v) { return static_cast<double>(v); }
+inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<uint64_t>(a) * b >> 32; }
+inline uint64_t __cvta_generic_to_shared(const void* p) { return reinterpret_cast<uint64_t>(p); }
+inline int __popc(unsigned v) { return __builtin_popcount(v); }
+template <typename T> inline T atomicAdd(T* at, T v) { const T before = *at; *at += v; return before; }
+template <typename T> inline T atomicOr(T* at, T v) { const T before = *at; *at |= v; return before; }
+template <typename T> inline T atomicExch(T* at, T v) { const T before = *at; *at = v; return before; }
+inline double __dadd_rn(double a, double b) { return a + b; }
+inline float __double2float_rn(double v) { return static_cast<float>(v); }
+inline double __hiloint2double(int high, int low) {
+  return bits_as<double>(static_cast<uint64_t>(static_cast<unsigned>(high)) << 32 | static_cast<unsigned>(low));
+}
+
+struct __nv_bfloat16 { uint16_t bits; };
+inline float __bfloat162float(__nv_bfloat16 v) { return bits_as<float>(static_cast<unsigned>(v.bits) << 16); }
+inline __nv_bfloat16 __float2bfloat16_rn(float v) {
+  const unsigned bits = bits_as<unsigned>(v);
+  if (v != v) return {0x7fff};
+  return {static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
+}
+
+namespace emulated {
+enum State { kRuns, kAtWarp, kAtBlock, kDone };
+struct Fiber {
+  ucontext_t context;
+  jmp_buf at;
+  bool started = false;
+  State state = kRuns;
+  std::vector<char> stack = std::vector<char>(1 << 16);
+};
+inline std::vector<Fiber> fibers;
+inline ucontext_t main_context;
+inline jmp_buf main_at;
+inline std::function<void()> body;
+inline int current = 0;
+inline uint64_t exchanged[1024];
+
+inline void entry() {
+  body();
+  fibers[current].state = kDone;
+  _longjmp(main_at, 1);
+}
+inline void pause(State state) {
+  Fiber& f = fibers[current];
+  f.state = state;
+  if (_setjmp(f.at) == 0) _longjmp(main_at, 1);
+}
+inline void resume(int i) {
+  Fiber& f = fibers[i];
+  current = i, f.state = kRuns;
+  if (_setjmp(main_at)) return;
+  if (f.started) _longjmp(f.at, 1);
+  f.started = true;
+  getcontext(&f.context);
+  f.context.uc_stack.ss_sp = f.stack.data(), f.context.uc_stack.ss_size = f.stack.size(), f.context.uc_link = nullptr;
+  makecontext(&f.context, entry, 0);
+  setcontext(&f.context);
+}
+}  // namespace emulated
+
+inline Index threadIdx, blockIdx, blockDim, gridDim;
+
+namespace emulated {
+inline void run_block(int threads, bool backwards) {
+  if (static_cast<int>(fibers.size()) < threads) fibers.resize(threads);
+  for (int i = 0; i < threads; ++i) fibers[i].started = false, fibers[i].state = kRuns;
+  const auto all = [&](int first, int end, State state) {
+    for (int i = first; i < end; ++i)
+      if (fibers[i].state != state && fibers[i].state != kDone) return false;
+    return true;
+  };
+  while (!all(0, threads, kDone)) {
+    if (all(0, threads, kAtBlock))
+      for (int i = 0; i < threads; ++i)
+        if (fibers[i].state == kAtBlock) fibers[i].state = kRuns;
+    for (int warp = 0; warp < threads; warp += 32) {
+      const int end = min(threads, warp + 32);
+      if (!all(warp, end, kAtWarp)) continue;
+      for (int i = warp; i < end; ++i)
+        if (fibers[i].state == kAtWarp) fibers[i].state = kRuns;
+    }
+    bool moved = false;
+    for (int k = 0; k < threads; ++k) {
+      const int i = backwards ? threads - 1 - k : k;
+      if (fibers[i].state != kRuns) continue;
+      threadIdx.x = i, moved = true;
+      resume(i);
+    }
+    if (!moved) __builtin_trap();  // some wait where others do not: undefined on a GPU
+  }
+}
+inline void run_grid(const int* grid, int threads, bool backwards, std::function<void()> kernel) {
+  body = kernel;
+  blockDim.x = threads, gridDim = {grid[0], grid[1], grid[2]};
+  for (int z = 0; z < grid[2]; ++z)
+    for (int y = 0; y < grid[1]; ++y)
+      for (int x = 0; x < grid[0]; ++x) blockIdx = {x, y, z}, run_block(threads, backwards);
+}
+}  // namespace emulated
+
+inline void __syncthreads() {
+  const Index own = threadIdx;
+  emulated::pause(emulated::kAtBlock);
+  threadIdx = own;
+}
+inline void __syncwarp(unsigned = 0xffffffffu) {
+  const Index own = threadIdx;
+  emulated::pause(emulated::kAtWarp);
+  threadIdx = own;
+}
+template <typename T>
+inline T exchanged_with(T v, int lane) {
+  static_assert(sizeof(T) <= 8);
+  const int own = threadIdx.x;
+  memcpy(&emulated::exchanged[own], &v, sizeof v);
+  __syncwarp();
+  T other;
+  memcpy(&other, &emulated::exchanged[own / 32 * 32 + lane % 32], sizeof v);
+  __syncwarp();
+  return other;
+}
+template <typename T>
+inline T __shfl_xor_sync(unsigned, T v, int step) { return exchanged_with(v, threadIdx.x % 32 ^ step); }
+template <typename T>
+inline T __shfl_sync(unsigned, T v, int lane) { return exchanged_with(v, lane); }
+template <typename T>
+inline T __shfl_up_sync(unsigned, T v, int by) {
+  const int lane = threadIdx.x % 32;
+  return exchanged_with(v, lane < by ? lane : lane - by);
+}
