@@ -192,6 +192,8 @@ def test_a_schema_and_tools_give_an_object_or_calls(served: Served) -> None:
 FAMILIES = {
     "mistral": "{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}"
     "[TOOL_CALLS] [{{ c.id }}{% endfor %}{% endfor %}",
+    "mistral_args": "{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}"
+    "[TOOL_CALLS]{{ c.function.name }}[ARGS]{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}",
     "llama3_json": "<|python_tag|>{{ tools | tojson }}{% for m in messages %}{{ m.content }}{{ m.tool_calls }}"
     "{% endfor %}",
 }
@@ -200,17 +202,22 @@ FAMILIES = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_other_families_call_in_their_own_way(family: str, tmp_path: Path) -> None:
     """Mistral's calls begin with a control token, which is text to nobody but the reader."""
-    model = write_chat_model(tmp_path / "tiny.gguf", template=FAMILIES[family], control=["[TOOL_CALLS]"])
+    model = write_chat_model(tmp_path / "tiny.gguf", template=FAMILIES[family], control=["[TOOL_CALLS]", "[ARGS]"])
     with loaded(model, tmp_path) as llm, serving(llm) as served:
         fields = {**ASK, "tools": [LOOK, SAY], "tool_choice": "required", "parallel_tool_calls": False}
         answer = served.chat(**fields, return_token_ids=True)["choices"][0]
         (call,) = answer["message"]["tool_calls"]
         jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMA)
         text = llm.tokenizer.decode(answer["token_ids"])
-        control = [i for i in answer["token_ids"] if llm.tokenizer.special_texts.get(i) == "[TOOL_CALLS]"]
+        special = llm.tokenizer.special_texts
+        control = [special[i] for i in answer["token_ids"] if special.get(i) in ("[TOOL_CALLS]", "[ARGS]")]
         if family == "mistral":
             assert text.startswith(' [{"name": ')
-            assert len(control) == 1
+            assert control == ["[TOOL_CALLS]"]
+            assert len(call["id"]) == 9
+        elif family == "mistral_args":
+            assert text == call["function"]["name"] + call["function"]["arguments"]
+            assert control == ["[TOOL_CALLS]", "[ARGS]"]
             assert len(call["id"]) == 9
         else:
             assert text.startswith('{"name": ')

@@ -9,24 +9,33 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verispec.server.tool_formats import HERMES, LLAMA3, MISTRAL, ToolFormat, calls_as_text, recognised, tools_as_text
+from verispec.server.tool_formats import (
+    HERMES,
+    LLAMA3,
+    MISTRAL,
+    MISTRAL_ARGS,
+    ToolFormat,
+    calls_as_text,
+    recognised,
+    tools_as_text,
+)
 from verispec.server.tool_reader import Part, ToolReader
 
 NAMES = ("look", "say")
 ARGUMENTS = '{"city": "a </tool_call> b", "deep": [{"x": "}\\""}]}'
-FORMATS = {fmt.name: fmt for fmt in (HERMES, LLAMA3, MISTRAL)}
+FORMATS = {fmt.name: fmt for fmt in (HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS)}
 # What texts are made of: everything that a reader looks at, whole and in parts.
 FRAGMENTS = [
     "hi", " ", "\n", "<tool_call>", "</tool_call>", "<tool", "_call>", "[TOOL_CALLS]", "[", "]", "{", "}", ", ", '"',
     '{"name": "look", "arguments": ', '{"name": "say", "parameters": ', '{"x": 1}', '{"x": "}"}', "é",
-    '{"name": "look", "arguments": {"x": 1}}', '{"name": "other", "arguments": {}}',
+    '{"name": "look", "arguments": {"x": 1}}', '{"name": "other", "arguments": {}}', "[ARGS]", "look[ARGS]",
 ]  # fmt: skip
 texts = st.lists(st.sampled_from(FRAGMENTS), max_size=12).map("".join)
 
 
 def written(fmt: ToolFormat, *calls: tuple[str, str]) -> str:
     """Calls as a grammar writes them."""
-    items = [head + arguments + "}" for name, arguments in calls for head in fmt.heads([name])]
+    items = [head + arguments + fmt.tail for name, arguments in calls for head in fmt.heads([name])]
     return ("" if fmt.is_leading else fmt.open + fmt.begin) + (fmt.between or "").join(items) + fmt.end
 
 
@@ -93,6 +102,8 @@ def test_calls_of_a_grammar_are_told_as_they_come(name: str) -> None:
     ("llama3_json", '{"name": "look", "parameters": {"a": 1}}', [("look", '{"a": 1}', True)]),
     ("mistral", 'So: [TOOL_CALLS] [{"name": "look", "arguments": {"a": 1}, "id": "x"}]',
      [(None, "So:", False), ("look", '{"a": 1}', True)]),
+    ("mistral_args", 'So: [TOOL_CALLS]look[ARGS]{"a": 1}[TOOL_CALLS]say[CALL_ID]abc[ARGS] {}',
+     [(None, "So:", False), ("look", '{"a": 1}', True), ("say", "{}", True)]),
 ])  # fmt: skip
 def test_calls_of_the_models_own_are_read(name: str, text: str, expected: list[object]) -> None:
     assert told(read(FORMATS[name], [text])) == expected
@@ -109,6 +120,9 @@ def test_calls_of_the_models_own_are_read(name: str, text: str, expected: list[o
     ("llama3_json", 'I call {"name": "look", "parameters": {}}'),
     ("mistral", '[TOOL_CALLS][{"name": "look", "arguments": {}}'),
     ("mistral", "[TOOL_CALLS]" + "[" * 5000),
+    ("mistral_args", '[TOOL_CALLS]look{"a": 1}'),
+    ("mistral_args", '[TOOL_CALLS]look[ARGS]{"a": 1'),
+    ("mistral_args", '[TOOL_CALLS]look[ARGS]{}[TOOL_CALLS]lock[ARGS]{}'),
 ])  # fmt: skip
 def test_a_broken_call_is_text(name: str, text: str) -> None:
     assert told(read(FORMATS[name], list(text))) == [(None, text, False)]
@@ -126,6 +140,7 @@ def test_families_are_known_by_their_template() -> None:
     assert recognised("<|python_tag|>" + rest) == LLAMA3
     assert recognised("[TOOL_CALLS] [" + rest).begin == " ["
     assert recognised("[TOOL_CALLS]" + rest) == MISTRAL
+    assert recognised("{{ '[TOOL_CALLS]' + call.function.name + '[ARGS]' }}" + rest) == MISTRAL_ARGS
     plain = recognised("<|im_start|>{{ messages }}")
     assert (plain.open, plain.has_tools, plain.has_calls) == (HERMES.open, False, False)
 

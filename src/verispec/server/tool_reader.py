@@ -66,7 +66,7 @@ class ToolReader:
         opened = "" if fmt.is_leading else fmt.open + fmt.begin
         heads = fmt.heads(names)
         self._first = {opened + head: name for head, name in heads.items()}
-        self._next = {"}" + (fmt.between or "") + head: name for head, name in heads.items()}
+        self._next = {fmt.tail + (fmt.between or "") + head: name for head, name in heads.items()}
         self._held = ""
         self._name = ""  # of the call whose arguments are being read
         self._arguments = _ObjectEnd()
@@ -159,8 +159,7 @@ class ToolReader:
     def _calls(self, body: str) -> list[Part]:
         """The calls that a text is; none if it is something else."""
         try:
-            written = msgspec.json.decode(body, type=_Written | list[_Written])
-            listed = written if isinstance(written, list) else [written]
+            listed = self._by_marks(body) if self._format.args else _by_json(body)
             arguments = [(bytes(call.arguments) or bytes(call.parameters) or b"{}").decode() for call in listed]
         except (msgspec.MsgspecError, UnicodeError, RecursionError):
             return []
@@ -168,6 +167,19 @@ class ToolReader:
             return []
         self._has_called = self._has_called or bool(listed)
         return [Part(text, call.name, opens=True, closes=True) for call, text in zip(listed, arguments, strict=True)]
+
+    def _by_marks(self, body: str) -> list[_Written]:
+        found = []
+        for part in body.split(self._format.open):
+            name, _, text = part.partition(self._format.args)
+            arguments = msgspec.json.decode(text.strip(), type=msgspec.Raw)
+            found.append(_Written(name.partition(self._format.call_id)[0].strip(), arguments))
+        return found
+
+
+def _by_json(body: str) -> list[_Written]:
+    written = msgspec.json.decode(body, type=_Written | list[_Written])
+    return written if isinstance(written, list) else [written]
 
 
 class _ObjectEnd:

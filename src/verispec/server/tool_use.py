@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from verispec.model.tokenizer import Tokenizer
@@ -47,7 +47,7 @@ class ToolUse:
     skipped: Sequence[str] = ()
     must_call: bool = False
     is_single: bool = False
-    open_id: int | None = None  # the control token that calls begin with, if it is one
+    control: Mapping[str, int] = field(default_factory=dict)  # control tokens that calls are marked by
     is_answer_json: bool = False  # where nothing is called
 
     @property
@@ -59,7 +59,7 @@ class ToolUse:
     @property
     def shown_ids(self) -> tuple[int, ...]:
         """Control tokens that have text in an answer, for the reader to see them."""
-        return (self.open_id,) if self.functions and self.open_id is not None else ()
+        return tuple(self.control.values()) if self.functions else ()
 
     @property
     def checked(self) -> list[Function]:
@@ -72,7 +72,7 @@ class ToolUse:
         return calls_grammar(
             self.format,
             schemas,
-            open_id=self.open_id,
+            control=self.control,
             is_single=self.is_single,
             must_call=self.must_call,
             answer=answer,
@@ -105,7 +105,6 @@ def tool_use(
     if mode == "required" and not allowed:
         raise wrong("tool_choice", "there is no tool to be called")
     fmt = recognised(tokenizer.chat_template or "")
-    control = tokenizer.special_texts.items() if functions else ()
     return ToolUse(
         format=fmt,
         declared=declared if mode != "none" else (),
@@ -113,7 +112,7 @@ def tool_use(
         skipped=skipped,
         must_call=mode == "required",
         is_single=parallel is False,
-        open_id=next((token_id for token_id, text in control if text == fmt.open), None),
+        control=fmt.control(tokenizer) if functions else {},
     )
 
 
