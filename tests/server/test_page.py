@@ -5,6 +5,7 @@ With --shots=FOLDER the pictures that are taken are kept there, to be looked at.
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -84,6 +85,49 @@ def test_a_conversation_on_the_page(browser: Any, served: Served, shots: Path) -
     page.screenshot(path=shots / "phone.png")
     width = page.evaluate("document.documentElement.scrollWidth")
     assert width <= 390
+    assert problems == []
+    page.close()
+
+
+LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {
+    "on": {"type": "boolean"}}, "required": ["on"], "additionalProperties": False}}}  # fmt: skip
+
+
+def test_a_call_of_a_tool_on_the_page(browser: Any, served: Served, shots: Path) -> None:
+    page = browser.new_page(viewport={"width": 1200, "height": 800})
+    problems: list[str] = []
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.goto(served.url)
+    page.locator("#state", has_text="fingerprint vs-").wait_for()
+    page.get_by_text("Settings").click()
+    page.fill("#tools", "[")
+    page.fill("#text", "hello")
+    page.press("#text", "Enter")
+    page.locator(".why", has_text="the list of tools in the settings is not JSON").wait_for()
+    page.get_by_role("button", name="New conversation").click()
+    page.fill("#tools", json.dumps([LOOK]))
+    page.select_option("#tool_choice", "required")
+    page.fill("#text", "hello")
+    page.press("#text", "Enter")
+    page.wait_for_selector(".proof")
+    call = page.get_by_role("group", name="Call of look")
+    assert call.locator("pre").inner_text() in ('{"on": true}', '{"on": false}')
+    page.screenshot(path=shots / "call.png")
+    page.reload()  # calls are kept with their conversation
+    page.get_by_text("Settings").click()
+    page.select_option("#tool_choice", "none")
+    page.get_by_label("Result of look").fill("it is on")
+    page.get_by_role("button", name="Give the result").click()
+    page.locator(".turn.tool", has_text="it is on").wait_for()
+    page.wait_for_selector(".turn.tool ~ .turn.assistant .proof")
+    page.fill("#tools", "")
+    page.fill("#schema", json.dumps(LOOK["function"]["parameters"]))  # type: ignore[index]
+    page.get_by_role("button", name="New conversation").click()
+    page.fill("#text", "hello")
+    page.press("#text", "Enter")
+    page.wait_for_selector(".proof")
+    assert json.loads(page.locator(".said").inner_text())["on"] in (True, False)
+    page.screenshot(path=shots / "schema.png")
     assert problems == []
     page.close()
 

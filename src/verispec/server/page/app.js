@@ -1,11 +1,11 @@
 // The page: conversations, kept in this browser; settings; and what can be seen of an answer.
 import { get, post, stream } from "./talk.js";
-import { button, make, showMarkdown, showStrip, showTokens, showTree } from "./show.js";
+import { addCalls, button, make, showCalls, showMarkdown, showStrip, showTokens, showTree } from "./show.js";
 
 const at = (id) => document.getElementById(id);
 const kept = (name, otherwise) => { try { return JSON.parse(localStorage.getItem(name)) ?? otherwise; } catch { return otherwise; } };
 const keep = (name, value) => localStorage.setItem(name, JSON.stringify(value));
-const FIELDS = ["system", "temperature", "top_p", "max_tokens", "seed", "drafter"];
+const FIELDS = ["system", "temperature", "top_p", "max_tokens", "seed", "drafter", "schema", "tools", "tool_choice"];
 const MOST_KEPT = 50;
 
 let conversations = kept("conversations", []);
@@ -67,10 +67,36 @@ function showTurn(turn, index) {
     place.addEventListener("dblclick", () => edit(index));
     return place;
   }
+  if (turn.role === "tool") {
+    place.textContent = `result: ${turn.content}`;
+    return place;
+  }
   const said = make("div", undefined, { class: "said" });
   showMarkdown(said, turn.content);
-  place.append(said, ...proof(turn, index));
+  place.append(said, ...called(turn), ...proof(turn, index));
   return place;
+}
+
+// The calls of an answer; where one has no result yet, the user may say it for the tool.
+function called(turn) {
+  if (!turn.calls?.length) return [];
+  const calls = make("div");
+  showCalls(calls, turn.calls);
+  const open = turn.calls.filter(({ id }) => !current.turns.some((each) => each.tool_call_id === id));
+  for (const call of open) {
+    const form = make("form");
+    const input = make("input", undefined, { "aria-label": `Result of ${call.function.name}`, placeholder: "what the tool answers" });
+    form.append(input, make("button", "Give the result", { type: "submit" }));
+    form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      if (running) return;
+      current.turns.push({ role: "tool", tool_call_id: call.id, content: input.value });
+      save();
+      if (open.length === 1) answer(); else show();
+    });
+    calls.children[turn.calls.indexOf(call)].append(form);
+  }
+  return [calls];
 }
 
 // What an answer rests on, and the buttons that put it to the test.
@@ -124,32 +150,46 @@ function edit(index) {
 function request() {
   const number = (id) => (at(id).value === "" ? undefined : Number(at(id).value));
   const system = at("system").value.trim();
+  const [schema, tools] = [json("schema", "the schema"), json("tools", "the list of tools")];
   return {
-    messages: [...(system ? [{ role: "system", content: system }] : []), ...current.turns.map(({ role, content }) => ({ role, content }))],
+    messages: [...(system ? [{ role: "system", content: system }] : []), ...current.turns.map(({ role, content, calls, tool_call_id }) =>
+      ({ role, content, tool_call_id, tool_calls: calls?.length ? calls : undefined }))],
+    response_format: schema && { type: "json_schema", json_schema: { name: "answer", schema, strict: true } },
+    tools, tool_choice: tools && at("tool_choice").value,
     temperature: number("temperature"), top_p: number("top_p"), max_tokens: number("max_tokens"), seed: number("seed"),
     stream: true, logprobs: true, top_logprobs: 3, stream_options: { include_usage: true },
     verispec: { trace: true, receipt: true, ...(at("drafter").value ? { speculative: { method: at("drafter").value } } : {}) },
   };
 }
 
+function json(id, what) {
+  const text = at(id).value.trim();
+  try { return text ? JSON.parse(text) : undefined; } catch (error) { throw new Error(`${what} in the settings is not JSON: ${error.message}`); }
+}
+
 async function answer() {
-  const turn = { role: "assistant", content: "" };
+  const turn = { role: "assistant", content: "", calls: [] };
   running = new AbortController();
   passes = [];
   at("send").hidden = true; at("stop").hidden = false;
   show();
   const place = make("article", undefined, { class: "turn assistant" });
   const said = make("div", undefined, { class: "said" });
+  const calls = make("div");
   const tree = make("div", undefined, { class: "tree", "aria-hidden": "true" });
-  place.append(said, tree);
+  place.append(said, calls, tree);
   at("talk").append(place);
   try {
     await stream("/v1/chat/completions", request(), key(), running.signal, (frame) => {
       const choice = frame.choices[0];
       if (!choice) { turn.metrics = frame.metrics; return; }
       const told = frame.verispec ?? {};
+      turn.content += choice.delta.content ?? "";
+      if (choice.delta.tool_calls) {
+        addCalls(turn.calls, choice.delta.tool_calls);
+        showCalls(calls, turn.calls);
+      }
       if (told.pieces) {
-        turn.content += choice.delta.content;
         showTokens(said, told, choice.logprobs?.content, tip);
         passes.push({ tokens: told.pieces.length, turn: current.turns.length });
         if (told.draft) showTree(tree, told.draft);
@@ -168,6 +208,7 @@ async function answer() {
   current.turns.push(turn);
   save();
   tree.remove();
+  calls.replaceWith(...called(turn));
   place.append(...proof(turn, current.turns.length - 1));  // tokens stay tinted until the page is shown anew
   at("talk").scrollTop = at("talk").scrollHeight;
   at("text").focus();
