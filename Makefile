@@ -38,10 +38,10 @@ test-hf: $(HF_BIN)/.installed model ## Compare with torch and transformers (into
 	$(HF_BIN)/pytest -m cuda tests/backends/cuda/test_backend.py
 
 test-scale: $(BIN)/.ray model ## Replicas on a cluster of local Ray nodes that are lost in mid-stream; minutes
-	$(BIN)/pytest -W ignore -s --durations 5 tests/scale
+	$(BIN)/pytest -W ignore -s --durations 20 tests/scale
 
-test-scale-core: $(BIN)/.ray model ## The core of it: two nodes are lost
-	$(BIN)/pytest -W ignore -s --times 0.2 tests/scale -k "mid_stream or fingerprint or options"
+test-scale-core: $(BIN)/.ray model ## The core of it: two nodes are lost; and parquet files, since Ray brings pyarrow
+	$(BIN)/pytest -W ignore -s --times 0.2 tests/scale tests/cli/test_batch.py -k "mid_stream or fingerprint or options or parquet"
 
 test-cuda: $(BIN)/.cuda-compiler ## Compile the CUDA kernels and look at their PTX (installs NVRTC, 64 MB; no GPU)
 	$(BIN)/pytest -n auto -m cuda tests/backends/cuda/test_compile.py

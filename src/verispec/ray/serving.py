@@ -48,7 +48,8 @@ class Options:
     """Of an application; times are in seconds.
 
     `replicas` is how many models there are, `max_replicas` the most that autoscaling may start: it keeps about
-    `target_load` samples, running or waiting, on each. `llm` are further options of LLM. `cross_check` is the share of
+    `target_load` samples, running or waiting, on each, and `autoscaling` are further fields of Ray's AutoscalingConfig,
+    such as its delays. `llm` are further options of LLM. `cross_check` is the share of
     requests that are drawn on two replicas. A replica whose fingerprint is not `fingerprint` does not start; without
     one, the first replica that is found decides. `ingresses` are the processes that speak HTTP. `silence` is how long
     nothing may be heard of a replica until its streams go on elsewhere. `gpus`, `cpus` and `resources` are what Ray
@@ -59,6 +60,7 @@ class Options:
     replicas: int = 1
     max_replicas: int = 0
     target_load: float = 24.0
+    autoscaling: Mapping[str, Any] = field(default_factory=dict)
     ingresses: int = 1
     llm: Mapping[str, Any] = field(default_factory=dict)
     fingerprint: str | None = None
@@ -261,7 +263,7 @@ def app(args: Mapping[str, Any] | None = None, **options: Any) -> serve.Applicat
             "policy_kwargs": {"target_load": chosen.target_load},
         }
         bounds = {"min_replicas": chosen.replicas, "max_replicas": chosen.max_replicas}
-        scaling = {"num_replicas": None, "autoscaling_config": {**bounds, "policy": policy}}
+        scaling = {"num_replicas": None, "autoscaling_config": {**chosen.autoscaling, **bounds, "policy": policy}}
     router = RequestRouterConfig(
         request_router_class="verispec.ray.serving.PrefixRouter",
         request_router_kwargs={"prefers_prefix": chosen.prefix_routing},
