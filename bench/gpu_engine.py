@@ -1,4 +1,5 @@
-"""Tokens per second of the whole engine on a GPU: python -m bench.gpu_engine FOLDER [MODEL.gguf PROMPTS.jsonl] [8b]
+"""Tokens per second of the whole engine on a GPU: python -m bench.gpu_engine FOLDER [MODEL.gguf PROMPTS.jsonl]
+[8b | 8b-int4 | 8b-int8]
 
 SmolLM2 (or any model file) with the prompts of a file, and the shapes of an 8B model with random weights. Each figure
 is the median of three runs; the first run of a size also captures its graphs and is not counted.
@@ -22,6 +23,7 @@ import numpy as np
 import torch
 
 from verispec.backends.calibration import calibrate
+from verispec.backends.cost import CostTable
 from verispec.backends.cuda.backend import CudaBackend, CudaModel
 from verispec.backends.cuda.device import Gpu
 from verispec.backends.select import engine_defaults
@@ -30,10 +32,12 @@ from verispec.llm import LLM
 from verispec.model.architecture import Architecture, LayerSpec, Rope, expected_tensors
 from verispec.model.hub import cache_dir
 from verispec.spec.none import NoDrafter
+from verispec.spec.registry import DraftSetup, make_drafters
 from verispec.spec.speculation import Speculation
 from verispec.types import SamplingParams
 
 RESULTS: list[dict[str, object]] = []
+LARGE = {"8b": 0, "8b-int4": 4, "8b-int8": 8}  # bits of the weights that draw windows
 NONE = Speculation.of("none")
 
 
@@ -188,8 +192,8 @@ def smol(model: str, prompts: Path) -> None:
     llm.close()
 
 
-def large() -> None:
-    """Random weights in the shapes of Llama 8B."""
+def large(draft_bits: int = 0) -> None:
+    """Random weights in the shapes of Llama 8B; with `draft_bits`, windows that weights of so many bits draw."""
     layer = LayerSpec(rope=Rope(500000.0), query_scalar=128)
     arch = Architecture(
         family="llama", layers=(layer,) * 32, hidden_size=4096, num_heads=32, num_kv_heads=8, head_dim=128,
@@ -207,20 +211,27 @@ def large() -> None:
 
     begin = time.perf_counter()
     backend = CudaBackend(
-        [CudaModel(arch, read)], device=Gpu(0, cache_dir() / "cuda"), num_slots=256 * 800, num_seq_rows=256
+        [CudaModel(arch, read)],
+        device=Gpu(0, cache_dir() / "cuda"),
+        num_slots=256 * 800,
+        num_seq_rows=256,
+        draft_bits=draft_bits,
     )
     print(f"8B shapes: start {time.perf_counter() - begin:.1f} s, {torch.cuda.memory_allocated() / 2**30:.1f} GiB")
     found = calibrate(backend)
     costs = zip(found.cost.shapes, found.cost.base, strict=True)
     print("cost ms", " ".join(f"{m}:{s * 1e3:.2f}" for m, s in costs))
     timed = Timed(backend)
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(1000, 100000, (256, 512)).tolist()
+    if draft_bits:
+        windows(timed, found.cost, prompts[0], draft_bits)
+        return
     config = replace(engine_defaults("cuda"), num_slots=backend.limits.num_slots, prefix_cache=False)
 
     def make() -> Engine:
         return Engine(timed, family=backend.shapes, drafters={"none": NoDrafter()}, config=config, cost=found.cost)
 
-    rng = np.random.default_rng(0)
-    prompts = rng.integers(1000, 100000, (256, 512)).tolist()
     for count in (1, 8, 32):
         measure(f"8B batch {count}", make, [plain(prompts[i], 256, i) for i in range(count)], timed, runs=2)
     requests = [plain(prompts[i], 256, i) for i in range(256)]
@@ -230,13 +241,48 @@ def large() -> None:
         device_times("8B 256 requests", make, requests, timed)
 
 
+def windows(timed: Timed, cost: CostTable, prompt: list[int], bits: int) -> None:
+    """One stream whose windows are drawn by weights of few bits: random weights say what a window costs, and what it
+    would give at an acceptance that was measured elsewhere."""
+    config = replace(engine_defaults("cuda"), num_slots=timed.limits.num_slots, prefix_cache=False)
+
+    def seconds(method: str, draft_len: int) -> tuple[list[int], float, int]:
+        drafters = make_drafters(DraftSetup(draft_len=draft_len, backend=timed))
+        engine = Engine(timed, family=timed.shapes, drafters=drafters, config=config, cost=cost)
+        request = replace(plain(prompt[:64], 192, 1, temperature=0.0), speculation=Speculation.of(method))
+        engine.add(request)
+        begin = time.perf_counter()
+        while engine.has_work:
+            for event in engine.step():
+                if event.output is not None:
+                    tokens, windows = list(event.output.token_ids), event.output.stats.replays
+        return tokens, time.perf_counter() - begin, windows
+
+    seconds("none", 0)
+    tokens, took, _ = seconds("none", 0)
+    each = took / (len(tokens) - 1)
+    print(f"8B one stream, none: {each * 1e3:.2f} ms a token")
+    for draft_len in (3, 4, 5, 6, 8):
+        seconds("decode", draft_len)
+        found, took, count = seconds("decode", draft_len)
+        assert found == tokens, "a drafter changed the output"
+        gains = []
+        for acceptance in (0.82, 0.9, 0.95):
+            expected = sum(acceptance**i for i in range(draft_len + 1))
+            gains.append(f"{expected * each / (took / count):.2f}x at {acceptance}")
+        print(
+            f"8B windows of {draft_len} by {bits} bits: {took / count * 1e3:.2f} ms each ({count}); {', '.join(gains)}",
+            flush=True,
+        )
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     print(torch.cuda.get_device_name(), "torch", torch.__version__, "CUDA", torch.version.cuda, flush=True)
     if len(sys.argv) > 3:
         smol(sys.argv[2], Path(sys.argv[3]))
-    if sys.argv[-1] == "8b":
-        large()
+    if sys.argv[-1] in LARGE:
+        large(LARGE[sys.argv[-1]])
     (folder / "engine.json").write_text(json.dumps(RESULTS, indent=1) + "\n")
 
 

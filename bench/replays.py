@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from speculation import Bench
 
 SHARES = (10, 50, 100)  # per cent of deterministic requests
-WINDOWS = (2, 4, 8, 16, 32, 64)  # N
+SIMULATED = ("bf16", "int8", "int4")  # arithmetics of fast passes that the numpy backend can stand in for
 UTILISATION = 0.7  # of what the engine can do, where requests arrive one by one
 GROUP = 32  # weights that share a scale, as in backends/cuda/quantize.py
 SHRINKS = (1.0, 0.93, 0.86)
@@ -126,7 +126,7 @@ def recomputed_part(bench: Bench) -> None:
         f"{kind} | {temperature:g} | {window_len}": (kind, temperature, window_len)
         for kind in kinds_of(bench)
         for temperature in options.temperature
-        for window_len in WINDOWS
+        for window_len in options.windows
     }
     exact: dict[float, dict[int, str]] = {}
     backend, made = llm.backend, ""
@@ -159,10 +159,10 @@ def offline(engine: Engine, requests: list[Request]) -> RunResult:
 
 
 def kinds_of(bench: Bench) -> Iterator[str]:
-    """Arithmetics of fast passes: the backend's own, and on the numpy backend those that it can stand in for."""
+    """Arithmetics of fast passes: the backend's own, and others on the numpy backend."""
     yield f"weights of {bench.options.fast_weights}" if bench.options.fast_weights else "as they are"
     if isinstance(bench.llm.backend, NumpyBackend):
-        yield from ("bf16", "int8", "int4")
+        yield from bench.options.simulated
 
 
 def erring(backend: Backend, kind: str) -> Backend:

@@ -32,7 +32,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from drafting import EDITS, NONE, Arm, Costs, Drafts, Prompts, Run, Stage, block_efficiency, forced_drafts, speed_up
-from replays import recomputed_part, replay_part
+from replays import SIMULATED, recomputed_part, replay_part
 from tables import tables
 
 from verispec import LLM, SamplingParams
@@ -311,6 +311,8 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--files", type=int, default=3, help="files of the task edits")
     parser.add_argument("--tree-prompts", type=int, default=64, help="prompts of trees, for block efficiency")
     parser.add_argument("--requests", type=int, default=64, help="of the parts replay and recomputed")
+    parser.add_argument("--windows", type=int, nargs="+", default=[2, 4, 8, 16, 32, 64], help="N of recomputed")
+    parser.add_argument("--simulated", nargs="+", choices=SIMULATED, default=SIMULATED, help="with --backend numpy")
     parser.add_argument("--rounds", type=int, default=7, help="the most rounds of a cell")
     parser.add_argument("--menu", type=Path, help="skip sets that `verispec tune` kept, here or elsewhere")
     parser.add_argument("--kv-slots", type=int)

@@ -20,7 +20,7 @@ from typing import Any, Self
 
 from verispec.arguments import check_bool, check_int
 from verispec.backends.calibration import Calibration, calibrate
-from verispec.backends.options import AS_STORED, BackendOptions
+from verispec.backends.options import AS_STORED, DRAFT_BITS, BackendOptions
 from verispec.backends.protocol import Backend
 from verispec.backends.select import (
     OPTIONS,
@@ -66,7 +66,8 @@ class Runtime:
     judges them. `kv_slots` is the K/V capacity in tokens, `max_len` the most a request may hold, prompt included.
     `backend` is cuda, native, numpy (default: the first that can serve here) or hopper, which gives cuda's bits on a
     CPU, or torch; cuda and torch run on GPU number `device` and take the share `gpu_memory` of its memory, unless
-    `kv_slots` says how much K/V to have. `threads` is how many compute (default: all cores); it changes no bit.
+    `kv_slots` says how much K/V to have. With `fast_weights` int4 or int8, windows of drafter `decode` are drawn by a
+    second set of weights of so many bits (cuda). `threads` is how many compute (default: all cores); it changes no bit.
     `weights="q8"` makes the native backend quantise float weights at load, `kv_dtype` is its float16 or float32; both
     are part of the profile. `family` names canonical shapes other than the audit's choice; `full_audit` audits kernels
     that loading checks by known answers only, `fresh_audit` measures again. `progress(stage, share)` reports loading.
@@ -101,6 +102,7 @@ class Runtime:
         fresh_audit: bool = False,
         device: int = 0,
         gpu_memory: float = 0.9,
+        fast_weights: str = "same",
         progress: LoadProgress | None = None,
     ) -> None:
         report = progress or (lambda stage, share: None)
@@ -112,6 +114,10 @@ class Runtime:
         family = None if family is None else _checked_family(family)
         backend = default_backend() if backend is None else backend
         check_name(backend, check_int("device", device, 0, MAX_SIZE))
+        if fast_weights not in DRAFT_BITS:
+            raise InputError(f"fast_weights must be {', '.join(DRAFT_BITS)}, not {fast_weights!r}")
+        if DRAFT_BITS[fast_weights] and backend != "cuda":
+            raise InputError(f"fast_weights {fast_weights} needs the cuda backend; this is the {backend} one")
         if not 0 < gpu_memory <= 1:
             raise InputError(f"gpu_memory must be above 0 and at most 1, not {gpu_memory}")
         self._speculation = Speculation.of(drafter, tree=tree, accept=accept)
@@ -141,11 +147,13 @@ class Runtime:
                 reading.result()  # what is wrong with a draft model's vocabulary is said before weights are read
             if uses_gpu(backend) and kv_slots is None:
                 architectures = [c.architecture for c in checkpoints]
-                fitting = fitting_slots(architectures, device=device, gpu_memory=gpu_memory, kv_dtype=kv_dtype)
+                fitting = fitting_slots(
+                    architectures, device=device, gpu_memory=gpu_memory, kv_dtype=kv_dtype, fast_weights=fast_weights
+                )
                 self._config = replace(self._config, num_slots=fitting)
             own: dict[str, Any] = {"device": device} if backend in ("cuda", "torch") else {}
             if backend == "cuda":
-                own["cache_folder"] = cache_dir() / "cuda"
+                own |= {"cache_folder": cache_dir() / "cuda", "fast_weights": fast_weights}
             options = OPTIONS[backend](
                 num_slots=self._config.num_slots, num_seq_rows=self._config.max_running, threads=threads,
                 context_len=self._config.num_slots,  # each token takes a slot: tables by position can end there

@@ -222,7 +222,7 @@ def test_options_reach_the_model(bare_cli: Cli, smollm2: LLM, monkeypatch: pytes
     assert got == {
         "model": "M", "threads": 3, "kv_slots": 99, "max_len": 50, "draft_len": 5, "drafter": "auto",
         "backend": "numpy", "weights": "q8", "draft_model": "D", "tree": None, "accept": "match", "force": True,
-        "device": 0, "gpu_memory": 0.9,
+        "device": 0, "gpu_memory": 0.9, "fast_weights": "same",
     }  # fmt: skip
 
 

@@ -13,6 +13,7 @@ import torch
 
 from tests.support import cuda_emulated
 from verispec.backends.cuda.drawing import DrawKernels
+from verispec.backends.cuda.quantize import Quantized
 from verispec.backends.cuda.shapes import Shapes, gate_up_order, qkv_order
 from verispec.backends.cuda.steps import StepKernels
 from verispec.sampling import draw
@@ -22,7 +23,8 @@ from verispec.sampling.weights import below_top, weights
 torch.set_num_threads(1)  # tensors are tiny: threads would wait for each other
 
 
-def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+def product(x: torch.Tensor, w: torch.Tensor | Quantized) -> torch.Tensor:
+    w = w.dense() if isinstance(w, Quantized) else w
     return (x.double() @ w.double().T).float()
 
 

@@ -115,7 +115,8 @@ class CostTable:
     def observe_pass(self, pass_: Pass, seconds: float) -> None:
         """`observe` for a pass of the kind that is timed: every row of the whole model draws."""
         rows = pass_.rows
-        if self.learns and pass_.head_shape == len(rows) and pass_.view == FULL_VIEW:
+        is_whole = pass_.view == FULL_VIEW and not pass_.only_drafts
+        if self.learns and pass_.head_shape == len(rows) and is_whole:
             self.observe(len(rows), _num_read(pass_), seconds)
 
     def pass_seconds(self, pass_: Pass) -> float:

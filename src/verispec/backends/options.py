@@ -12,6 +12,7 @@ from verispec.model.blocks import StoredTensor
 
 NUM_MASKS = 1024  # what is never written takes no memory
 AS_STORED, QUANTISED = "as-stored", "q8"
+DRAFT_BITS = {"same": 0, "int4": 4, "int8": 8}  # of weights that are for drafts alone
 HOPPER = "hopper-1"  # docs/cuda-arithmetic.md
 
 
@@ -116,10 +117,12 @@ class TorchOptions(BackendOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class CudaOptions(BackendOptions):
-    """The CUDA backend, on GPU number `device`; `cache_folder` is where it keeps compiled kernels."""
+    """The CUDA backend, on GPU number `device`; `cache_folder` is where it keeps compiled kernels. `fast_weights` are
+    those of passes from which nothing is committed: no part of the arithmetic."""
 
     NAME = "cuda"
-    SERVES: ClassVar = HopperOptions.SERVES
+    SERVES: ClassVar = {**HopperOptions.SERVES, "fast_weights": tuple(DRAFT_BITS)}
 
     device: int = 0
     cache_folder: Path | None = None
+    fast_weights: str = ""

@@ -241,7 +241,10 @@ class HiddenStart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One forward over flat rows. The head runs on the rows that want logits, padded to `head_shape` rows."""
+    """One forward over flat rows. The head runs on the rows that want logits, padded to `head_shape` rows.
+
+    With `only_drafts` nothing of it is ever committed, K/V included: cheaper weights may serve.
+    """
 
     kind: PassKind
     rows: Rows
@@ -252,6 +255,7 @@ class Pass:
     view: View = FULL_VIEW
     burst: Burst | None = None
     start: HiddenStart | None = None
+    only_drafts: bool = False
 
 
 class DistributionHandle(Protocol):
@@ -335,6 +339,7 @@ class BackendLimits:
     follows: bool = False  # bursts may have rows with masks
     hidden: tuple[HiddenShape, ...] = ()  # of each store's model; (): hidden states neither go out nor in
     prepares: bool = False  # the first pass of a shape takes long: it is compiled
+    fast_weights: bool = False  # cheaper ones serve passes that only draft
 
 
 class Backend(Protocol):

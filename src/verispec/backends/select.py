@@ -10,6 +10,7 @@ from contextlib import suppress
 
 from verispec.backends.audit import Progress, no_progress
 from verispec.backends.options import (
+    DRAFT_BITS,
     BackendOptions,
     CudaOptions,
     HopperOptions,
@@ -84,13 +85,15 @@ def uses_gpu(name: str) -> bool:
 
 
 def fitting_slots(
-    architectures: Sequence[Architecture], *, device: int, gpu_memory: float, kv_dtype: str | None
+    architectures: Sequence[Architecture], *, device: int, gpu_memory: float, kv_dtype: str | None, fast_weights: str
 ) -> int:
     """How many tokens of K/V a GPU has room for."""
     from verispec.backends.gpu import fitting_slots as fitting
 
     nbytes = 4 if kv_dtype == "float32" else 2  # of weights, too
-    return fitting(architectures, index=device, gpu_memory=gpu_memory, value_nbytes=nbytes)
+    return fitting(
+        architectures, index=device, gpu_memory=gpu_memory, value_nbytes=nbytes, draft_bits=DRAFT_BITS[fast_weights]
+    )
 
 
 def check_name(name: str, device: int = 0) -> None:

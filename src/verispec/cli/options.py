@@ -65,6 +65,10 @@ class Loading:
     threads: int | None = option(None, "-t", help="threads (numpy: one); changes no bit. Default: all cores")
     device: int = option(0, bounds=(0, MAX_COUNT), help="which GPU, by number (cuda, torch)")
     gpu_memory: float = option(0.9, help="share of the GPU's memory to use (cuda, torch)")
+    fast_weights: str = option(
+        "same", metavar="KIND", values=lambda: ("same", "int4", "int8"),
+        help="weights by which --drafter decode draws what is verified later (cuda); changes no output",
+    )  # fmt: skip
     kv_slots: int | None = option(
         None, bounds=(2, MAX_COUNT),
         help=f"K/V capacity in tokens, for all requests together. Default: {DEFAULTS.num_slots}; what fits (on a GPU)",

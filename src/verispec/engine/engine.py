@@ -149,6 +149,7 @@ class Engine:
             canonical_shape=policy.canonical_shape,
             fast_shape=policy.fast_shape,
             joins=policy.joins,
+            only_drafts=bool(shapes) and backend.limits.fast_weights,
             observe=cost.observe_pass,
             clock=clock,
         )

@@ -92,7 +92,8 @@ class Passes:
     """Submits steps.
 
     `canonical_shape` and `fast_shape` give the shape of a pass for a number of rows; `joins` says whether rows of both
-    kinds, that many of each, should share a canonical pass; `observe` hears how long passes took.
+    kinds, that many of each, should share a canonical pass; `observe` hears how long passes took. With
+    `only_drafts`, fast passes have nothing but windows, which are replayed: cheaper weights may draw them.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class Passes:
         canonical_shape: Fit,
         fast_shape: Fit,
         joins: Callable[[int, int], bool],
+        only_drafts: bool = False,
         observe: Observe = lambda pass_, seconds: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -109,6 +111,7 @@ class Passes:
         self._canonical_shape = canonical_shape
         self._fast_shape = fast_shape
         self._joins = joins
+        self._only_drafts = only_drafts
         self._observe = observe
         self._clock = clock
         self._next_mask = 1
@@ -119,12 +122,14 @@ class Passes:
         _fit_masks(step.turns, self._backend.limits.num_masks)
         canonical: tuple[list[Turn], list[Cohort]] = ([], [])
         fast: tuple[list[Turn], list[Cohort]] = ([], [])
+        only_drafts = self._only_drafts
         for turn in step.turns:
-            (canonical if turn.is_canonical and not isinstance(turn.draft, Pending) else fast)[0].append(turn)
+            is_canonical = (turn.is_canonical or only_drafts) and not isinstance(turn.draft, Pending)
+            (canonical if is_canonical else fast)[0].append(turn)
         for cohort in step.cohorts:
-            (canonical if cohort.is_canonical else fast)[1].append(cohort)
+            (canonical if cohort.is_canonical or only_drafts else fast)[1].append(cohort)
         has_fast = any(fast)
-        if has_fast and any(canonical) and self._joins_all(canonical, fast):
+        if has_fast and any(canonical) and not only_drafts and self._joins_all(canonical, fast):
             canonical, has_fast = (canonical[0] + fast[0], canonical[1] + fast[1]), False
         parts = []
         if any(canonical):
@@ -149,6 +154,8 @@ class Passes:
             add_cohort(builder, cohort)
         self._next_mask = builder.send_masks(self._backend, self._next_mask)
         pass_ = builder.build(kind, fit, vocab_size=self._backend.limits.vocab_size)
+        if kind is PassKind.FAST and self._only_drafts:
+            pass_ = replace(pass_, only_drafts=True)
         self.newest = pass_
         return _Part(turns, cohorts, builder, marks, pass_, self._clock(), self._backend.submit(pass_))
 

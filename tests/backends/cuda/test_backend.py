@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,11 +22,13 @@ from tests.support.passes import Tape  # noqa: E402
 from tests.support.tiny_models import TinyConfig, make_tensors  # noqa: E402
 from verispec.backends.cuda.backend import CudaBackend, CudaModel  # noqa: E402
 from verispec.backends.cuda.device import Gpu  # noqa: E402
+from verispec.backends.cuda.quantize import quantized  # noqa: E402
+from verispec.backends.protocol import Pass  # noqa: E402
 from verispec.config import EngineConfig  # noqa: E402
 from verispec.engine import Engine, Request  # noqa: E402
 from verispec.errors import BackendDeadError, DeviceMemoryError  # noqa: E402
 from verispec.model import cache_dir  # noqa: E402
-from verispec.spec.registry import make_drafters  # noqa: E402
+from verispec.spec.registry import DraftSetup, make_drafters  # noqa: E402
 from verispec.spec.speculation import Speculation  # noqa: E402
 from verispec.types import SamplingParams  # noqa: E402
 
@@ -185,3 +188,55 @@ def test_the_engine_gives_the_same_whatever_runs_beside() -> None:
     # The control: another seed.
     other = [replace(r, params=replace(r.params, seed=99)) for r in requests]
     assert outputs(make(), other) != alone
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantised_weights_stand_for_nearly_the_same(bits: int) -> None:
+    w = torch.randn(48, 192, generator=torch.Generator().manual_seed(bits)).bfloat16()
+    w[5, 64:96] = 0
+    step = w.float().view(48, -1, 32).abs().amax(-1, keepdim=True) / 2 ** (bits - 1)
+    found = quantized(w, bits)
+    assert found.words.numel() * 4 == found.values.numel() * 4 + found.scales.numel() * 2
+    error = (found.dense() - w.float()).view(48, -1, 32).abs()
+    assert (error <= 1.2 * step + 1e-6).all()  # the largest may be cut off where that is better for the others
+    assert (error <= 0.51 * step + 1e-6).float().mean() > 0.9
+
+
+def test_windows_drawn_by_fast_weights_change_no_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four bits draw other tokens, which are replaced; whoever is not replayed is served by the weights themselves."""
+    config = TinyConfig(mlp_size=128, context_len=256)
+    model = CudaModel(config.architecture, make_tensors(config).__getitem__)
+    sizes = {"device": StandIn(), "num_slots": conformance.NUM_SLOTS, "num_seq_rows": 8}
+    exact, cheap = CudaBackend([model], **sizes), CudaBackend([model], **sizes, draft_bits=4)
+    requests = [
+        Request(conformance.PROMPT[5 * i :][:12], SamplingParams(max_tokens=24, seed=i, temperature=i % 2, **more))
+        for i, more in enumerate(({}, {}, {"deterministic": False}, {"top_k": 5}, {"logprobs": 1}, {}))
+    ]
+
+    def run(backend: CudaBackend, method: str) -> tuple[list[list[int]], list[Pass], float]:
+        passes, found = [], {}
+        watched = SimpleNamespace(**{n: getattr(backend, n) for n in dir(backend) if not n.startswith("_")})
+        watched.submit = lambda pass_: passes.append(pass_) or backend.submit(pass_)
+        drafters = make_drafters(DraftSetup(draft_len=4, backend=backend))
+        sizes = EngineConfig(num_slots=conformance.NUM_SLOTS, max_running=8)
+        engine = Engine(watched, family=(1, 4, 16, 64, 256), drafters=drafters, config=sizes)
+        for request in requests:
+            engine.add(replace(request, speculation=Speculation.of(method), is_streamed=False))
+        while engine.has_work:
+            for event in engine.step():
+                if event.output is not None:
+                    found[event.request_id] = event.output
+        engine.check()
+        stats = [output.stats for output in found.values()]
+        accepted = sum(s.accepted for s in stats) / max(1, sum(s.drafted for s in stats))
+        return [list(found[i].token_ids) for i in sorted(found)], passes, accepted
+
+    plain, _, _ = run(exact, "none")
+    tokens, passes, accepted = run(cheap, "decode")
+    assert tokens == plain
+    assert sum(p.only_drafts for p in passes) > 10
+    assert 0.1 < accepted < 0.95, "four bits are no copy of the weights"
+    assert run(cheap, "none")[0] == plain
+    # The control: weights of four bits for everything.
+    monkeypatch.setattr(CudaBackend, "_drafts", lambda self, pass_, num_rows: bool(self._models[0].draft_layers))
+    assert run(CudaBackend([model], **sizes, draft_bits=4), "none")[0] != plain

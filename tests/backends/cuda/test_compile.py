@@ -18,6 +18,8 @@ SOURCES = [
     *(("rows.cu", {**MODEL, "MLP": 1536, "PARTS": parts}) for parts in (1, 2, 3, 4)),
     *(("attention.cu", {**MODEL, "HEAD_DIM": size, "TWO_BUFFERS": 1, "WHOLE": 0}) for size in (64, 128)),
     *(("attention.cu", {**MODEL, "HEAD_DIM": size, "TWO_BUFFERS": 0, "WHOLE": 1}) for size in (64, 256)),
+    ("quantized.cu", {"KIND": 0, "N": 960, "K": 576, "BITS": 4, "TILES": 8, "SPLITS": 1, **MODEL}),
+    ("quantized.cu", {"KIND": 1, "N": 576, "K": 1536, "BITS": 8, "TILES": 1, "SPLITS": 8, **MODEL}),
     ("draw.cu", {}),
     ("draw.cu", {"MASKED": 1}),
     ("steps.cu", {}),

@@ -6,6 +6,8 @@ import ctypes
 
 import torch
 
+from verispec.backends.cuda.quantize import Quantized
+
 
 def struct(name: str, *fields: tuple[str, type]) -> type[ctypes.Structure]:
     """A structure laid out as the kernel's, field by field."""
@@ -17,10 +19,10 @@ def pointers(*names: str) -> list[tuple[str, type]]:
     return [(name, ctypes.c_void_p) for name in names]
 
 
-def filled(args: ctypes.Structure, **values: torch.Tensor | float | None) -> ctypes.Structure:
+def filled(args: ctypes.Structure, **values: torch.Tensor | Quantized | float | None) -> ctypes.Structure:
     """The structure with these fields set; tensors give their address, None is a null pointer."""
     for name, value in values.items():
-        setattr(args, name, value.data_ptr() if isinstance(value, torch.Tensor) else value)
+        setattr(args, name, value.data_ptr() if isinstance(value, torch.Tensor | Quantized) else value)
     return args
 
 

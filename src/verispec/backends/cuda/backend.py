@@ -74,6 +74,7 @@ from verispec.sampling.draw import NO_TOKEN
 from verispec.sampling.rows import Sampler
 
 _SPANS_NBYTES = 33 << 24  # results of spans that are merged: 2048 rows with contexts of 4096 of an 8B model
+_MAX_DRAFT_ROWS = 8  # with more, weights of bf16 are as quick
 Int32 = NDArray[np.int32]
 
 
@@ -94,7 +95,7 @@ class CudaBackend:
 
     def __init__(
         self, models: Sequence[CudaModel], *, device: Device, num_slots: int, num_seq_rows: int,
-        context_len: int | None = None, max_tail: int = 64, progress: Progress = no_progress,
+        context_len: int | None = None, max_tail: int = 64, progress: Progress = no_progress, draft_bits: int = 0,
     ) -> None:  # fmt: skip
         arch = models[0].architecture
         context_len = min(context_len or arch.context_len, arch.context_len)
@@ -105,13 +106,13 @@ class CudaBackend:
         self.limits = BackendLimits(
             arch.vocab_size, context_len, num_slots, num_seq_rows, max_tail, len(models), num_masks=NUM_MASKS,
             hidden=tuple(HiddenShape(m.architecture.num_layers, m.architecture.hidden_size) for m in models),
-            prepares=True,
+            prepares=True, fast_weights=draft_bits > 0,
         )  # fmt: skip
         self._device = device
         self._architectures = [m.architecture for m in models]
         with device.current():
             self._models = [
-                _loaded(m, device, self.limits, partial(_report, progress, i, len(models)))
+                _loaded(m, device, self.limits, partial(_report, progress, i, len(models)), 0 if i else draft_bits)
                 for i, m in enumerate(models)
             ]
             self._max_row_spans = min(_row_spans(Shapes.of(arch)) for arch in self._architectures)
@@ -175,7 +176,8 @@ class CudaBackend:
             if size * spans > self._max_row_spans:
                 return None
             sizes = StepSizes(size, size, is_round=True)
-            further = self._graphs.get(GraphKey(pass_.store, pass_.view, sizes, size, spans, draw))
+            key = GraphKey(pass_.store, pass_.view, sizes, size, spans, draw, drafts=self._drafts(pass_, size))
+            further = self._graphs.get(key)
             rounds += [further] * (num_rounds + is_cohort)
             width = max(width, size)
         if burst is not None:
@@ -226,7 +228,15 @@ class CudaBackend:
         sizes = StepSizes(arranged.columns.shape[1], arranged.head, arranged.num_groups)
         layers = () if pass_.wanted.hidden is None else tuple(sorted(set(pass_.wanted.hidden.layers)))
         starts = pass_.start is not None
-        return GraphKey(pass_.store, pass_.view, sizes, arranged.single, spans, draw, starts=starts, hidden=layers)
+        return GraphKey(
+            pass_.store, pass_.view, sizes, arranged.single, spans, draw, starts=starts, hidden=layers,
+            drafts=self._drafts(pass_, sizes.rows),
+        )  # fmt: skip
+
+    def _drafts(self, pass_: Pass, num_rows: int) -> bool:
+        """Whether weights of fewer bits serve: nothing of the pass is committed, and it has few rows."""
+        has_weights = bool(self._models[pass_.store].draft_layers)
+        return pass_.only_drafts and has_weights and num_rows <= _MAX_DRAFT_ROWS
 
     def _put_rows(self, parcel: Parcel, arranged: Arranged, pass_: Pass, head_rows: Int32) -> None:
         parcel.put("rows", arranged.columns)
@@ -445,12 +455,15 @@ def _some(rows: Rows, at: NDArray[np.int64]) -> Rows:
     )  # fmt: skip
 
 
-def _loaded(model: CudaModel, device: Device, limits: BackendLimits, loaded: Callable[[float], None]) -> DeviceModel:
+def _loaded(
+    model: CudaModel, device: Device, limits: BackendLimits, loaded: Callable[[float], None], draft_bits: int
+) -> DeviceModel:
     arch = model.architecture
     return DeviceModel(
         Shapes.of(arch), positions_of(arch, limits.context_len), model.read, num_slots=limits.num_slots + NUM_RESERVED,
         max_rows=MAX_PLACES, context_len=limits.context_len, tied=arch.tied_head, device=device,
         max_row_spans=_row_spans(Shapes.of(arch)), head_rows=MAX_HEAD_ROWS, loaded=loaded,
+        draft_bits=draft_bits,
     )  # fmt: skip
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -13,7 +14,8 @@ import torch
 from numpy.typing import NDArray
 
 from verispec.backends.cuda.device import Device, Gpu, Graph
-from verispec.backends.cuda.kernels import MAX_FEW_ROWS, Buffers, Forms, Layer, RowInputs, Starts
+from verispec.backends.cuda.kernels import ALL_FEW, MAX_FEW_ROWS, Buffers, Forms, Layer, Matrix, RowInputs, Starts
+from verispec.backends.cuda.quantize import quantized
 from verispec.backends.cuda.shapes import SPAN, Positions, Shapes, gate_up_order, qkv_order
 from verispec.backends.protocol import FULL_VIEW, View
 from verispec.errors import InputError
@@ -37,6 +39,7 @@ class Plan(NamedTuple):
     view: View = FULL_VIEW
     starts: Starts | None = None
     hidden: dict[int, torch.Tensor] | None = None  # by layer: where the residual stream before it goes [rows, width]
+    drafts: bool = False  # by weights of fewer bits, where the model has them
 
 
 class DeviceModel:
@@ -46,22 +49,29 @@ class DeviceModel:
         self, shapes: Shapes, positions: Sequence[Positions], read: Reader, *, num_slots: int, max_rows: int,
         context_len: int, tied: bool, device: Device | None = None, max_row_spans: int | None = None,
         head_rows: int | None = None, loaded: Callable[[float], None] | None = None,
+        draft_bits: int = 0,
     ) -> None:  # fmt: skip
         refusal = shapes.refusal()
         if refusal is not None:
             raise InputError(refusal)
+        if draft_bits and (shapes.width % 64 or shapes.attention % 64 or shapes.mlp % 64):
+            raise InputError("fast_weights need a model whose width, heads and MLP size are multiples of 64")
         self.shapes = shapes
         self.device = device = device or Gpu()
         load = _Loader(shapes, read, device.name)
         self.kernels = device.kernels(shapes)
-        self.layers = []
+        self.layers: list[Layer] = []
+        self.draft_layers: list[Layer] = []
         for i, here in enumerate(positions):
             self.layers.append(load.layer(i, here))
+            if draft_bits:
+                self.draft_layers.append(_in_bits(self.layers[-1], draft_bits))
             if loaded is not None:
                 loaded(i / len(positions))
         self.embed = load.matrix(read("embed"))
         self.final_gain = load.vector(read("final_norm"))
         self.head = self.embed if tied else load.matrix(read("head"))
+        self.draft_head = quantized(self.head, draft_bits) if draft_bits else None
         store = (len(positions), num_slots, shapes.kv_heads, shapes.head_dim)
         self.k = torch.zeros(store, dtype=torch.bfloat16, device=device.name)
         self.v = torch.zeros(store, dtype=torch.bfloat16, device=device.name)
@@ -73,8 +83,9 @@ class DeviceModel:
     def forward(self, inputs: RowInputs, plan: Plan, row_ids: torch.Tensor | None = None) -> torch.Tensor:
         """Logits of the wanted rows. [head rows, V]"""
         kernels, b, rows = self.kernels, self.buffers, plan.rows
+        layers, head = (self.draft_layers, self.draft_head) if plan.drafts else (self.layers, self.head)
         parts = [
-            (i, layer, is_attention) for i, layer in enumerate(self.layers) for is_attention in (True, False)
+            (i, layer, is_attention) for i, layer in enumerate(layers) for is_attention in (True, False)
             if i not in (plan.view.skipped_attention if is_attention else plan.view.skipped_mlp)
         ]  # fmt: skip
         gains = [layer.attn_gain if is_attention else layer.mlp_gain for _, layer, is_attention in parts]
@@ -95,7 +106,8 @@ class DeviceModel:
         _keep(hidden, len(self.layers), b.x)
         head_rows = plan.head_rows or rows
         if head_rows > 0:
-            kernels.head(self.head, b, self.logits, row_ids, head_rows, many=plan.forms.head)
+            assert head is not None
+            kernels.head(head, b, self.logits, row_ids, head_rows, many=plan.forms.head)
         return self.logits[: max(0, head_rows)]
 
     def starts(self) -> Starts:
@@ -105,8 +117,10 @@ class DeviceModel:
             self._starts = Starts(torch.full((len(x),), -1, dtype=torch.int32, device=x.device), torch.empty_like(x))
         return self._starts
 
-    def forms(self, rows: int, head_rows: int) -> Forms:
+    def forms(self, rows: int, head_rows: int, *, drafts: bool = False) -> Forms:
         """The quicker form of each product; both have the same bits."""
+        if drafts:
+            return ALL_FEW
         layer = self.layers[0]
         matrices = (layer.qkv, layer.o, layer.gate_up, layer.down)
         many = [rows > most_few_rows(w) for w in matrices]
@@ -137,10 +151,16 @@ def _keep(hidden: dict[int, torch.Tensor], layer: int, x: torch.Tensor) -> None:
         to.copy_(x[: len(to)])
 
 
-def most_few_rows(w: torch.Tensor) -> int:
+def most_few_rows(w: Matrix) -> int:
     """Up to how many rows our own product of these weights is quicker than the library's, as measured on an H200."""
-    nbytes = w.numel() * w.element_size()
+    nbytes = 2 * w.shape[0] * w.shape[1]
     return next(rows for most, rows in _FEW_ROWS if nbytes <= most)
+
+
+def _in_bits(layer: Layer, bits: int) -> Layer:
+    """The layer with its matrices in so many bits."""
+    qkv, o, gate_up, down = (quantized(w, bits) for w in (layer.qkv, layer.o, layer.gate_up, layer.down))
+    return replace(layer, qkv=qkv, o=o, gate_up=gate_up, down=down)
 
 
 class _Loader:

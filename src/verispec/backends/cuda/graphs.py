@@ -35,6 +35,7 @@ class GraphKey(NamedTuple):
     masked: bool = False
     starts: bool = False  # some rows from hidden states
     hidden: tuple[int, ...] = ()  # layers
+    drafts: bool = False  # by weights of fewer bits
 
 
 class Graphs:
@@ -76,7 +77,8 @@ class Graphs:
     def _round(self, key: GraphKey) -> None:
         model, state, sizes = self._models[key.store], self._state, key.sizes
         plan = Plan(
-            rows=sizes.rows, forms=model.forms(sizes.rows, sizes.head_rows), single_rows=key.single, spans=key.spans,
+            rows=sizes.rows, forms=model.forms(sizes.rows, sizes.head_rows, drafts=key.drafts), single_rows=key.single,
+            spans=key.spans, drafts=key.drafts,
             groups=state.groups[: sizes.num_groups] if sizes.num_groups else None, head_rows=sizes.head_rows or -1,
             view=key.view, starts=model.starts() if key.starts else None, hidden=self._hidden.get(key),
         )  # fmt: skip

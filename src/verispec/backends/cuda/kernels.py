@@ -13,13 +13,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
 from verispec.backends.cuda.arguments import current_stream, filled, pointers, struct
 from verispec.backends.cuda.bit_model import softmax_scale
 from verispec.backends.cuda.compiler import Kernel, Modules
+from verispec.backends.cuda.quantize import Quantized
 from verispec.backends.cuda.shapes import SPAN, TILE, Shapes, num_parts
 
 MAX_FEW_ROWS = 64
@@ -32,6 +33,7 @@ _STAGE_ROW_NBYTES = 128
 _SM_RING_NBYTES, _BLOCK_RING_NBYTES = 160 * 1024, 96 * 1024
 _MIN_STAGES, _MAX_STAGES = 4, 16
 _MAX_ROW_THREADS = 256
+_ENOUGH_WARPS = 4096  # of a quantised product: columns are shared until there are so many
 WHOLE_GROUPS_PER_SM = 4  # with so many blocks in a launch, a block of prompt attention takes all spans of its rows
 _MAX_BLOCK_NBYTES = 227 * 1024  # of shared memory
 
@@ -88,23 +90,28 @@ class Forms(NamedTuple):
 ALL_FEW, ALL_MANY = Forms(*[False] * 5), Forms(*[True] * 5)
 
 
+Matrix: TypeAlias = torch.Tensor | Quantized
+
+
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Weights of one layer on the device: matrices in bf16, rows in the kernels' order; vectors in float32."""
+    """Weights of one layer on the device: matrices in bf16, or in fewer bits, rows in the kernels' order; vectors in
+    float32. Products of fewer bits are for drafts: they have one form, for any number of rows, and promise no bits.
+    """
 
     attn_gain: torch.Tensor  # [width]
-    qkv: torch.Tensor  # [(H + 2 KV) d, width] in `qkv_order`
+    qkv: Matrix  # [(H + 2 KV) d, width] in `qkv_order`
     qkv_bias: torch.Tensor | None  # [(H + 2 KV) d] in natural order
     q_gain: torch.Tensor | None  # [d]
     k_gain: torch.Tensor | None
     cos: torch.Tensor  # [context, d / 2]
     sin: torch.Tensor
     window: int
-    o: torch.Tensor  # [width, H d]
+    o: Matrix  # [width, H d]
     attn_post_gain: torch.Tensor | None  # [width]
     mlp_gain: torch.Tensor
-    gate_up: torch.Tensor  # [2 mlp, width] in `gate_up_order`
-    down: torch.Tensor  # [width, mlp]
+    gate_up: Matrix  # [2 mlp, width] in `gate_up_order`
+    down: Matrix  # [width, mlp]
     mlp_post_gain: torch.Tensor | None
 
 
@@ -291,7 +298,7 @@ class Kernels:
             merge.launch((rows, self.shapes.kv_heads, 1), 128, args, stream=current_stream())
 
     def residual(
-        self, x: torch.Tensor, w: torch.Tensor, gain: torch.Tensor, b: Buffers, rows: int, *, many: bool,
+        self, x: torch.Tensor, w: Matrix, gain: torch.Tensor, b: Buffers, rows: int, *, many: bool,
         post_gain: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """Output and down products of `x`, added to the residual stream; scaled and nodes for the norm that follows.
@@ -334,13 +341,14 @@ class Kernels:
         return out
 
     def head(
-        self, w: torch.Tensor, b: Buffers, logits: torch.Tensor, row_ids: torch.Tensor | None, rows: int, *, many: bool
+        self, w: Matrix, b: Buffers, logits: torch.Tensor, row_ids: torch.Tensor | None, rows: int, *, many: bool
     ) -> None:
         """Logits [rows, V] float32 of these rows of the pass (all of them where `row_ids` is None)."""
         common = {"nodes_in": b.nodes, "out": logits, "row_ids": row_ids, "rows": rows, "eps": self.shapes.eps}
         if not many:
             self._linear(Kind.HEAD, w, rows, filled(LinearArgs(), x=b.scaled, w=w, **common))
             return
+        assert isinstance(w, torch.Tensor)
         x = b.scaled[:rows] if row_ids is None else b.scaled[row_ids.long()]
         torch.mm(x, w.t(), out_dtype=torch.float32, out=logits[:rows])
         args = filled(RowArgs(), width=w.shape[0], **common)
@@ -349,7 +357,24 @@ class Kernels:
 
     # How they are put together.
 
-    def _linear(self, kind: Kind, w: torch.Tensor, rows: int, args: ctypes.Structure) -> None:
+    def _quantized(self, kind: Kind, w: Quantized, rows: int, args: ctypes.Structure) -> None:
+        outputs, columns = w.shape
+        weight_tiles = outputs // 16
+        possible = [n for n in (1, 2, 4, 8) if columns % (TILE * n) == 0]
+        splits = next((n for n in possible if n * weight_tiles >= _ENOUGH_WARPS), possible[-1])
+        tiles = 8 // splits
+        defines = {
+            "KIND": int(kind), "N": outputs, "K": columns, "BITS": w.bits, "TILES": tiles, "SPLITS": splits,
+            **self._sizes,
+        }  # fmt: skip
+        grid = (-(-weight_tiles // tiles), -(-rows // _ROWS_PER_TILE), 1)
+        warps = 8 + (kind in (Kind.QKV, Kind.GATE_UP, Kind.HEAD))
+        self._kernel("quantized.cu", "quantized", defines).launch(grid, 32 * warps, args, stream=current_stream())
+
+    def _linear(self, kind: Kind, w: Matrix, rows: int, args: ctypes.Structure) -> None:
+        if isinstance(w, Quantized):
+            self._quantized(kind, w, rows, args)
+            return
         outputs, columns = w.shape
         parts = 1 if kind is Kind.HEAD else num_parts(outputs, columns)
         most = _SHARED_ROW_TILES if outputs * columns * 2 <= _CACHED_NBYTES else _MAX_ROW_TILES
@@ -380,13 +405,14 @@ class Kernels:
         per_block = -(-threads // (32 * blocks)) * 32
         self._rows_kernel(name, parts).launch((rows, blocks, 1), per_block, args, stream=current_stream())
 
-    def _plain(self, x: torch.Tensor, w: torch.Tensor, b: Buffers, rows: int) -> tuple[torch.Tensor, int]:
+    def _plain(self, x: torch.Tensor, w: Matrix, b: Buffers, rows: int) -> tuple[torch.Tensor, int]:
         """The product of few rows, where what follows it is a kernel of its own."""
         y = b.products.view(torch.bfloat16)
         self._linear(Kind.PLAIN, w, rows, filled(LinearArgs(), x=x, w=w, out=y, rows=rows))
         return y, 1
 
-    def _product(self, x: torch.Tensor, w: torch.Tensor, b: Buffers) -> tuple[torch.Tensor, int]:
+    def _product(self, x: torch.Tensor, w: Matrix, b: Buffers) -> tuple[torch.Tensor, int]:
+        assert isinstance(w, torch.Tensor)
         rows, (outputs, columns) = len(x), w.shape
         parts = num_parts(outputs, columns)
         if parts == 1:

@@ -8,7 +8,7 @@ from verispec.backends.audit import Progress
 from verispec.backends.cuda.backend import CudaBackend, CudaModel
 from verispec.backends.cuda.device import Gpu
 from verispec.backends.gpu import loading
-from verispec.backends.options import CudaOptions
+from verispec.backends.options import DRAFT_BITS, CudaOptions
 from verispec.model.architecture import expected_tensors
 from verispec.model.checkpoint import Checkpoint
 
@@ -30,5 +30,5 @@ def load(checkpoints: Sequence[Checkpoint], options: CudaOptions, *, progress: P
         return CudaBackend(
             [reader(c) for c in checkpoints], device=Gpu(options.device, options.cache_folder),
             num_slots=options.num_slots, num_seq_rows=options.num_seq_rows, context_len=options.context_len,
-            max_tail=options.max_tail, progress=progress,
+            max_tail=options.max_tail, progress=progress, draft_bits=DRAFT_BITS[options.fast_weights],
         )  # fmt: skip
