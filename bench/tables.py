@@ -181,10 +181,11 @@ def chart(data: Mapping[str, Any], model: str, temperature: float) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}" '
         'font-family="sans-serif" font-size="12">',
         f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
-        text(20, 28, "Tokens per second against no drafts, one stream, temperature "
-             f"{temperature:g}: every system gives the same tokens, bit for bit", font_size=14, font_weight="bold"),
-        text(20, 50, f"{model}{draft}; {about['hardware']}, backend {about['backend']}"),
-        text(20, 68, "thin lines: 95 % intervals", fill="#555555"),
+        text(20, 28, f"Speed-up of each system by task, one stream, temperature {temperature:g}", font_size=15,
+             font_weight="bold"),
+        text(20, 50, "tokens per second against no drafts (1x); all give the same tokens, bit for bit; "
+             "thin lines: 95 % intervals"),
+        text(20, 68, f"{model}{draft}; {about['hardware']}, backend {about['backend']}", fill="#555555"),
     ]  # fmt: skip
     for i, name in enumerate(systems):
         x, y = 20 + i % 2 * 400, TOP - 8 + 18 * (i // 2)
@@ -194,7 +195,7 @@ def chart(data: Mapping[str, Any], model: str, temperature: float) -> str:
     ticks = [i * (0.25 if most < 2.5 else 0.5) for i in range(1 + int(max(1.25, most) / (0.25 if most < 2.5 else 0.5)))]
     for tick in ticks:
         x = LEFT + tick * scale
-        parts.append(line(x, top, x, bottom, "#444444" if tick == 1 else "#dddddd"))
+        parts.append(line(x, top, x, bottom, "#dddddd"))
         parts.append(text(x, bottom + 16, f"{tick:g}x", text_anchor="middle"))
     y = float(top)
     for cell in cells:
@@ -212,6 +213,7 @@ def chart(data: Mapping[str, Any], model: str, temperature: float) -> str:
                 ]  # fmt: skip
             y += BAR
         y += GAP / 2
+    parts.append(line(LEFT + scale, top, LEFT + scale, bottom, "black", ' stroke-width="1.5" stroke-dasharray="4 3"'))
     return "\n".join(
         [*parts, text(20, height - 14, "python bench/speculation.py --parts tasks", fill="#555555"), "</svg>\n"]
     )
