@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import sys
 import time
@@ -85,15 +86,15 @@ class Bench:
             self.llm._menu = carried_menu(self.llm, options.menu)
         self.name = self.llm.identity.name
         self.prompts = Prompts(self.llm, options.prompts, max_len=options.prompt_len)
-        results.data["about"][self.name] = self._about()
+        results.data["about"].setdefault(self.name, {}).update(self._about())
 
     def _about(self) -> dict[str, str]:
         llm, options = self.llm, self.options
-        device = dict(llm.backend.fingerprint()) | dict(llm.backend.device())
         return {
-            "hardware": device.get("device") or device.get("gpu") or cpu_name(),
+            "hardware": llm.backend.device().get("gpu", f"{os.cpu_count()} cores of {cpu_name()}"),
             "backend": options.backend or type(llm.backend).__name__,
             "draft model": Path(options.draft_model).name if options.draft_model else "",
+            "fast weights": options.fast_weights or "",
             "profile": llm.profile,
             "python": platform.python_version(),
             "work": f"{options.tokens} tokens, prompts of at most {options.prompt_len}, {options.seconds:g} s a part",
@@ -276,7 +277,7 @@ def auto_part(bench: Bench) -> None:
     stage = Stage(bench.llm, max_running=max(options.batch))
     for key, spot, deadline in bench.cells("auto", {str(spot): spot for spot in spots}):
         groups = [prompts[: spot.batch]] if spot.batch > 1 else [[p] for p in prompts[: options.count]]
-        stage.warm([p for group in groups for p in group], arms[:1] + arms[3:4])
+        stage.warm([p for group in groups for p in group], arms)
         params = SamplingParams(max_tokens=options.tokens, temperature=spot.temperature, seed=1, ignore_eos=True)
         runs = measured(stage, arms, groups, params, deadline=deadline, most=options.rounds)
         cells = arm_cells(arms, runs)
