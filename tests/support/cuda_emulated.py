@@ -42,11 +42,12 @@ def _library(
         assert old in text
         text = text.replace(old, new)
     text = f'#include "{_HEADER}"\n{text}' + "".join(_WRAPPER.format(name=n, args=a) for n, a in _KERNEL.findall(text))
-    folder = Path(tempfile.mkdtemp(prefix="verispec-emulated-"))
-    (folder / "kernel.cpp").write_text(text)
     command = "g++ -std=c++17 -O1 -ffp-contract=off -fno-strict-aliasing -fPIC -shared -w -o".split()
-    subprocess.run([*command, folder / "kernel.so", folder / "kernel.cpp"], check=True)
-    return ctypes.CDLL(str(folder / "kernel.so"))
+    with tempfile.TemporaryDirectory() as name:
+        made, written = Path(name, "kernel.so"), Path(name, "kernel.cpp")
+        written.write_text(text)
+        subprocess.run([*command, made, written], check=True)
+        return ctypes.CDLL(str(made))
 
 
 def launch(
