@@ -283,6 +283,7 @@ class Stage:
     """One engine with the drafters of all arms; prompts stay in its prefix cache."""
 
     def __init__(self, llm: LLM, *, max_running: int) -> None:
+        self.prepares = llm.backend.limits.prepares
         self._drafters = drafters_of(llm)
         self._eos_ids = llm.tokenizer.eos_ids
         self._engine = llm.fresh_engine(drafters=self._drafters, max_running=max_running)
@@ -348,7 +349,9 @@ class Costs:
         tokens, nodes = (sum(values) / passes for values in zip(*_counts(runs), strict=True))
         if arm.tree is None or TreeShape.parse(arm.tree).is_chain:
             # A pass of a draft serves all sequences that still draft: as many as the one has that exits last.
-            longest = [max(o.stats.draft_passes / max(1, o.stats.passes) for o in run.outputs) for run in runs]
+            longest = [
+                max(o.stats.draft_passes / (o.stats.passes + o.stats.fast_passes) for o in run.outputs) for run in runs
+            ]
             drafting = sum(longest) / len(longest) * self.seconds(name, batch)
         else:
             widths = (1, *TreeShape.parse(arm.tree).keep[:-1])

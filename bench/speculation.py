@@ -130,16 +130,15 @@ def measured(
 ) -> dict[str, list[list[Run]]]:  # fmt: skip
     """Runs of every arm by round and group, in turns: nobody always comes first, or behind the same other.
 
-    Behind a first round that is not counted: compilers, graphs, memory. Fails if tokens differ from those of `none`.
+    Where passes are compiled, behind a first round that is not counted. Fails if tokens differ from those of `none`.
     """
     order, found = np.random.default_rng(0), {arm.name: [] for arm in arms}
     exact: list[list[str]] = []
-    for turn in range(1 + most):
+    for turn in range(0 if stage.prepares else 1, 1 + most):
         if turn > 1 and time.perf_counter() >= deadline:
             break
-        # The first is `none` in any case; where time is short the first round has one group of prompts.
-        indexes = [0, *(1 + order.permutation(len(arms) - 1))] if not turn else order.permutation(len(arms))
-        for arm in (arms[i] for i in indexes):
+        indexes = order.permutation(len(arms)).tolist()
+        for arm in (arms[i] for i in (indexes if exact else sorted(indexes, key=bool))):  # first of all is `none`
             stage.renew()
             runs = [stage.run(group, params, arm) for group in (groups if turn or arm == NONE else groups[:1])]
             exact = exact or [run.digests for run in runs]

@@ -70,6 +70,8 @@ def test_one_command_measures_everything_and_goes_on_where_it_was(
     tree = next(cell for cell in found["cells"].values() if cell["part"] == "trees")
     assert {"SD", "RSD-C", "RSD-S", "one-hot", "match chain", "match branch", "match beam"} < set(tree["arms"])
     assert all(arm["predicted"] > 0 for name, arm in tree["arms"].items() if name != "none")
+    # As many draft passes for each of the target's, whichever kind of pass those are.
+    assert tree["arms"]["SD"]["predicted"] > 0.25 * tree["arms"]["match chain"]["predicted"]
     said = "\n".join(tables.tables(found))
     assert all(f"### {part}" in said for part in PARTS)
     picture = ElementTree.fromstring(tables.chart(found, "target.gguf", 1.0))
