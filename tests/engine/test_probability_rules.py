@@ -386,7 +386,7 @@ def test_the_nodes_of_a_draft_are_told_with_their_probabilities() -> None:
                 traces.append((list(text), event.trace))
             text += event.token_ids
     assert len(traces) > 3
-    for before, (drafted, verdict, target) in traces[:4]:
+    for before, (drafted, verdict, target, drafter) in traces[:4]:
         for node in range(len(drafted)):
             path = [drafted.token_ids[i] for i in drafted.path_to(node)]
             scoring = Request([*before, *path], SamplingParams(max_tokens=0, prompt_logprobs=0))
@@ -395,3 +395,4 @@ def test_the_nodes_of_a_draft_are_told_with_their_probabilities() -> None:
         assert len(drafted.probabilities) == len(drafted)
         assert all(0 < p <= 1 for p in drafted.probabilities)
         assert verdict.bonus_id >= 0
+        assert drafter == "model"

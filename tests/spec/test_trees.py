@@ -407,7 +407,8 @@ def test_beam_3_3_drafts_nine_nodes_in_three_passes_and_a_path_of_three_yields_f
         Request([0], SamplingParams(max_tokens=20), speculation=Speculation(drafter, tree=shape), is_traced=True)
     )
     (event,) = engine.step()
-    draft, verdict, _ = event.trace or pytest.fail("no trace")
+    draft, verdict, _, named = event.trace or pytest.fail("no trace")
+    assert named == drafter
     letters = "sabcdefghix"
     assert "".join(letters[i] for i in draft.token_ids) == "abc" + "def" + "gih"
     assert [1 + parent for parent in draft.parents] == [0, 0, 0, 1, 1, 2, 4, 5, 6]
