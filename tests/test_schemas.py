@@ -39,6 +39,7 @@ def finished(llm: LLM, prompt: str, schemas: Sequence[Any], **params: Any) -> in
     return count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_model_that_tries_everything_stays_in_every_shape(tiny: LLM, temperature: float) -> None:
     assert len(SCHEMAS) >= 200

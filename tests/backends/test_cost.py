@@ -108,6 +108,7 @@ def test_only_passes_of_the_kind_that_is_timed_are_learned_from() -> None:
     assert cost.num_observed == 1
 
 
+@pytest.mark.slow
 def test_what_was_learned_is_kept_for_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, cache = write_model(tmp_path / "tiny.gguf"), tmp_path / "cache"
     params = SamplingParams(max_tokens=30, ignore_eos=True, seed=0)

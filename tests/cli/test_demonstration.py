@@ -29,6 +29,8 @@ from verispec.errors import InputError, VerispecError
 from verispec.llm import LLM
 from verispec.types import FinishReason, SampleOutput, SamplingParams, SequenceStats, TokenLogprob, TokenLogprobs
 
+pytestmark = pytest.mark.slow
+
 PROMPT = "one two one two one"
 PARAMS = SamplingParams(max_tokens=24, temperature=0.7, seed=4)
 CROWD = 5
