@@ -26,6 +26,7 @@ from typing import Any
 from verispec import LLM, SamplingParams
 from verispec.constraints.compiler import Position
 from verispec.engine import Engine, Request
+from verispec.model import resolve
 from verispec.spec.speculation import Speculation
 
 PROMPT = "Make up a list of people as JSON."
@@ -189,7 +190,7 @@ def main() -> None:
         for num_shaped in (1, 16):
             bench.beside(num_shaped)
     if args.llama_server:
-        llama(args.llama_server, args.model, args.tokens, args.pairs)
+        llama(args.llama_server, str(resolve(args.model)), args.tokens, args.pairs)
 
 
 if __name__ == "__main__":
