@@ -4,10 +4,10 @@
 
 *mask*: microseconds of the host for each token: moving on in the grammar, and the next mask. *shape*: tokens per second
 by a schema against the same number of free tokens, drafter `none`; *by default*: the same with drafter `suffix`, the
-product's default, and the grammar's drafts beside it. *grammar*: the schemas of tools,
-drafter `grammar` against `none`. *beside*: what the free ones of 32 sequences get if 1 or 16 others have a schema,
-against 32 free ones. With --llama-server: its own tokens per second (wall time, one thread), with the same schema
-against without. Prompts are cached.
+product's default, and the grammar's drafts beside it. *grammar*: the schemas of tools, and all schemas of the tests one
+after the other, drafter `grammar` against `none`. *beside*: what the free ones of 32 sequences get if 1 or 16 others
+have a schema, against 32 free ones. With --llama-server: its own tokens per second (wall time, one thread), with the
+same schema against without. Prompts are cached.
 """
 
 from __future__ import annotations
@@ -16,13 +16,19 @@ import argparse
 import json
 import statistics
 import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the schemas live with the tests
+
+from tests.support.schemas import SCHEMAS
+from tests.support.schemas import TOOLS as TEST_TOOLS
 from verispec import LLM, SamplingParams
 from verispec.constraints.compiler import Position
 from verispec.engine import Engine, Request
@@ -135,6 +141,21 @@ class Bench:
         else:
             print(f"batch {size}: tools: grammar {self.ratio(*arms)}", flush=True)
 
+    def every(self, name: str, schemas: Sequence[object]) -> None:
+        """Schemas one after the other, as a single user has them: all of their tokens a second."""
+        seconds = {"grammar": 0.0, "none": 0.0}
+        num_tokens = dict.fromkeys(seconds, 0)
+        with self.llm.separate_engine() as engine:
+            run(engine, [self.request(max_tokens=1)])  # the prompt is cached from now on
+            for schema in schemas:
+                for drafter in seconds:
+                    spent, tokens = run(engine, [self.request(schema, drafter, ignore_eos=False)])
+                    seconds[drafter] += spent
+                    num_tokens[drafter] += sum(tokens)
+        assert num_tokens["grammar"] == num_tokens["none"], "a drafter changed an answer"
+        ratio = seconds["none"] / seconds["grammar"]
+        print(f"batch 1: {len(schemas)} {name}: grammar {ratio:.2f}, {num_tokens['none']} tokens", flush=True)
+
     def beside(self, num_shaped: int) -> None:
         free = [self.request()] * 32
         mixed = [*free[num_shaped:], *[self.request(PEOPLE)] * num_shaped]
@@ -187,6 +208,8 @@ def main() -> None:
         for size in args.batch:
             bench.batch(size)
             bench.grammar(size)
+        bench.every("schemas of the tests", SCHEMAS)
+        bench.every("schemas of tools among them", TEST_TOOLS)
         for num_shaped in (1, 16):
             bench.beside(num_shaped)
     if args.llama_server:
