@@ -22,6 +22,8 @@ SOURCES = [
     ("quantized.cu", {"KIND": 1, "N": 576, "K": 1536, "BITS": 8, "TILES": 1, "SPLITS": 8, **MODEL}),
     ("draw.cu", {}),
     ("draw.cu", {"MASKED": 1}),
+    ("filter.cu", {}),
+    ("filter.cu", {"MASKED": 1}),
     ("steps.cu", {}),
 ]
 

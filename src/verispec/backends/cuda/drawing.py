@@ -28,6 +28,10 @@ _DrawArgs = struct(
     ("chunk", ctypes.c_int),
     ("chunks", ctypes.c_int),
 )
+_FilterArgs = struct(
+    "FilterArgs", ("draw", _DrawArgs), *pointers("bin_counts", "bin_weights", "likely", "num_listed", "listed", "ends")
+)
+_NUM_BINS, _NUM_LISTED = 2048, 4096  # as filter.cu has them
 _AdvanceArgs = struct(
     "AdvanceArgs",
     *pointers("drawn", "token_ids", "positions", "slots", "prefix_lens", "ready_lens", "counters", "seq_rows", "table"),
@@ -55,16 +59,17 @@ class DrawKernels:
 
     def __init__(self, vocab: int, rows: int, cache_folder: Path | None = None, device: str = "cuda") -> None:
         self._modules, self._kernels = Modules(cache_folder), dict[tuple[str, ...], Kernel]()
-        self._vocab, most, self._chunks = vocab, -(-vocab // _MIN_CHUNK), 0
-
-        def empty(*size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-            return torch.zeros(size, dtype=dtype, device=device)
-
+        self._vocab, most, self._chunks, self._device = vocab, -(-vocab // _MIN_CHUNK), 0, device
+        self._filtering: dict[str, torch.Tensor] = {}
+        empty = self._empty
         self.token_ids, self.logprobs = empty(rows, dtype=torch.int32), empty(rows, dtype=torch.float32)
         self._scratch = {
             "tops": empty(rows, 2, most), "best": empty(rows, most), "sums": empty(rows, most),
         }  # fmt: skip
         self._kept, self._all_kept = empty(rows), torch.full((rows,), -1, dtype=torch.int64, device=device)
+
+    def _empty(self, *size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.zeros(size, dtype=dtype, device=self._device)
 
     def draw(
         self, logits: torch.Tensor, inputs: DrawInputs, rows: int, *, filters: bool, edited: torch.Tensor | None = None,
@@ -110,8 +115,23 @@ class DrawKernels:
         )  # fmt: skip
         self._launch("draw_top", (chunks, rows, 1), 256, args)
         if filters:
-            self._launch("draw_filter", (rows, 1, 1), 1024, args)
+            filter_args = filled(_FilterArgs(draw=args), **self._filter_scratch())
+            self._launch("filter_bins", (chunks, rows, 1), 256, filter_args)
+            self._launch("filter_ends", (rows, 1, 1), 1024, filter_args)
+            self._launch("filter_list", (chunks, rows, 1), 256, filter_args)
+            self._launch("filter_kept", (rows, 1, 1), 1024, filter_args)
         return args
+
+    def _filter_scratch(self) -> dict[str, torch.Tensor]:
+        """Made when filters are first wanted: most of it must be zero between draws, and the kernels see to that."""
+        if not self._filtering:
+            rows, empty = len(self._kept), self._empty
+            self._filtering = {
+                "bin_counts": empty(rows, _NUM_BINS, dtype=torch.int32), "bin_weights": empty(rows, _NUM_BINS),
+                "likely": empty(rows, dtype=torch.int32), "num_listed": empty(rows, dtype=torch.int32),
+                "listed": empty(rows, _NUM_LISTED), "ends": empty(rows, 3, dtype=torch.int32),
+            }  # fmt: skip
+        return self._filtering
 
     def sums(self, rows: int) -> torch.Tensor:
         """The weights of each row that the last call added up. int64"""
@@ -133,8 +153,9 @@ class DrawKernels:
         return out
 
     def _launch(self, name: str, grid: tuple[int, int, int], threads: int, args: ctypes.Structure) -> None:
-        defines = {"MASKED": 1} if getattr(args, "allowed", None) else {}
-        self.launch("draw.cu", name, grid, threads, args, defines=defines)
+        source = "filter.cu" if name.startswith("filter_") else "draw.cu"
+        is_masked = getattr(getattr(args, "draw", args), "allowed", None)
+        self.launch(source, name, grid, threads, args, defines={"MASKED": 1} if is_masked else {})
 
     def launch(
         self, source: str, name: str, grid: tuple[int, int, int], threads: int, args: ctypes.Structure, *,
