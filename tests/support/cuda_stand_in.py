@@ -189,10 +189,11 @@ class StandInSteps(StepKernels):
         super().__init__()
         self._backwards, self._changes = backwards, changes
 
-    def launch(self, source, name, args) -> None:
+    def launch(self, source, name, args, *, blocks=1, threads=1024) -> None:
         changes = tuple((old, new) for at, old, new in self._changes if at == source)
         cuda_emulated.launch(
-            source, name, args, grid=(1, 1, 1), threads=1024, fewer=32, backwards=self._backwards, changes=changes
+            source, name, args, grid=(blocks, 1, 1), threads=threads, fewer=32, backwards=self._backwards,
+            changes=changes,
         )  # fmt: skip
 
 

@@ -16,9 +16,10 @@ from tests.backends import test_bursts as bursts  # noqa: E402
 from tests.backends import test_conformance as conformance  # noqa: E402
 from tests.backends import test_drafted_bursts as drafted  # noqa: E402
 from tests.backends import test_provisions as provisions  # noqa: E402
-from tests.backends.cuda import backend_check, draw_check  # noqa: E402
+from tests.backends.cuda import backend_check, chains_check, draw_check  # noqa: E402
 from tests.support.cuda_stand_in import EmulatedDraws, StandIn  # noqa: E402
 from tests.support.passes import Tape  # noqa: E402
+from tests.support.skipping import cheap_setup  # noqa: E402
 from tests.support.tiny_models import TinyConfig, make_tensors  # noqa: E402
 from verispec.backends.cuda.backend import CudaBackend, CudaModel  # noqa: E402
 from verispec.backends.cuda.device import Gpu  # noqa: E402
@@ -38,12 +39,12 @@ pytestmark = pytest.mark.cuda
 GEMMA = {"num_layers": 3, "window": 21, "tied_head": True}
 
 
-def stand_in(family: str, **steps: object) -> CudaBackend:
+def stand_in(family: str, backend: type[CudaBackend] = CudaBackend, **steps: object) -> CudaBackend:
     changes = GEMMA if family == "gemma3" else {}
     configs = [TinyConfig(family=family, seed=seed, context_len=256, **changes) for seed in (1, 2)]
     models = [CudaModel(c.architecture, make_tensors(c).__getitem__) for c in configs]
     device = Gpu(0, cache_dir() / "cuda") if torch.cuda.is_available() else StandIn(**steps)
-    return CudaBackend(models, device=device, num_slots=conformance.NUM_SLOTS, num_seq_rows=8, max_tail=32)
+    return backend(models, device=device, num_slots=conformance.NUM_SLOTS, num_seq_rows=8, max_tail=32)
 
 
 @pytest.fixture(params=["llama", "qwen2", "qwen3", "gemma3"])
@@ -72,7 +73,6 @@ test_children = conformance.test_children_are_those_of_the_shared_code
 test_distributions = conformance.test_a_distribution_lives_until_it_is_released
 test_stable = conformance.test_results_are_stable
 test_bad_arrays = conformance.test_bad_arrays_raise
-test_a_burst = bursts.test_a_burst_is_its_rounds
 test_from_state = bursts.test_a_burst_goes_on_from_where_the_last_left_it
 test_ended_rows = bursts.test_an_ended_row_disturbs_nobody_and_writes_nothing
 test_the_tables_end = bursts.test_a_burst_ends_with_the_table
@@ -86,6 +86,72 @@ test_hidden_start = provisions.test_a_row_may_start_from_a_hidden_state
 test_two_drafters = drafted.test_two_drafters_and_none_in_one_burst
 
 
+class Alone(CudaBackend):
+    """A backend whose host takes part in nothing."""
+
+    def _sampled_by_hand(self, pass_, lane):
+        raise AssertionError("the host took part")
+
+
+def alone(**changes: object) -> CudaBackend:
+    return stand_in("llama", backend=Alone, **changes)
+
+
+def four_rounds(backend: CudaBackend, drafter: str, limits: str) -> list[list[drafted.Round]]:
+    return drafted.Drafted(backend, drafter, names=drafted.NO_EDITS, limits=limits).rounds(list(range(8)), 4)
+
+
+def hosted() -> CudaBackend:
+    """Bursts by the loop of `backends/rounds.py`, penalties by the host."""
+    backend = stand_in("llama")
+
+    def started(pass_, lane):
+        has_edits = backend.resident.has_edits[pass_.rows.seq_rows].any()
+        return None if pass_.burst or has_edits else CudaBackend._started(backend, pass_, lane)
+
+    backend._started = started
+    return backend
+
+
+def by_the_host(drafter: str, limits: str) -> list[list[drafted.Round]]:
+    return four_rounds(hosted(), drafter, limits)
+
+
+@pytest.mark.parametrize("limits", list(bursts.LIMIT_SETS))
+@pytest.mark.parametrize("drafter", ["skip", "model"])
+def test_drafted_bursts_need_no_host(drafter: str, limits: str) -> None:
+    """A burst of n drafted rounds is n single ones and n of the host's, bit for bit, whatever order threads run in."""
+    drafted.test_a_burst_is_its_rounds(alone, drafter, drafted.NO_EDITS, limits)
+    expected = by_the_host(drafter, limits)
+    assert four_rounds(alone(), drafter, limits) == expected
+    assert four_rounds(alone(backwards=True), drafter, limits) == expected
+
+
+@pytest.mark.parametrize("limits", list(bursts.LIMIT_SETS))
+def test_bursts_with_penalties_need_no_host(limits: str) -> None:
+    """Penalties, bias and least lengths: single passes by the device, and by the host, draw the same."""
+    bursts.test_a_burst_is_its_rounds(alone, limits)
+    drafted.test_a_burst_is_its_rounds(alone, "model", (), limits)
+    found = bursts.drawn_by(bursts.Driven(alone(), limits=bursts.LIMIT_SETS[limits]).first_pass(bursts.ROUNDS))
+    driven = bursts.Driven(hosted(), limits=bursts.LIMIT_SETS[limits])
+    assert bursts.drawn_by(driven.first_pass(bursts.ROUNDS)) == found
+
+
+FAULTS = {
+    "every draft is accepted": ("chains.cu", "== tokens[accepted]) ++accepted", ">= 0) ++accepted"),
+    "stops do not end": ("chains.cu", "ended |= !goes_on(record, tokens[n], length + 1 + n)", "ended |= tokens[n] < 0"),
+    "no early end": ("chains.cu", "a.logprobs[i] >= pass.least_logprob &&", ""),
+    "another slot": ("chains.cu", "record[kNext], position + n,", "record[kNext], position + n + 1,"),
+}
+
+
+def test_a_fault_in_the_chains_is_noticed() -> None:
+    """The control."""
+    expected = by_the_host("skip", "some near")
+    for fault in FAULTS.values():
+        assert four_rounds(alone(changes=(fault,)), "skip", "some near") != expected, fault
+
+
 @pytest.mark.parametrize("shape_of_tree", ["binary", "random"])
 def test_tree_rows_equal_plain_decoding(shape_of_tree: str) -> None:
     conformance.test_tree_rows_equal_plain_decoding(stand_in("llama"), shape_of_tree)
@@ -93,7 +159,9 @@ def test_tree_rows_equal_plain_decoding(shape_of_tree: str) -> None:
 
 def test_what_the_gpu_check_compares(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend_check, "FAILED", [])
-    for check in (backend_check.check_bursts, backend_check.check_draws, backend_check.check_not_finite):
+    monkeypatch.setattr(chains_check, "FAILED", backend_check.FAILED)
+    checks = (backend_check.check_bursts, backend_check.check_draws, backend_check.check_not_finite)
+    for check in (*checks, chains_check.check_chains):
         check("qwen3", StandIn())
     assert backend_check.FAILED == []
 
@@ -114,7 +182,7 @@ def test_a_fault_between_rounds_is_noticed() -> None:
 
     expected = driven().one_by_one(17)
     assert backend_check.drawn([driven().start(17)]) == expected
-    for old, new in (("goes_on &= token != record[kStops + i]", ""), ("length < record[kLimit]", "true")):
+    for old, new in (("going &= token != record[kStops + i]", "going &= true"), ("length < record[kLimit]", "true")):
         assert backend_check.drawn([driven(("steps.cu", old, new)).start(17)]) != expected, old
 
 
@@ -150,10 +218,11 @@ REQUESTS = [
     {"logprobs": 2}, {"temperature": 1.0, "top_p": 0.7, "seed": 9}, {"temperature": 1.0, "min_tokens": 9, "seed": 10},
     {"prompt_logprobs": 1},
 ]  # fmt: skip
+COUNTED = ("passes", "fast_passes", "draft_passes", "drafted", "accepted", "chosen")
 WAYS = {
     "batch": {"max_burst": 1}, "bursts": {"max_burst": 6}, "two flights": {"depth": 2, "max_burst": 5},
     "preemption": {"depth": 2, "num_slots": 90, "prefix_cache": False}, "chunks": {"depth": 2, "row_budget": 16},
-    "suffix": {"depth": 2},
+    "suffix": {"depth": 2}, "skip": {"depth": 2, "max_burst": 6}, "model": {"depth": 2, "max_burst": 6},
 }  # fmt: skip
 
 
@@ -177,15 +246,27 @@ def test_the_engine_gives_the_same_whatever_runs_beside() -> None:
 
     def make(**changes: object) -> Engine:
         config = EngineConfig(**{"num_slots": conformance.NUM_SLOTS, "max_running": 8, **changes})
-        return Engine(backend, family=(1, 4, 16, 64, 256), drafters=make_drafters(), config=config)
+        drafters = make_drafters(cheap_setup(backend, draft_len=3))
+        return Engine(backend, family=(1, 4, 16, 64, 256), drafters=drafters, config=config)
 
     alone = [digest for request in requests for digest in outputs(make(max_burst=1, prefix_cache=False), [request])]
     assert len(set(alone)) > len(requests) // 2
     for name, changes in WAYS.items():
         engine = make(**changes)
-        method = "suffix" if name == "suffix" else "none"
+        method = name if name in ("suffix", "skip", "model") else "none"
         assert outputs(engine, requests, method) == alone, name
         assert outputs(engine, requests[::-1], method)[-1] == alone[0], name  # the cache is warm
+    # What drafted rounds count is the same in a burst and one by one.
+    for method in ("skip", "model"):
+        counted = []
+        for max_burst in (1, 6):
+            engine = make(max_burst=max_burst, prefix_cache=False)
+            engine.add(replace(requests[1], speculation=Speculation.of(method)))
+            events = [event for _ in iter(lambda e=engine: e.has_work, False) for event in engine.step()]
+            counted.append([e.output.stats for e in events if e.output is not None])
+        single, several = ([[getattr(s, name) for name in COUNTED] for s in each] for each in counted)
+        assert single == several, method
+        assert counted[0][0].drafted > counted[0][0].accepted > 0
     # The control: another seed.
     other = [replace(r, params=replace(r.params, seed=99)) for r in requests]
     assert outputs(make(), other) != alone

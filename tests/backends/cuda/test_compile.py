@@ -25,6 +25,8 @@ SOURCES = [
     ("filter.cu", {}),
     ("filter.cu", {"MASKED": 1}),
     ("steps.cu", {}),
+    ("chains.cu", {}),
+    ("edits.cu", {}),
 ]
 
 

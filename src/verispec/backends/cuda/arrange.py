@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verispec.backends.cuda.shapes import SPAN
-from verispec.backends.protocol import FROM_STATE, Rows
+from verispec.backends.protocol import FROM_DRAFT, Rows
 from verispec.kv import DUMP_SLOT
 
 Int32 = NDArray[np.int32]
@@ -65,7 +65,7 @@ def arrange(rows: Rows, num_head: int, rows_per_group: int) -> Arranged:
     """Rows to places."""
     real = np.flatnonzero((rows.seq_rows != 0) | (rows.slots != DUMP_SLOT))
     seq_rows, positions = rows.seq_rows[real], rows.positions[real]
-    plain = (rows.tail_lens[real] == 0) & (rows.token_ids[real] != FROM_STATE)
+    plain = (rows.tail_lens[real] == 0) & (rows.token_ids[real] >= 0)
     linked = plain[1:] & plain[:-1] & (seq_rows[1:] == seq_rows[:-1]) & (positions[1:] == positions[:-1] + 1)
     starts = np.flatnonzero(np.concatenate([[True], ~linked])) if len(real) else np.zeros(0, np.int64)
     lengths = np.diff(starts, append=len(real))
@@ -92,6 +92,7 @@ def arrange(rows: Rows, num_head: int, rows_per_group: int) -> Arranged:
     for column, values in zip(columns, parts, strict=False):
         column[at] = values[source]
     columns[5, at] = ready[rows.seq_rows[source]]
+    columns[:, at[rows.token_ids[source] == FROM_DRAFT]] = PADDING[:, None]  # the device knows them
     places = np.zeros(len(rows), np.int32)
     places[source] = at
     tails = None

@@ -1,8 +1,8 @@
 """The CUDA backend: passes as replays of captured graphs, with the sequences' state on the device.
 
-A pass that only draws is one copy to the device, one graph per round and one copy back, none of which the host waits
-for; rounds behind the first need no host at all. For what few requests want (log-probabilities of given tokens,
-alternatives, distributions, penalties, bias, drafts) the host waits, round by round.
+A pass that only draws is one copy to the device, a graph per round (and per token drafted in it) and one copy back,
+none of which the host waits for; rounds behind the first need no host at all. For what few requests want
+(log-probabilities of given tokens, alternatives, distributions) the host waits, round by round.
 Every row has the bits of `docs/cuda-arithmetic.md`, whatever else is in its pass: the family is every number of rows.
 """
 
@@ -29,7 +29,8 @@ from verispec.backends.cuda.arrange import (
     at_least,
     spans_of,
 )
-from verispec.backends.cuda.device import Device, Graph
+from verispec.backends.cuda.chains import Chains
+from verispec.backends.cuda.device import Device
 from verispec.backends.cuda.flights import CudaTicket, Expected, Lane
 from verispec.backends.cuda.forward import DeviceModel, Reader
 from verispec.backends.cuda.graphs import Draw, GraphKey, Graphs
@@ -39,11 +40,14 @@ from verispec.backends.cuda.shapes import Shapes, positions_of
 from verispec.backends.cuda.steps import (
     BROKEN,
     LENGTH,
+    MAX_BIAS,
+    MAX_EDITED_ROWS,
     MAX_ROUNDS,
     MAX_STOPS,
     MAX_UPDATES,
     NEXT,
     Parcel,
+    Stage,
     StepSizes,
     StepState,
     record_of,
@@ -135,7 +139,7 @@ class CudaBackend:
         resident.bind(seq_row, sampler)
         self._binds[seq_row] = record_of(sampler, self.limits)
         self._filters[seq_row] = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
-        self._by_hand[seq_row] = resident.has_edits[seq_row] or len(sampler.stop_ids) > MAX_STOPS
+        self._by_hand[seq_row] = len(sampler.stop_ids) > MAX_STOPS or len(params.logit_bias) > MAX_BIAS
         self._reach[seq_row] = 0
 
     def set_masks(self, first: int, allowed: NDArray[np.uint32]) -> None:
@@ -159,37 +163,51 @@ class CudaBackend:
         if draw is None:
             return None
         num_rounds = burst.num_rounds if burst is not None else 0
-        spans = spans_of(self._longest(pass_, num_rounds))
-        parcel, rounds = Parcel(lane.sent), list[Graph]()
+        chains = Chains.of(burst) if burst is not None and burst.drafts else None
+        spans = spans_of(self._longest(pass_, num_rounds if chains is None else chains.reach))
+        parcel, once, again = Parcel(lane.sent), list[GraphKey](), list[GraphKey]()
         masked = _is_masked(pass_)
-        is_cohort = burst is not None and not masked and _is_cohort(pass_)
-        width = 0
+        is_cohort = burst is not None and chains is None and not masked and _is_cohort(pass_)
+        width = extra_at = 0
         if not is_cohort:
             arranged = arrange(pass_.rows, len(_drawn(pass_)), self._models[pass_.store].kernels.rows_per_group)
-            if arranged.columns.shape[1] * spans > self._max_row_spans:
-                return None
-            rounds.append(self._graphs.get(self._key(pass_, arranged, spans, draw)._replace(masked=masked)))
+            stage = Stage.PASS if chains is None else Stage.FIRST
+            once.append(self._key(pass_, arranged, spans, draw)._replace(masked=masked, stage=stage))
             self._put_rows(parcel, arranged, pass_, _drawn(pass_))
             width = arranged.head
-        if burst is not None and (is_cohort or num_rounds):
-            size = at_least(ROW_SIZES, len(burst.rows))
-            if size * spans > self._max_row_spans:
-                return None
-            sizes = StepSizes(size, size, is_round=True)
-            key = GraphKey(pass_.store, pass_.view, sizes, size, spans, draw, drafts=self._drafts(pass_, size))
-            further = self._graphs.get(key)
-            rounds += [further] * (num_rounds + is_cohort)
-            width = max(width, size)
-        if burst is not None:
+        if chains is not None:
+            drafting = chains.drafting(spans, draw)
+            once, again = [*drafting, *once], [*drafting, chains.verifying(pass_, spans, draw)]
+            extra_at = max(width, len(chains.owners))
+            width = chains.put(parcel, pass_.rows, _drawn(pass_), extra_at)
+        elif burst is not None:
+            if is_cohort or num_rounds:
+                size = at_least(ROW_SIZES, len(burst.rows))
+                sizes = StepSizes(size, size, is_round=True)
+                drafts = self._drafts(pass_, size)
+                again = [GraphKey(pass_.store, pass_.view, sizes, size, spans, draw, drafts=drafts)]
+                width = max(width, size)
             self._put_burst(parcel, pass_, burst, is_cohort=is_cohort)
+        if self.resident.has_edits[pass_.rows.seq_rows[_drawn(pass_)]].any():
+            once, again = ([key._replace(edited=True) for key in keys] for keys in (once, again))
+        if not all(self._fits(key) for key in (*once, *again)):
+            return None
+        first = [self._graphs.get(key) for key in once]
+        further = [self._graphs.get(key) for key in again] if num_rounds or is_cohort else []
         parcel.set("out_width", width)
         self._send(parcel, lane, pass_.table_update)
-        for graph in rounds:
+        for graph in (*first, *further * (num_rounds + is_cohort)):
             graph.replay()
         num_drawn = len(_drawn(pass_)) if pass_.wanted.draw is not None else None
-        expected = Expected(num_rounds + 1, width, num_drawn, None if burst is None else len(burst.rows))
+        num_fed = None if burst is None else len(burst.rows)
+        expected = Expected(num_rounds + 1, width, num_drawn, num_fed, chains, extra_at)
         lane.fetch(self._state.out, expected.num_words)
         return CudaTicket(lane, self._lanes, expected, self._health)
+
+    def _fits(self, key: GraphKey) -> bool:
+        """Whether there is room for it."""
+        rows, head_rows = key.sizes.rows, key.sizes.head_rows
+        return rows * key.spans <= self._max_row_spans and not (key.edited and head_rows > MAX_EDITED_ROWS)
 
     def _draw_on_device(self, pass_: Pass) -> Draw | None:
         """How the rows draw; None where the host must do it."""
@@ -199,7 +217,9 @@ class CudaBackend:
         seq_rows = rows.seq_rows[_drawn(pass_)]
         if len(seq_rows) > MAX_HEAD_ROWS:
             return None
-        if self._by_hand[seq_rows].any() or (burst is not None and (burst.drafts or burst.num_rounds > MAX_ROUNDS)):
+        if self._by_hand[seq_rows].any() or (burst is not None and burst.num_rounds > MAX_ROUNDS):
+            return None
+        if burst is not None and burst.drafts and not Chains.of(burst).fit(pass_):
             return None
         return Draw.NONE if not len(seq_rows) else Draw.FILTERED if self._filters[seq_rows].any() else Draw.PLAIN
 

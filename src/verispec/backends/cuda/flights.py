@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from verispec.backends.cuda.chains import Chains
 from verispec.backends.cuda.device import Device
 from verispec.backends.cuda.steps import StepState
 from verispec.backends.gpu import Health
@@ -49,6 +50,8 @@ class Expected(NamedTuple):
     width: int
     num_drawn: int | None
     num_fed: int | None
+    chains: Chains | None = None  # whose part begins behind the tokens, at `extra_at`
+    extra_at: int = 0
 
     @property
     def num_words(self) -> int:
@@ -75,7 +78,9 @@ class CudaTicket:
             if expected.num_drawn is not None:
                 tokens, logprobs = words[0, :, : expected.num_drawn]
                 draw = DrawResult(tokens.astype(np.int64), logprobs.view(np.float32).copy())
-            if expected.num_fed is not None:
+            if expected.chains is not None:
+                burst = expected.chains.result(words, expected.extra_at)
+            elif expected.num_fed is not None:
                 tokens, logprobs = words[1:, :, : expected.num_fed].transpose(1, 2, 0)  # [S, rounds] each
                 accepted = np.where(words[:, 0, : expected.num_fed].T >= 0, 0, -1).astype(np.int32)
                 accepted[:, 0] = 0  # nothing is drafted: each round gives its one token, or none

@@ -11,7 +11,7 @@ import torch
 from verispec.backends.cuda.arrange import PADDING
 from verispec.backends.cuda.device import Device, Graph
 from verispec.backends.cuda.forward import DeviceModel, Plan
-from verispec.backends.cuda.steps import Parcel, StepSizes, StepState
+from verispec.backends.cuda.steps import Parcel, Stage, StepSizes, StepState
 from verispec.backends.protocol import View
 
 
@@ -36,6 +36,13 @@ class GraphKey(NamedTuple):
     starts: bool = False  # some rows from hidden states
     hidden: tuple[int, ...] = ()  # layers
     drafts: bool = False  # by weights of fewer bits
+    stage: Stage = Stage.PASS
+    edited: bool = False  # some rows change their logits before they draw
+
+    @property
+    def sends_rows(self) -> bool:
+        """Whether the host names the rows; otherwise the device does."""
+        return self.stage in (Stage.PASS, Stage.FIRST) and not self.sizes.is_round
 
 
 class Graphs:
@@ -55,7 +62,7 @@ class Graphs:
         """The graph, captured if it is not there. That overwrites what was sent: send behind it."""
         found = self._graphs.get(key)
         if found is None:
-            self._send_padding(key.sizes)
+            self._send_padding(key)
             if key.hidden:
                 x = self._models[key.store].buffers.x
                 self._hidden[key] = {i: torch.empty_like(x[: key.sizes.rows]) for i in key.hidden}
@@ -66,12 +73,12 @@ class Graphs:
         """Where a captured round leaves the residual stream before these layers. [rows, width]"""
         return self._hidden[key]
 
-    def _send_padding(self, sizes: StepSizes) -> None:
+    def _send_padding(self, key: GraphKey) -> None:
         """What the run before a capture reads: rows of padding, or no members."""
         words = self._device.host_words(self._state.max_words)
         parcel = Parcel(words.numpy())
-        if not sizes.is_round:
-            parcel.put("rows", np.repeat(PADDING[:, None], sizes.rows, axis=1))
+        if key.sends_rows:
+            parcel.put("rows", np.repeat(PADDING[:, None], key.sizes.rows, axis=1))
         self._state.sent[: len(parcel)].copy_(words[: len(parcel)])
 
     def _round(self, key: GraphKey) -> None:
@@ -82,9 +89,12 @@ class Graphs:
             groups=state.groups[: sizes.num_groups] if sizes.num_groups else None, head_rows=sizes.head_rows or -1,
             view=key.view, starts=model.starts() if key.starts else None, hidden=self._hidden.get(key),
         )  # fmt: skip
-        self._steps.begin(state, sizes)
-        logits = model.forward(state.inputs, plan, None if sizes.is_round else state.row_ids[: sizes.head_rows])
+        self._steps.begin(state, sizes, key.stage)
+        every_row = not key.sends_rows and sizes.rows == sizes.head_rows
+        logits = model.forward(state.inputs, plan, None if every_row else state.row_ids[: sizes.head_rows])
         if key.draw:
             filters, allowed = key.draw is Draw.FILTERED, state.allowed if key.masked else None
-            self.draws.draw(logits, state.draws, sizes.head_rows, filters=filters, allowed=allowed)
-        self._steps.end(state, sizes, self.draws.token_ids, self.draws.logprobs, model.buffers.not_finite)
+            edited = self._steps.edit(state, sizes, logits) if key.edited else None
+            self.draws.draw(logits, state.draws, sizes.head_rows, filters=filters, edited=edited, allowed=allowed)
+        drawn, logprobs = self.draws.token_ids, self.draws.logprobs
+        self._steps.end(state, sizes, drawn, logprobs, model.buffers.not_finite, key.stage)

@@ -7,6 +7,7 @@ from records of the sequences, so that further rounds need no host.
 from __future__ import annotations
 
 import ctypes
+from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,14 +29,18 @@ MAX_UPDATES = 1 << 16  # table entries that travel with a pass
 MAX_STOPS = 16  # stop ids of a sequence that the device can look for
 HEADER = (
     "round", "binds", "binds_at", "updates", "updates_at", "rows_at", "tail_width", "tails_at", "groups", "groups_at",
-    "draws", "draws_at", "fed", "fed_at", "members", "members_at", "out_width",
+    "draws", "draws_at", "fed", "fed_at", "members", "members_at", "out_width", "chains", "chains_at", "owners",
+    "owners_at", "passes", "passes_at", "drafters_at", "pass", "extra_at",
 )  # fmt: skip
 _AT = {name: i for i, name in enumerate(HEADER)}
 RECORD = (
     "seed_low", "seed_high", "sample", "temperature", "top_k", "top_p", "log_min_p", "limit", "next", "length",
-    "broken", "num_stops",
+    "broken", "min_len", "prompt_len", "edits", "penalises", "counts_prompt", "repetition", "presence", "presence_high",
+    "frequency", "frequency_high", "num_bias", "num_stops",
 )  # fmt: skip
-RECORD_WORDS = 32
+RECORD_WORDS = 64
+MAX_BIAS = (RECORD_WORDS - len(RECORD) - MAX_STOPS) // 2  # ids with a bias that a record has room for
+MAX_EDITED_ROWS = 64  # rows of one pass whose logits the device can change
 NEXT, LENGTH, BROKEN = (RECORD.index(name) for name in ("next", "length", "broken"))
 _ROWS = ("token_ids", "positions", "slots", "seq_rows", "prefix_lens", "ready_lens", "tails")
 _DRAWS = ("seeds", "counters", "temperature", "top_k", "top_p", "log_min_p", "masks")
@@ -46,6 +51,19 @@ _StepArgs = struct(
     ("table_width", ctypes.c_longlong),
     *((name, ctypes.c_int) for name in ("tail_width", "rows", "num_groups", "head_rows", "is_round")),
 )
+
+
+_ChainArgs = struct("ChainArgs", ("step", _StepArgs), *pointers("drafts", "counts", "live"))
+_EditArgs = struct("EditArgs", ("step", _StepArgs), *pointers("edited", "counts"), ("vocab", ctypes.c_int))
+
+
+class Stage(Enum):
+    """What a captured pass is of a burst: the kernels before it, and those behind it."""
+
+    PASS = ("begin_round",), ("end_round",)
+    FIRST = ("begin_round", "place_drafts"), ("end_round", "judge_first")  # of a burst whose rounds begin with drafts
+    DRAFT = ("begin_draft",), ("end_draft",)
+    VERIFY = ("begin_verify",), ("end_verify",)
 
 
 class StepSizes(NamedTuple):
@@ -65,7 +83,7 @@ class StepState:
             return torch.zeros(size, dtype=dtype, device=device)
 
         count, rows = limits.num_seq_rows + 1, max_rows
-        self.max_words = len(HEADER) + count * (RECORD_WORDS + 5) + rows * (15 + limits.max_tail) + 3 * MAX_UPDATES
+        self.max_words = len(HEADER) + count * (RECORD_WORDS + 13) + rows * (21 + limits.max_tail) + 3 * MAX_UPDATES
         self.sent = zeros(self.max_words)
         self.records = zeros(count, RECORD_WORDS)
         self.slot_tokens = zeros(limits.num_slots + NUM_RESERVED)
@@ -73,6 +91,7 @@ class StepState:
         self.row_ids = zeros(rows)
         self.allowed = zeros(limits.num_masks, -(-limits.vocab_size // 32))  # the mask table
         self.out = zeros((MAX_ROUNDS + 1) * 2 * rows)
+        self.chains = {name: zeros(rows) for name in ("drafts", "counts", "live")}  # as chains.cu has them
         names = ("token_ids", "positions", "slots", "seq_rows", "prefix_lens", "ready_lens")
         table = zeros(count, limits.context_len)
         table[0] = DUMP_SLOT  # the context of padding
@@ -84,27 +103,46 @@ class StepState:
 
 
 class StepKernels:
-    """`begin` and `end` of a round, put on the current stream."""
+    """`begin` and `end` of a round, and `edit` before its draw, put on the current stream."""
 
     def __init__(self, cache_folder: Path | None = None) -> None:
         self._modules, self._kernels = Modules(cache_folder), dict[str, Kernel]()
+        self._counts: dict[tuple[int, ...], torch.Tensor] = {}  # of tokens, zero between draws
 
-    def begin(self, state: StepState, sizes: StepSizes) -> None:
+    def begin(self, state: StepState, sizes: StepSizes, stage: Stage = Stage.PASS) -> None:
         """The inputs of the next pass."""
-        self.launch("steps.cu", "begin_round", _arguments(state, sizes))
+        self._run(stage.value[0], state, _arguments(state, sizes))
 
     def end(
-        self, state: StepState, sizes: StepSizes, drawn: torch.Tensor, logprobs: torch.Tensor, not_finite: torch.Tensor
-    ) -> None:
+        self, state: StepState, sizes: StepSizes, drawn: torch.Tensor, logprobs: torch.Tensor, not_finite: torch.Tensor,
+        stage: Stage = Stage.PASS,
+    ) -> None:  # fmt: skip
         """Results of the round, and where it leaves its sequences."""
-        args = _arguments(state, sizes)
-        self.launch("steps.cu", "end_round", filled(args, drawn=drawn, logprobs=logprobs, not_finite=not_finite))
+        args = filled(_arguments(state, sizes), drawn=drawn, logprobs=logprobs, not_finite=not_finite)
+        self._run(stage.value[1], state, args)
 
-    def launch(self, source: str, name: str, args: ctypes.Structure) -> None:
-        """One block on the current stream."""
+    def edit(self, state: StepState, sizes: StepSizes, logits: torch.Tensor) -> torch.Tensor:
+        """A copy of the logits [R, V] with penalties, bias and bans of the rows that draw."""
+        if logits.shape not in self._counts:
+            self._counts[logits.shape] = torch.zeros(logits.shape, dtype=torch.int32, device=logits.device)
+        edited = logits.clone()
+        args = _EditArgs(step=_arguments(state, sizes), vocab=logits.shape[1])
+        filled(args, edited=edited, counts=self._counts[logits.shape])
+        self.launch("edits.cu", "edit_rows", args, blocks=len(logits), threads=256)
+        return edited
+
+    def _run(self, names: tuple[str, ...], state: StepState, args: ctypes.Structure) -> None:
+        for name in names:
+            if name.endswith("_round"):
+                self.launch("steps.cu", name, args)
+            else:
+                self.launch("chains.cu", name, filled(_ChainArgs(step=args), **state.chains))
+
+    def launch(self, source: str, name: str, args: ctypes.Structure, *, blocks: int = 1, threads: int = 1024) -> None:
+        """On the current stream."""
         if name not in self._kernels:
             self._kernels[name] = self._modules.kernel(source, name, {})
-        self._kernels[name].launch((1, 1, 1), 1024, args, stream=current_stream())
+        self._kernels[name].launch((blocks, 1, 1), threads, args, stream=current_stream())
 
 
 def _arguments(state: StepState, sizes: StepSizes) -> ctypes.Structure:
@@ -120,17 +158,24 @@ def _arguments(state: StepState, sizes: StepSizes) -> ctypes.Structure:
 def record_of(sampler: Sampler, limits: BackendLimits) -> Int32:
     """A sequence as the device knows it: nothing of the row's last owner stays."""
     params, words = sampler.params, np.zeros(RECORD_WORDS, np.int32)
-    seed = np.array([sampler.key.seed], np.uint64).view(np.int32)  # low word first
-    floats = np.array([params.temperature, params.top_p, params.min_p], np.float32)
-    floats[2:] = log_or_off(floats[2:])
-    temperature, top_p, log_min_p = floats.view(np.int32).tolist()
     stops = [i for i in sampler.stop_ids if 0 <= i < limits.vocab_size][:MAX_STOPS]
+    bias = [pair for pair in dict(params.logit_bias).items() if pair[0] < limits.vocab_size][:MAX_BIAS]
+    floats = np.array([params.temperature, params.top_p, params.min_p, params.repetition_penalty], np.float32)
+    floats[2:3] = log_or_off(floats[2:3])
+    temperature, top_p, log_min_p, repetition = floats.view(np.int32).tolist()
+    doubles = np.array([params.presence_penalty, params.frequency_penalty]).view(np.int32).tolist()  # low words first
+    seed = np.array([sampler.key.seed], np.uint64).view(np.int32).tolist()
     top_k, limit = min(params.top_k, limits.vocab_size), min(sampler.limit, limits.context_len)
-    words[:2] = seed
-    words[2 : len(RECORD)] = (
-        sampler.key.sample_index, temperature, top_k, top_p, log_min_p, limit, -1, 0, 0, len(stops)
+    has_edits = params.has_penalties or bool(bias) or params.min_tokens > 0
+    values = (
+        *seed, sampler.key.sample_index, temperature, top_k, top_p, log_min_p, limit, -1, 0, 0,
+        sampler.prompt_len + params.min_tokens, sampler.prompt_len, has_edits, params.has_penalties,
+        params.repetition_penalty != 1, repetition, *doubles, len(bias), len(stops), *stops,
     )  # fmt: skip
-    words[len(RECORD) : len(RECORD) + len(stops)] = stops
+    words[: len(values)] = values
+    pairs = words[len(RECORD) + MAX_STOPS :][: 2 * len(bias)].reshape(-1, 2)
+    pairs[:, 0] = [i for i, _ in bias]
+    pairs[:, 1] = np.array([value for _, value in bias], np.float32).view(np.int32)
     return words
 
 

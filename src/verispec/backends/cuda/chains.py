@@ -1,0 +1,129 @@
+"""Bursts whose rounds begin with drafted chains, on the device alone: what is sent for them, and what comes back.
+
+A round is a pass for each token drafted and one that verifies them all; `chains.cu` has what happens between passes. In
+passes that verify, every sequence has a row for its last token and one for each token that it may draft.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from verispec.backends.cuda.arrange import MAX_HEAD_ROWS, ROW_SIZES, at_least
+from verispec.backends.cuda.graphs import Draw, GraphKey
+from verispec.backends.cuda.steps import Parcel, Stage, StepSizes
+from verispec.backends.protocol import Burst, BurstResult, Pass, Rows
+from verispec.backends.rounds import no_rounds
+
+Int32 = NDArray[np.int32]
+
+
+class _Draft(NamedTuple):
+    """A pass that drafts: the place in the chains, rows of each sequence, where chains end, and whose they are."""
+
+    token: int
+    rows_each: int
+    least_logprob: int  # bits
+    num_sequences: int
+    first: int  # of them in the list of all
+
+
+class Chains(NamedTuple):
+    """A burst's sequences as passes that verify have them: row `base` of each, and whose every row is."""
+
+    burst: Burst
+    lengths: Int32  # [S], the most that each drafts
+    base: Int32  # [S]
+    owners: Int32  # [R]
+
+    @classmethod
+    def of(cls, burst: Burst) -> Chains:
+        """Those of a burst with drafts."""
+        lengths = burst.draft_lens
+        base = np.cumsum(1 + lengths) - 1 - lengths
+        return cls(
+            burst, lengths, base.astype(np.int32), np.repeat(np.arange(len(lengths), dtype=np.int32), 1 + lengths)
+        )
+
+    @property
+    def places(self) -> Int32:
+        """[R], which of its sequence's rows each is."""
+        return (np.arange(len(self.owners)) - self.base[self.owners]).astype(np.int32)
+
+    @property
+    def reach(self) -> int:
+        """How far behind where it is now any sequence can come."""
+        return (1 + self.burst.num_rounds) * (1 + int(self.lengths.max()))
+
+    def fit(self, pass_: Pass) -> bool:
+        """Whether the device can do it alone: each row draws, with the target's noise, and all fit the head."""
+        draw = pass_.wanted.draw
+        if draw is None or draw.noise is not None or len(self.owners) > MAX_HEAD_ROWS:
+            return False
+        first = np.searchsorted(draw.rows, self.burst.rows)
+        at = first[self.owners] + self.places
+        expected = self.burst.rows[self.owners] + self.places
+        return int(at.max()) < len(draw.rows) and bool((draw.rows[at] == expected).all())
+
+    def drafting(self, spans: int, draw: Draw) -> list[GraphKey]:
+        """The passes that draft in a round, one after the other."""
+        found = []
+        for part in self.burst.drafts:
+            head = at_least(ROW_SIZES, len(part.sequences))
+            for token in range(int(part.lengths.max())):
+                rows = head * (1 if token else part.first_rows)
+                sizes = StepSizes(rows, head)
+                found.append(GraphKey(part.store, part.view, sizes, rows, spans, draw, stage=Stage.DRAFT))
+        return found
+
+    def verifying(self, pass_: Pass, spans: int, draw: Draw) -> GraphKey:
+        """The pass that verifies in a further round."""
+        rows = at_least(ROW_SIZES, len(self.owners))
+        return GraphKey(pass_.store, pass_.view, StepSizes(rows, rows), rows, spans, draw, stage=Stage.VERIFY)
+
+    def put(self, parcel: Parcel, rows: Rows, drawn: Int32, extra_at: int) -> int:
+        """What the kernels read. Returns the width of what they write: tokens, and the rest from `extra_at` on."""
+        burst, at = self.burst, self.burst.rows
+        first = np.searchsorted(drawn, at)
+        tokens = np.maximum(rows.token_ids[at], -1)
+        parcel.put(
+            "chains", rows.seq_rows[at], burst.rounds, tokens, rows.positions[at], self.lengths, first, self.base
+        )  # fmt: skip
+        parcel.set("chains", len(at))
+        parcel.put("owners", self.owners)
+        parcel.set("owners", len(self.owners))
+        passes, end = list[_Draft](), 0
+        for part in burst.drafts:
+            least, count = int(np.float32(part.least_logprob).view(np.int32)), len(part.sequences)
+            for token in range(int(part.lengths.max())):
+                passes.append(_Draft(token, 1 if token else part.first_rows, least, count, end))
+            end += count
+        parcel.put("passes", np.array(passes, np.int32).T)
+        parcel.set("passes", len(passes))
+        parcel.put("drafters", *(part.sequences for part in burst.drafts))
+        parcel.set("extra_at", extra_at)
+        return extra_at + len(self.owners) + len(at)
+
+    def result(self, words: Int32, extra_at: int) -> BurstResult:
+        """From tokens and log-probabilities of all rounds [1 + rounds, 2, width]; behind the tokens are drafts and how
+        many of each were accepted."""
+        found, num_rows = no_rounds(self.burst, len(words)), len(self.owners)
+        accepted = found.accepted
+        accepted[:] = words[:, 0, extra_at + num_rows :][:, : len(self.base)].T
+        np.maximum(accepted[:, 0], 0, out=accepted[:, 0])  # of the pass itself nobody idles
+        places = self.places
+        drafted = np.flatnonzero(places)
+        found.drafts[self.owners[drafted], :, places[drafted] - 1] = words[:, 0, extra_at + drafted].T
+        width = 1 + found.drafts.shape[2]
+        end = (len(words) - 1) * width
+        token_ids, logprobs = found.token_ids[:, :end], found.logprobs[:, :end]
+        num_drawn = np.zeros(len(self.base), np.int64)
+        for (tokens, values), count in zip(words[1:], accepted.T[1:], strict=True):
+            sequence, column = np.nonzero(np.arange(width) <= count[:, None])
+            at, row = num_drawn[sequence] + column, self.base[sequence] + column
+            token_ids[sequence, at] = tokens[row]
+            logprobs[sequence, at] = values[row].view(np.float32)
+            num_drawn += count + 1
+        return found._replace(token_ids=token_ids, logprobs=logprobs)
