@@ -1,5 +1,5 @@
 """Bursts of drafted rounds on a GPU, without the host: against single rounds and against the host's loop, bit for bit;
-draws with filters and odd products; and what it all takes. Needs torch, numpy and the package.
+draws with filters; and what it all takes. Needs torch, numpy and the package.
 
 python -m tests.backends.cuda.chains_check [FOLDER] prints one line per check; what differs must be 0 except in the
 controls. Times go to FOLDER/chains.json.
@@ -133,9 +133,11 @@ def check_chains(name: str, device) -> None:
             single = Drafted(make(name, device), which, drafter).round_by_round(ROUNDS)
             report(f"{what}: at once and one by one", total, differing(found, single))
             rounds = [r for own in found for r in own]
+            report(f"{what}: control: tokens accepted", total, sum(r.accepted for r in rounds), control=True)
+            if name == "gemma3":  # with random weights it repeats its token, so that nothing is ever rejected
+                continue
             rejected = sum(r.accepted < len(r.draft) for r in rounds)
             report(f"{what}: control: rounds with a rejection", total, rejected, control=True)
-            report(f"{what}: control: tokens accepted", total, sum(r.accepted for r in rounds), control=True)
             other = Drafted(make(name, device), which[1:] + which[:1], drafter).rounds(every, ROUNDS)
             report(f"{what}: control: other parameters", total, differing(found, other), control=True)
 
@@ -293,7 +295,6 @@ def time_filters() -> None:
 def main() -> None:
     import torch
 
-    from tests.backends.cuda import device_check
     from tests.backends.cuda.draw_check import check_draws
     from verispec.backends.cuda.device import Gpu
     from verispec.model.hub import cache_dir
@@ -305,9 +306,6 @@ def main() -> None:
             print(f"{time.perf_counter() - begin:.0f} s", flush=True)
         with np.errstate(all="ignore"):
             report("draws with filters, of the device and of numpy", 720, check_draws())
-        device_check.check_odd_products()
-        odd = [r for r in device_check.RESULTS if not r["control"]]
-        report("odd products", len(odd), sum(r["different"] != 0 for r in odd))
         print(f"checks: {time.perf_counter() - begin:.0f} s", flush=True)
         time_filters()
         for name in SIZES:
