@@ -34,6 +34,7 @@ typedef int16_t WideShort __attribute__((vector_size(2 * kWide)));
 typedef uint16_t WideHalf __attribute__((vector_size(2 * kWide)));
 
 constexpr int kStep = 16;             // products of one tensor-core step
+constexpr int kLeastTop = 254 - 133;  // the least exponent that terms are aligned to
 constexpr int kFractionBits = 25;     // that a term keeps below the largest exponent
 constexpr int kTile = 64, kSpan = 256;  // positions of a softmax step, and of a chain of them
 constexpr int kMaxParts = 4, kEnoughWork = 8192;
@@ -94,17 +95,18 @@ static inline int exponent_of(float x) {
 
 // ---- the chain ----
 
-// float64 to float32, towards zero.
-static float cut(double x) {
-  const float nearest = float(x);
-  return __builtin_fabs(double(nearest)) > __builtin_fabs(x) ? of_bits(bits_of(nearest) - 1) : nearest;
-}
-
 static double two_to(int exponent) {
   const uint64_t bits = uint64_t(exponent + 1023) << 52;
   double x;
   std::memcpy(&x, &bits, 8);
   return x;
+}
+
+// float64 to float32, towards zero; infinite from 2^128 on.
+static float cut(double x) {
+  const float nearest = float(x);
+  if (__builtin_fabs(x) >= two_to(128)) return nearest;
+  return __builtin_fabs(double(nearest)) > __builtin_fabs(x) ? of_bits(bits_of(nearest) - 1) : nearest;
 }
 
 // One step for one output, as it is defined. Sums with a term that is not finite are NaN, or that infinity.
@@ -119,10 +121,11 @@ static float exact_step(const uint16_t* w, int64_t stride, const float* x, float
   }
   if (!(plain - plain == 0.0)) return float(plain);
   if (top == 0) return 0.0f;
+  top = top > kLeastTop ? top : kLeastTop;
   const double scale = two_to(kFractionBits + 254 - top);
   int64_t sum = int64_t(double(total) * scale);
   for (int k = 0; k < kStep; ++k) sum += int64_t(double(x[k]) * double(bf16_to_float(w[k * stride])) * scale);
-  return cut(double(sum) * two_to(top - 254 - kFractionBits));
+  return cut(double(sum) * two_to(top - 254 - kFractionBits)) + 0.0f;  // what is cut to zero has no sign
 }
 
 // The left operand of products: bf16 values, their exponents, and the largest exponent of each step.

@@ -8,7 +8,7 @@ import numpy as np
 from verispec.backends.cuda import bits
 
 # Everyday values, all exponents, the edges, and what is no number.
-KINDS = ("plain", "wide", "tiny", "huge", "zeros", "edges", "not finite")
+KINDS = ("plain", "wide", "small", "tiny", "huge", "zeros", "edges", "not finite")
 EDGES = np.array([0, -0.0, 1, -1, 2.0**-126, 2.0**-133, -(2.0**-130), 3.3e38, -3.3e38, 1.99, 255, -255], np.float32)
 
 
@@ -17,6 +17,8 @@ def values(rng: np.random.Generator, kind: str, shape: tuple[int, ...]) -> np.nd
     with np.errstate(all="ignore"):
         if kind == "wide":
             x = x * np.float32(2) ** rng.integers(-20, 20, shape).astype(np.float32)
+        elif kind == "small":  # products of two are subnormal, or nearly
+            x = x * np.float32(2) ** rng.integers(-100, -40, shape).astype(np.float32)
         elif kind in ("tiny", "huge"):
             x = x * np.float32(2.0 ** {"tiny": -120, "huge": 120}[kind])
         elif kind == "zeros":

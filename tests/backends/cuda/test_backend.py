@@ -212,6 +212,15 @@ def test_a_failed_device_is_dead_and_memory_that_ran_out_is_not(is_memory: bool)
             Tape(backend, seq_row=1, first_slot=0).feed([1, 2, 3], shape=4)
 
 
+def test_many_rows_with_logits_run_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = stand_in("llama")
+    expected = Tape(backend, seq_row=1, first_slot=0).feed(conformance.PROMPT[:20], shape=32)
+    monkeypatch.setattr("verispec.backends.cuda.backend.MAX_HEAD_ROWS", 8)
+    backend = stand_in("llama")
+    assert (Tape(backend, seq_row=1, first_slot=0).feed(conformance.PROMPT[:20], shape=32) == expected).all()
+    assert max(key.sizes.head_rows for key in backend._graphs._graphs) == 8
+
+
 REQUESTS = [
     {}, {"temperature": 1.0, "seed": 5}, {"temperature": 0.8, "top_k": 6, "seed": 6},
     {"temperature": 1.0, "n": 2, "seed": 7}, {"temperature": 1.0, "repetition_penalty": 1.2, "seed": 8},

@@ -61,6 +61,35 @@ def test_one_step_is_one_sum_cut_off_25_bits_below_the_largest_term() -> None:
     assert bits.chain(before, before)[0, 0] == 1.0 + 2.0**-22
 
 
+# bf16 words of both operands, and what an H200 gave: subnormal sums, overflow, underflow, and just below the largest.
+OF_AN_H200 = [
+    ((0x23DA, 0x11B7, 0x1F09), (0x17A2, 0x1554, 0x905F), 0x000044FA),
+    ((0x23DA, 0x11B7, 0x1F09), (0x05B6, 0x1D82, 0x9C48), 0x80003584),
+    ((0x0C3B, 0xA4AD, 0x1A44), (0x9DA9, 0x8A51, 0x9F70), 0x800005BE),
+    ((0x907C, 0x0744, 0x9920), (0x1E29, 0x0035, 0xA124), 0x00000CD0),
+    ((0x1A29, 0x2554), (0x1427, 0x9512), 0x80000F1D),
+    ((0xDE8B, 0x5E39, 0xDE0B), (0xE0B5, 0xDD84, 0xDFE8), 0x7F800000),
+    ((0xDE8B, 0x5E39, 0xDE0B), (0x605F, 0xDD85, 0x5EAF), 0xFF800000),
+    ((0x9748, 0xA06E), (0x8C15, 0x064B), 0x00000000),
+    ((0x9748, 0xA06E), (0x8048, 0x84AC), 0x00000000),
+    ((0xDF2E, 0x60A3), (0xDEC4, 0xDE46), 0xFF398800),
+]
+
+
+def _of_an_h200() -> list[bool]:
+    found = []
+    for left, right, expected in OF_AN_H200:
+        a, b = ((np.array([words], np.uint32) << np.uint32(16)).view(np.float32) for words in (left, right))
+        found.append(int(bits.chain(a, b).view(np.uint32)[0, 0]) == expected)
+    return found
+
+
+def test_sums_at_both_ends_of_the_exponents_are_those_of_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert all(_of_an_h200())
+    monkeypatch.setattr(bits, "_LEAST_POWER", 2.0**-150)
+    assert not all(_of_an_h200())
+
+
 PARTS = [
     (960, 576, 3), (576, 576, 3), (3072, 576, 1), (576, 1536, 4),  # SmolLM2-135M
     (6144, 4096, 2), (4096, 4096, 2), (28672, 4096, 1), (4096, 14336, 2),  # Llama 8B

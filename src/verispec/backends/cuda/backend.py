@@ -121,7 +121,7 @@ class CudaBackend:
             ]
             self._max_row_spans = min(_row_spans(Shapes.of(arch)) for arch in self._architectures)
             self._state = StepState(self.limits, MAX_PLACES, device.name)
-            self._graphs = Graphs(device, self._models, self._state, MAX_HEAD_ROWS)
+            self._graphs = Graphs(device, self._models, self._state, MAX_ROWS)
         self.resident = Resident(self.limits)
         self._outputs = DeviceOutputs(device, self._graphs.draws, self._state.allowed)
         count = num_seq_rows + 1
@@ -364,7 +364,7 @@ class CudaBackend:
     def _pieces(self, rows: Rows) -> list[NDArray[np.int64]]:
         """The rows in parts that fit, contexts first: within a part the order is the pass's."""
         spans = spans_of(int(rows.positions.max()) + 1)
-        most = min(MAX_ROWS, self._max_row_spans // spans) // 2
+        most = min(MAX_HEAD_ROWS, self._max_row_spans // spans // 2)
         if len(rows) <= most:
             return [np.arange(len(rows))]
         order = np.argsort(rows.positions, kind="stable")

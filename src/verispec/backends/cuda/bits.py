@@ -1,8 +1,8 @@
 """The arithmetic of Hopper's tensor cores and of our kernels in numpy, bit for bit.
 
 bf16 values are kept in float32 arrays. One tensor-core step adds 16 exact products and the accumulator as one sum: all
-terms are aligned to the largest exponent, cut off 25 bits below it, added exactly, and cut to float32, always towards
-zero. A sum with terms that are not finite is NaN, or that infinity. Everything else is one IEEE float32 operation at a
+terms are aligned to the largest exponent (at least -133), cut off 25 bits below it, added exactly, and cut to float32,
+always towards zero; a sum of 2^128 or more is infinite. A sum with terms that are not finite is NaN, or that infinity. Everything else is one IEEE float32 operation at a
 time.
 """
 
@@ -16,6 +16,7 @@ Float64 = NDArray[np.float64]
 
 STEP = 16  # products of one tensor-core step
 _FRACTION_BITS = 25
+_LEAST_POWER = 2.0**-133
 _LOG2E = np.float32(1.44269504)
 _EXP2 = tuple(
     map(np.float32, (1.3264726149e-3, 9.6715129912e-3, 5.5507335812e-2, 2.4022242427e-1, 6.9314700365e-1, 1.0))
@@ -44,9 +45,11 @@ def _powers(x: Float64) -> Float64:
 
 
 def _towards_zero(x: Float64) -> Float32:
-    """float64 to float32, cut off."""
-    nearest = x.astype(np.float32)
-    return np.where(np.abs(nearest) > np.abs(x), np.nextafter(nearest, np.float32(0)), nearest)
+    """float64 to float32, cut off; infinite from 2^128 on, and what is cut to zero has no sign."""
+    with np.errstate(over="ignore"):
+        nearest = x.astype(np.float32)
+    cut = np.where(np.abs(nearest) > np.abs(x), np.nextafter(nearest, np.float32(0)), nearest)
+    return np.where(np.abs(x) < 2.0**128, cut + np.float32(0), nearest)
 
 
 def chain(a: Float32, b: Float32, start: Float32 | None = None) -> Float32:
@@ -63,7 +66,8 @@ def chain(a: Float32, b: Float32, start: Float32 | None = None) -> Float32:
         largest = _powers(wide)
         for k in step:
             np.maximum(largest, left_powers[k][..., :, None] * right_powers[k][..., None, :], out=largest)
-        scale = np.divide(2.0**_FRACTION_BITS, largest, out=np.zeros_like(largest), where=largest > 0)
+        least = np.maximum(largest, _LEAST_POWER)
+        scale = np.divide(2.0**_FRACTION_BITS, least, out=np.zeros_like(largest), where=largest > 0)
         whole, plain = np.trunc(wide * scale), wide
         for k in step:
             term = left[k][..., :, None] * right[k][..., None, :]
@@ -71,7 +75,7 @@ def chain(a: Float32, b: Float32, start: Float32 | None = None) -> Float32:
             term *= scale
             whole += np.trunc(term, out=term)
         total = _towards_zero(np.divide(whole, scale, out=np.zeros_like(whole), where=scale > 0))
-        total = np.where(np.isfinite(plain), total, plain.astype(np.float32))
+        total[~np.isfinite(plain)] = plain[~np.isfinite(plain)]
     return total
 
 

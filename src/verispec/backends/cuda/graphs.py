@@ -48,10 +48,10 @@ class GraphKey(NamedTuple):
 class Graphs:
     """All captured rounds of a backend."""
 
-    def __init__(self, device: Device, models: list[DeviceModel], state: StepState, max_head_rows: int) -> None:
+    def __init__(self, device: Device, models: list[DeviceModel], state: StepState, max_drawn: int) -> None:
         self._device, self._models, self._state = device, models, state
         self._steps = device.steps()
-        self.draws = device.draws(models[0].shapes.vocab, max_head_rows)
+        self.draws = device.draws(models[0].shapes.vocab, max_drawn)
         self._graphs: dict[GraphKey, Graph] = {}
         self._hidden: dict[GraphKey, dict[int, torch.Tensor]] = {}
 
