@@ -34,7 +34,7 @@ _MIXED_SIZES = (
 _HEAD_SIZES = (8, 32, 64, 128, 256, 512, 1024)
 MAX_ROWS, MAX_HEAD_ROWS = ROW_SIZES[-1], _HEAD_SIZES[-1]
 MAX_PLACES = _MIXED_SIZES[-1]
-_MIN_RUN = 8  # rows: a shorter run is attended to row by row
+_MIN_RUN = 24  # rows: a shorter run, as drafts are, is attended to row by row: fewer sizes to capture
 PADDING = np.array([0, 0, DUMP_SLOT, 0, 1, 0], np.int32)  # its context is the first entry of the padding's table row
 
 
