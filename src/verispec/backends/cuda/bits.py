@@ -2,8 +2,8 @@
 
 bf16 values are kept in float32 arrays. One tensor-core step adds 16 exact products and the accumulator as one sum: all
 terms are aligned to the largest exponent (at least -133), cut off 25 bits below it, added exactly, and cut to float32,
-always towards zero; a sum of 2^128 or more is infinite. A sum with terms that are not finite is NaN, or that infinity. Everything else is one IEEE float32 operation at a
-time.
+always towards zero; a sum of 2^128 or more is infinite. A sum with terms that are not finite is NaN, or that infinity.
+Everything else is one IEEE float32 operation at a time.
 """
 
 from __future__ import annotations
