@@ -5,9 +5,9 @@
 *mask*: microseconds of the host for each token: moving on in the grammar, and the next mask. *shape*: tokens per second
 by a schema against the same number of free tokens, drafter `none`; *by default*: the same with drafter `suffix`, the
 product's default, and the grammar's drafts beside it. *grammar*: the schemas of tools, and all schemas of the tests one
-after the other, drafter `grammar` against `none`. *beside*: what the free ones of 32 sequences get if 1 or 16 others
-have a schema, against 32 free ones. With --llama-server: its own tokens per second (wall time, one thread), with the
-same schema against without. Prompts are cached.
+after the other, drafter `grammar` against `none`; with --only-schemas nothing but the latter. *beside*: what the free
+ones of 32 sequences get if 1 or 16 others have a schema, against 32 free ones. With --llama-server: its own tokens per
+second (wall time, one thread), with the same schema against without. Prompts are cached.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the schemas live with the tests
 
@@ -34,6 +37,7 @@ from verispec.constraints.compiler import Position
 from verispec.engine import Engine, Request
 from verispec.model import resolve
 from verispec.spec.speculation import Speculation
+from verispec.types import SampleOutput
 
 PROMPT = "Make up a list of people as JSON."
 DEFAULT_DRAFTER = "suffix"
@@ -61,16 +65,17 @@ TOOLS = [
 ]
 
 
-def run(engine: Engine, requests: Sequence[Request]) -> tuple[float, list[int]]:
-    """CPU seconds, and the tokens that each request got."""
+def run(engine: Engine, requests: Sequence[Request]) -> tuple[float, list[SampleOutput]]:
+    """CPU seconds, and what each request got."""
     ids = [engine.add(replace(request, is_streamed=False)) for request in requests]
-    counts = dict.fromkeys(ids, 0)
+    outputs = {}
     start = time.process_time()
     while engine.has_work:
         for event in engine.step():
-            counts[event.request_id] += len(event.token_ids)
-            assert event.output is None or event.output.error is None
-    return time.process_time() - start, [counts[i] for i in ids]
+            if event.output is not None:
+                assert event.output.error is None
+                outputs[event.request_id] = event.output
+    return time.process_time() - start, [outputs[i] for i in ids]
 
 
 @contextmanager
@@ -108,8 +113,8 @@ class Bench:
         with self.llm.separate_engine() as engine:
             run(engine, [self.request(max_tokens=1)])  # the prompt is cached from now on
             for requests in arms:
-                seconds, tokens = run(engine, requests)
-                found.append(sum(tokens[count]) / seconds)
+                seconds, outputs = run(engine, requests)
+                found.append(sum(len(output.token_ids) for output in outputs[count]) / seconds)
         return found
 
     def ratio(self, arm: Sequence[Request], base: Sequence[Request], count: slice = slice(None)) -> str:
@@ -142,19 +147,34 @@ class Bench:
             print(f"batch {size}: tools: grammar {self.ratio(*arms)}", flush=True)
 
     def every(self, name: str, schemas: Sequence[object]) -> None:
-        """Schemas one after the other, as a single user has them: all of their tokens a second."""
-        seconds = {"grammar": 0.0, "none": 0.0}
-        num_tokens = dict.fromkeys(seconds, 0)
+        """Schemas one after the other, as a single user has them: all of their tokens a second, and each schema's.
+
+        The arms take turns at being first: then the caches of a schema are cold.
+        """
+        arms = ("grammar", "none")
+        seconds = np.zeros((self.pairs, len(schemas), len(arms)))
+        answers: dict[tuple[int, str], SampleOutput] = {}
         with self.llm.separate_engine() as engine:
             run(engine, [self.request(max_tokens=1)])  # the prompt is cached from now on
-            for schema in schemas:
-                for drafter in seconds:
-                    spent, tokens = run(engine, [self.request(schema, drafter, ignore_eos=False)])
-                    seconds[drafter] += spent
-                    num_tokens[drafter] += sum(tokens)
-        assert num_tokens["grammar"] == num_tokens["none"], "a drafter changed an answer"
-        ratio = seconds["none"] / seconds["grammar"]
-        print(f"batch 1: {len(schemas)} {name}: grammar {ratio:.2f}, {num_tokens['none']} tokens", flush=True)
+            for pair, (i, schema) in product(range(self.pairs), enumerate(schemas)):
+                for arm in (0, 1) if (pair + i) % 2 else (1, 0):
+                    request = self.request(schema, arms[arm], ignore_eos=False)
+                    seconds[pair, i, arm], (answers[i, arms[arm]],) = run(engine, [request])
+        digests = [{answers[i, drafter].digest for drafter in arms} for i in range(len(schemas))]
+        assert all(len(found) == 1 for found in digests), "a drafter changed an answer"
+        totals = seconds.sum(axis=1)
+        whole, each = totals[:, 1] / totals[:, 0], np.median(seconds[..., 1] / seconds[..., 0], axis=0)
+        stats = {d: [answers[i, d].stats for i in range(len(schemas))] for d in arms}
+        num_passes = [sum(found.passes for found in stats[d]) for d in arms]
+        num_accepted, num_drafted = (
+            sum(getattr(s, name) for s in stats["grammar"]) for name in ("accepted", "drafted")
+        )
+        print(
+            f"batch 1: {len(schemas)} {name}: grammar {np.median(whole):.2f} ({whole.min():.2f}-{whole.max():.2f}), by "
+            f"schema median {np.median(each):.2f}, a tenth below {np.quantile(each, 0.1):.2f}; "
+            f"passes {num_passes[0]} / {num_passes[1]}, accepted {num_accepted} of {num_drafted}",
+            flush=True,
+        )
 
     def beside(self, num_shaped: int) -> None:
         free = [self.request()] * 32
@@ -202,16 +222,18 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--only-schemas", action="store_true")
     args = parser.parse_args()
     with LLM(args.model, drafter="none", threads=1, backend="native") as llm:
         bench = Bench(llm, args.tokens, args.pairs)
-        for size in args.batch:
-            bench.batch(size)
-            bench.grammar(size)
+        if not args.only_schemas:
+            for size in args.batch:
+                bench.batch(size)
+                bench.grammar(size)
+            for num_shaped in (1, 16):
+                bench.beside(num_shaped)
         bench.every("schemas of the tests", SCHEMAS)
         bench.every("schemas of tools among them", TEST_TOOLS)
-        for num_shaped in (1, 16):
-            bench.beside(num_shaped)
     if args.llama_server:
         llama(args.llama_server, str(resolve(args.model)), args.tokens, args.pairs)
 

@@ -197,9 +197,10 @@ class _Broken:
     committed = after
 
 
-@pytest.mark.parametrize("method", ["none", "perfect"])
-def test_a_grammar_that_fails_ends_its_request_alone(method: str) -> None:
-    made = engine(adversaries({0: [*PROMPT, *range(1, 30)], 1: [*PROMPT, *alone().token_ids]}, VOCAB_SIZE))
+@pytest.mark.parametrize("method", ["none", "perfect", "grammar"])
+def test_a_grammar_that_fails_ends_its_request_alone(method: str, caplog: pytest.LogCaptureFixture) -> None:
+    others = adversaries({0: [*PROMPT, *range(1, 30)], 1: [*PROMPT, *alone().token_ids]}, VOCAB_SIZE)
+    made = engine({**others, "grammar": GrammarDrafter()})
     broken = made.add(replace(request(method=method), grammar=_Broken()))
     sound = made.add(request(method=method))
     outputs = collect(made)
@@ -207,6 +208,7 @@ def test_a_grammar_that_fails_ends_its_request_alone(method: str) -> None:
     assert "too complex" in (outputs[broken, 0].error or "")
     assert len(outputs[broken, 0].token_ids) == 3
     assert outputs[sound, 0].digest == alone().digest
+    assert "drafter grammar failed" not in caplog.text  # it is not the drafter's failure
 
 
 @pytest.mark.parametrize("follows", [True, False])
