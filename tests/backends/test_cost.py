@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from tests.support.fake_backend import FakeBackend
 from tests.support.tiny_llm import loaded, write_model
 from verispec.backends import calibration
 from verispec.backends.cost import BUDGET_SECONDS, CostTable, measure_cost, probe_pass
+from verispec.backends.protocol import PassKind
 from verispec.types import SamplingParams
 
 SHAPES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
@@ -78,6 +80,44 @@ def test_a_shape_of_its_own_kind_is_learned_apart_from_the_others() -> None:
     assert cost.seconds(1, 100) == pytest.approx(line(1, 100), rel=0.1)
 
 
+@pytest.mark.parametrize("speed", [0.36, 2.0])
+def test_a_table_never_moves_past_what_it_observes(speed: float) -> None:
+    """A machine of another speed than it was timed at: after eight passes it is known, for all shapes."""
+    cost, before = table(), 1 / speed
+    for i in range(40):
+        cost.observe(8, 0, line(8, 0, speed))
+        left = cost.seconds(8, 0) / line(8, 0, speed)
+        assert abs(math.log(left)) <= abs(math.log(before)) + 1e-9
+        assert (left - 1) * (before - 1) > -0.04, "it overshot by more than looked-up values may be late"
+        before = left
+        if i >= 7:
+            assert all(cost.seconds(m, 0) == pytest.approx(line(m, 0, speed), rel=0.12) for m in SHAPES)
+
+
+def test_a_shape_that_is_rarely_observed_is_learned_from_a_few_passes() -> None:
+    """Large passes take twice as long as was thought. What is well known hardly moves by them."""
+    cost = table()
+    for _ in range(100):
+        cost.observe(8, 0, line(8, 0))
+    for _ in range(5):
+        cost.observe(96, 0, 2 * line(96, 0))
+    assert cost.seconds(96, 0) > 1.6 * line(96, 0)
+    assert cost.seconds(8, 0) == pytest.approx(line(8, 0), rel=0.06)
+
+
+def test_the_version_grows_when_costs_have_moved_among_themselves() -> None:
+    rng, cost = random.Random(2), table()
+    for shape in (1, 8) * 100:
+        cost.observe(shape, 0, line(shape, 0) * rng.uniform(0.95, 1.05))
+    settled = cost.version
+    for shape in (1, 8) * 100:
+        cost.observe(shape, 0, line(shape, 0) * rng.uniform(0.95, 1.05))
+    assert cost.version == settled
+    for _ in range(20):
+        cost.observe(8, 0, 2 * line(8, 0))
+    assert cost.version > settled
+
+
 def test_one_pass_moves_little_however_long_it_took() -> None:
     cost = table()
     for _ in range(400):
@@ -124,3 +164,29 @@ def test_what_was_learned_is_kept_for_the_next_start(tmp_path: Path, monkeypatch
     with loaded(path, cache) as llm:
         assert llm.calibration.cost.base == learned
         assert llm.generate("one two", params)[0].digest == digest
+
+
+def test_passes_by_fast_weights_are_timed_and_learned_apart(tmp_path: Path) -> None:
+    """Their column is kept on disk with the weights' name, and timed again for others."""
+
+    def fast_column(name: str) -> CostTable | None:
+        backend = FakeBackend(context_len=1024)
+        backend.limits = replace(backend.limits, fast_weights=name)
+        found = calibration.calibrate(backend, cache_dir=tmp_path)
+        asked.append(any(p.only_drafts for p in backend.passes))
+        return found.cost.fast
+
+    asked: list[bool] = []
+    int4 = fast_column("int4")
+    assert fast_column("int4") == int4 is not None
+    assert fast_column("int8") is not None
+    assert fast_column("") is None
+    assert asked == [True, False, True, False]
+    cost = replace(table(), fast=table())
+    canonical = probe_pass(FakeBackend(context_len=128), 4, 32)
+    drafting = replace(canonical, kind=PassKind.FAST, only_drafts=True)
+    for _ in range(20):
+        cost.observe_pass(canonical, 0.02)
+        cost.observe_pass(drafting, 0.005)
+    assert cost.seconds(4, 128) == pytest.approx(0.02, rel=0.1)
+    assert cost.pass_seconds(drafting) == pytest.approx(0.005, rel=0.1)

@@ -24,7 +24,7 @@ from verispec.kv import DRAFT_STORE, TARGET_STORE
 
 Items = tuple[tuple[str, str], ...]
 _TIMED = frozenset((1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128))  # others are interpolated or extrapolated
-_MIN_OBSERVED = 64  # passes: fewer teach a table too little to be worth a file
+_MIN_OBSERVED = 16  # passes: fewer teach a table too little to be worth a file
 FORMAT = 5  # raised when the audit or the file changes meaning
 
 
@@ -131,10 +131,19 @@ def _measured(
         shapes, budget = _timed(backend.shapes), BUDGET_SECONDS / (1 + store)
         cost = measure_cost(backend, shapes, store=store, budget_seconds=budget, progress=progress)
         record = _Record(path, fingerprint, None, cost, is_new=True)
+    fast_weights = "" if store else backend.limits.fast_weights
+    if record.fast_weights != fast_weights:
+        record.cost.fast = _fast_cost(backend, progress) if fast_weights else None
+        record = replace(record, fast_weights=fast_weights, is_new=True)
     if audits and record.audit is None:
         found = audit(backend.probes(), shapes=backend.shapes, progress=progress)
         record = replace(record, audit=found, is_new=True)
     return record
+
+
+def _fast_cost(backend: Backend, progress: Progress) -> CostTable:
+    shapes, budget = _timed(backend.shapes), BUDGET_SECONDS / 2
+    return measure_cost(backend, shapes, only_drafts=True, budget_seconds=budget, progress=progress)
 
 
 def cached_profile(fingerprint: Mapping[str, str], shapes: Sequence[int], cache_dir: Path) -> Profile | None:
@@ -162,6 +171,7 @@ class _Record:
     fingerprint: Items
     audit: Audit | None
     cost: CostTable
+    fast_weights: str = ""  # what `cost.fast` is of
     is_new: bool = False
 
     def write(self) -> None:
@@ -173,6 +183,8 @@ class _Record:
             "fingerprint": dict(self.fingerprint),
             "outcomes": None if self.audit is None else [o._asdict() for o in self.audit.outcomes],
             "cost": self.cost.to_data(),
+            "fast_weights": self.fast_weights,
+            "fast_cost": self.cost.fast and self.cost.fast.to_data(),
         }
         with contextlib.suppress(OSError):
             kept.write(self.path, data)
@@ -187,12 +199,14 @@ def _read(path: Path | None, fingerprint: Items, shapes: Sequence[int]) -> _Reco
             return None
         outcomes = None if data["outcomes"] is None else tuple(map(_outcome, data["outcomes"]))
         cost = CostTable.from_data(data["cost"], learns=True)
+        if fast_weights := data.get("fast_weights", ""):
+            cost.fast = CostTable.from_data(data["fast_cost"], learns=True)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     measured = all({*chain(*o.classes), *o.impure} == set(shapes) for o in outcomes or ())
     is_sound = measured and cost.shapes == _timed(shapes)
     found = None if outcomes is None else Audit(outcomes, common_families(outcomes))
-    return _Record(path, fingerprint, found, cost) if is_sound else None
+    return _Record(path, fingerprint, found, cost, fast_weights) if is_sound else None
 
 
 def _outcome(data: Mapping[str, Any]) -> ProbeOutcome:

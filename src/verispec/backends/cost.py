@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,10 +27,15 @@ _SMALL_ROUNDS, _LARGE_ROUNDS = 5, 3  # small passes are quick, and most of what 
 _NUM_CERTAIN = 2  # points that are timed whatever they take: a line needs two
 # What is timed first, as shapes at the short context and at the long one: if the budget ends, the rest follows from it.
 _FIRST_SHORT, _FIRST_LONG, _NEXT_SHORT = (1, 2, 4, 8, 16), (1, 8), (32, 64, 128)
-# How far one observation moves the table, in parts of a pass's time: less and less, down to the least.
-_FIRST_STEP, _LEAST_STEP, _STEP_DECAY = 0.2, 0.01, 16
-_COMMON = 0.8  # the share of a step that is the machine's speed and moves all shapes; the rest is the shape's own
-_APPLY_EVERY = 16  # observations: looked-up values are kept in between
+# What is believed of a table's errors, as variances of logarithms: the machine's speed, which moves everything; what
+# differs more the more octaves are between two shapes, as by what drawing a row takes; and each line by itself.
+_SPEED_ERROR, _TILT_ERROR, _LINE_ERROR, _TILT_OCTAVES = 0.5, 0.1, 0.01, 4.0
+_FORGETTING = 2e-4  # the part of that which is in doubt again with every pass observed
+_FASTER_NOISE, _SLOWER_NOISE = 0.02, 0.08  # the same of one pass: it is slower than usual more often than faster
+_QUICK, _ALL_OF, _ONE_IN = 0.005, 16, 8  # of quick passes (seconds) those are observed: learning takes its time too
+_NOTICEABLE = 0.03  # a move, as a logarithm: looked-up values are kept until then
+_NOTICEABLE_SPEED = 0.1  # of everything together, which changes fewer choices
+_CLEARLY = 0.97  # a larger shape is taken for fewer rows if it costs less than this part of theirs
 _FIELDS = ("shapes", "base", "per_context_token")
 
 
@@ -45,19 +51,34 @@ class CostTable:
     """T(M, context): seconds of a pass of M rows whose contexts add up to so many tokens.
 
     For each measured shape: a fixed part and a part per context token. T is not monotone in M, so a shape between two
-    measured ones is interpolated and nothing is assumed beyond that. A table that `learns` follows what is observed.
+    measured ones is interpolated and nothing is assumed beyond that. A table that `learns` follows what is observed;
+    its `version` grows when that may change a choice. `fast` is T of fast passes, where cheaper weights draw them.
     """
 
     shapes: tuple[int, ...]
     base: tuple[float, ...]
     per_context_token: tuple[float, ...]
     learns: bool = field(default=False, kw_only=True)
+    fast: CostTable | None = field(default=None, kw_only=True)
     num_observed: int = field(default=0, init=False, compare=False)
-    # Logarithms of the factors that observations ask for, [2, shapes]: of the fixed parts, of those per context token.
-    _moves: Any = field(default=0.0, init=False, repr=False, compare=False)
+    version: int = field(default=0, init=False, compare=False)
+    # Logarithms of factors: of the fixed parts, then of those per context token. [2 * shapes]
+    _moves: NDArray[np.float64] = field(init=False, repr=False, compare=False)  # not applied yet
+    _drift: NDArray[np.float64] = field(init=False, repr=False, compare=False)  # applied since the version was raised
+    _doubt: NDArray[np.float64] = field(init=False, repr=False, compare=False)  # their covariance
+    _forgotten: NDArray[np.float64] = field(init=False, repr=False, compare=False)  # what it grows by
+    _num_seen: Counter[int] = field(default_factory=Counter, init=False, repr=False, compare=False)  # passes, by shape
     _known: dict[int, tuple[float, float]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _near: dict[int, NDArray[np.float64]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _fast_shapes: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        count = 2 * len(self.shapes)
+        self._moves, self._drift = np.zeros(count), np.zeros(count)
+        octaves = np.log2(self.shapes)
+        alike = np.exp(-(np.subtract.outer(octaves, octaves) ** 2) / (2 * _TILT_OCTAVES**2))
+        self._doubt = _SPEED_ERROR + np.kron(np.eye(2), _TILT_ERROR * alike) + _LINE_ERROR * np.eye(count)
+        self._forgotten = _FORGETTING * self._doubt
 
     @classmethod
     def of(cls, shapes: Sequence[int], lines: Sequence[CostLine]) -> CostTable:
@@ -85,8 +106,10 @@ class CostTable:
         return found[0] + found[1] * context_tokens
 
     def cheapest(self, candidates: Iterable[int], context_tokens: int = 0) -> int:
-        """The cheapest of the shapes given, the smallest on a tie."""
-        return min(sorted(candidates), key=lambda m: self.seconds(m, context_tokens))
+        """The cheapest of the shapes given; a smaller one if that is not clearly cheaper."""
+        ordered = sorted(candidates)
+        least = min([self.seconds(m, context_tokens) for m in ordered])
+        return next(m for m in ordered if _CLEARLY * self.seconds(m, context_tokens) <= least)
 
     def fast_shape(self, num_rows: int) -> int:
         """The shape a fast pass of so many rows runs in: its own, or a larger one that costs less."""
@@ -97,35 +120,48 @@ class CostTable:
         return found
 
     def observe(self, shape: int, context_tokens: int, seconds: float) -> None:
-        """A pass took so long: a table that learns moves a little, towards the lower quartile of what passes take.
+        """A pass took so long: a table that learns moves towards it, less and less, and never past it.
 
-        Only the direction counts, so that a pass held up by other work moves it no further than any other.
+        A Kalman filter over all lines: what is in doubt moves most, at first the whole speed, later the shapes that
+        were rarely observed. A pass held up by other work moves it hardly further than any other.
         """
-        if not self.learns or not seconds > 0:
+        if not self.learns or not 0 < seconds < math.inf:
             return
-        step = max(_LEAST_STEP, _FIRST_STEP / (1 + self.num_observed / _STEP_DECAY))
-        predicted = self.seconds(shape, context_tokens)
-        move = step / 4 if seconds > predicted else -3 * step / 4
-        share = self._known[shape][0] / predicted  # of the fixed part
-        self._moves += move * (_COMMON + (1 - _COMMON) * np.outer((share, 1 - share), self._weights(shape)))
+        near = self._near_to(shape)
+        fixed = self.seconds(shape, 0)
+        reading = self.seconds(shape, context_tokens) - fixed
+        moves = self._moves.reshape(2, -1) @ near
+        fixed, reading = fixed * math.exp(moves[0]), reading * math.exp(moves[1])
+        predicted = fixed + reading
+        parts = np.concatenate((fixed / predicted * near, reading / predicted * near))
+        shared = self._doubt @ parts
+        variance = float(parts @ shared) + (_SLOWER_NOISE if seconds > predicted else _FASTER_NOISE)
+        most = 2 * math.sqrt(variance)
+        error = max(-most, min(most, math.log(seconds / predicted)))
+        self._moves += shared * (error / variance)
+        self._doubt += self._forgotten - np.outer(shared, shared / variance)
         self.num_observed += 1
-        if self.num_observed % _APPLY_EVERY == 0:
+        if np.abs(self._moves).max() > _NOTICEABLE:
             self._apply()
 
     def observe_pass(self, pass_: Pass, seconds: float) -> None:
         """`observe` for a pass of the kind that is timed: every row of the whole model draws."""
-        rows = pass_.rows
-        is_whole = pass_.view == FULL_VIEW and not pass_.only_drafts
-        if self.learns and pass_.head_shape == len(rows) and is_whole:
-            self.observe(len(rows), _num_read(pass_), seconds)
+        column, shape = self.fast if pass_.only_drafts else self, len(pass_.rows)
+        if column is None or not column.learns or pass_.head_shape != shape or pass_.view != FULL_VIEW:
+            return
+        column._num_seen[shape] += 1
+        num_seen = column._num_seen[shape]
+        if seconds > _QUICK or num_seen <= _ALL_OF or num_seen % _ONE_IN == 0:
+            column.observe(shape, _num_read(pass_), seconds)
 
     def pass_seconds(self, pass_: Pass) -> float:
         """The predicted time of this pass, with all its rounds."""
         num_rounds = 1 if pass_.burst is None else 1 + pass_.burst.num_rounds
-        return num_rounds * self.seconds(len(pass_.rows), _num_read(pass_))
+        column = (self.fast if pass_.only_drafts else None) or self
+        return num_rounds * column.seconds(len(pass_.rows), _num_read(pass_))
 
-    def _weights(self, shape: int) -> NDArray[np.float64]:
-        """How much of a shape's own move the measured shapes around it take over. [shapes]"""
+    def _near_to(self, shape: int) -> NDArray[np.float64]:
+        """The parts of the measured shapes in the interpolation of a shape. [shapes]"""
         found = self._near.get(shape)
         if found is None:
             indices = np.arange(len(self.shapes))
@@ -135,9 +171,13 @@ class CostTable:
 
     def _apply(self) -> None:
         """Take over what was observed; forget what was looked up."""
-        base, slope = np.exp(self._moves) * (self.base, self.per_context_token)
-        self.base, self.per_context_token = tuple(base.tolist()), tuple(slope.tolist())
-        self._moves = 0.0
+        lines = np.exp(self._moves).reshape(2, -1) * (self.base, self.per_context_token)
+        self.base, self.per_context_token = map(tuple, lines.tolist())
+        self._drift += self._moves
+        self._moves = np.zeros_like(self._moves)
+        if np.ptp(self._drift) > _NOTICEABLE or np.abs(self._drift).max() > _NOTICEABLE_SPEED:
+            self._drift[:] = 0.0
+            self.version += 1
         self._known.clear()
         self._fast_shapes.clear()
 
@@ -173,6 +213,7 @@ def measure_cost(
     shapes: Sequence[int],
     *,
     store: int = TARGET_STORE,
+    only_drafts: bool = False,
     clock: Callable[[], float] = time.perf_counter,
     budget_seconds: float = BUDGET_SECONDS,
     progress: Progress = no_progress,
@@ -180,15 +221,22 @@ def measure_cost(
     """Time passes at a short and a long context, as many as the budget allows. Overwrites K/V: run it first of all.
 
     In rounds over all shapes: what slows the machine down for a second must not slow down one shape. The most telling
-    shapes come first, and those that were not reached follow from them.
+    shapes come first, and those that were not reached follow from them. `only_drafts`: passes by cheaper weights.
     """
     contexts = Contexts.of(backend.limits)
     points = _points(shapes, contexts)
+
+    def timed(point: _Point) -> float:
+        probe = probe_pass(backend, *point, store=store)
+        if only_drafts:
+            probe = replace(probe, kind=PassKind.FAST, only_drafts=True)
+        return time_pass(backend, probe, clock)
+
     times: dict[_Point, list[float]] = {}
     slow_once = points if backend.limits.prepares else points[:1]  # fresh memory, or a compiler
     for i, point in enumerate(slow_once):
         progress(f"preparing {point.shape} rows", i / len(slow_once))
-        time_pass(backend, probe_pass(backend, *point, store=store), clock)
+        timed(point)
     start = clock()
     for i in range(_SMALL_ROUNDS):
         for point in points:
@@ -197,8 +245,7 @@ def measure_cost(
             if not is_due or (len(times) >= _NUM_CERTAIN and spent + _expected(times, point) > budget_seconds):
                 continue
             progress(f"timing {point.shape} rows", min(1.0, spent / budget_seconds))
-            seconds = time_pass(backend, probe_pass(backend, *point, store=store), clock)
-            times.setdefault(point, []).append(seconds)
+            times.setdefault(point, []).append(timed(point))
     progress("timed", 1.0)
     return _table(shapes, contexts, {point: typical_time(listed) for point, listed in times.items()})
 

@@ -339,7 +339,7 @@ class BackendLimits:
     follows: bool = False  # bursts may have rows with masks
     hidden: tuple[HiddenShape, ...] = ()  # of each store's model; (): hidden states neither go out nor in
     prepares: bool = False  # the first pass of a shape takes long: it is compiled
-    fast_weights: bool = False  # cheaper ones serve passes that only draft
+    fast_weights: str = ""  # the name of cheaper ones that serve passes which only draft
 
 
 class Backend(Protocol):

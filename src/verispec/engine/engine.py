@@ -133,6 +133,7 @@ class Engine:
         policy = Policy(
             shapes, cost, self._drafters, row_budget=row_budget, max_draft=config.max_draft, max_burst=config.max_burst
         )
+        only_drafts = bool(shapes) and bool(backend.limits.fast_weights)
         max_running = min(config.max_running, row_budget, backend.limits.num_seq_rows)
         self._roster = Roster(self._pool, self._cache, backend.bind, clock, max_running=max_running)
         self._scheduler = Scheduler(
@@ -140,6 +141,7 @@ class Engine:
             policy,
             row_budget=row_budget,
             has_family=bool(shapes),
+            only_drafts=only_drafts,
             feeds=config.depth > 1,
             follows=backend.limits.follows,
         )
@@ -149,7 +151,7 @@ class Engine:
             canonical_shape=policy.canonical_shape,
             fast_shape=policy.fast_shape,
             joins=policy.joins,
-            only_drafts=bool(shapes) and backend.limits.fast_weights,
+            only_drafts=only_drafts,
             observe=cost.observe_pass,
             clock=clock,
         )

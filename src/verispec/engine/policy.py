@@ -20,7 +20,7 @@ from verispec.spec.skip_menu import WORTH_IT
 from verispec.spec.turn import NO_ROOM, PLAIN, Choice, SequenceView, States, Turn
 
 _MOST_ENTRIES = 4096
-_REFRESH_EVERY = 512  # passes timed
+_WINDOWS_WORTH_IT = 1.03  # times the tokens of plain decoding: not all windows are opened and replayed together
 _NOT_WORTH_IT = "verifying a draft was not predicted to pay at this load"
 _LONGEST_WAIT = 0.025  # seconds that a stream may wait for a burst: 40 frames a second
 _LONGEST_BURST = 0.5  # seconds of any burst: aborts, Ctrl-C and newcomers wait for its end
@@ -80,11 +80,12 @@ class Policy:
     ) -> None:
         self._family = tuple(family)
         self._cost = cost
+        self._fast_cost = cost.fast or cost
         self._drafters = drafters
         self._row_budget = row_budget
         self._max_draft = max_draft
         self.max_burst = max_burst
-        self._num_observed = cost.num_observed
+        self._cost_versions = (0, 0)
         self._entries: dict[Hashable, _Entry] = {}
         self._canonical_shapes: dict[int, int] = {}
 
@@ -95,8 +96,9 @@ class Policy:
 
         `other_rows` run in the same pass and give `other_tokens`; `beside` rows run in the step's other pass.
         """
-        if self._cost.num_observed - self._num_observed > _REFRESH_EVERY:  # costs have moved
-            self._num_observed = self._cost.num_observed
+        versions = (self._cost.version, self._fast_cost.version)
+        if versions != self._cost_versions:
+            self._cost_versions = versions
             self._entries.clear()
             self._canonical_shapes.clear()
         states = [turn.states or self.states(turn.sequence) for turn in turns]
@@ -179,7 +181,7 @@ class Policy:
         return best.choice
 
     def _entry(self, name: str, key: Hashable, drafting: int, crowd: Crowd, *, is_free: bool) -> _Entry:
-        drafting = min(crowd.rows or 1, 1 << (drafting - 1).bit_length())  # how many draft at once is a rough figure
+        drafting = min(crowd.tokens, 1 << (drafting - 1).bit_length())  # how many draft at once is a rough figure
         at = (name, key, drafting, crowd, is_free)
         found = self._entries.get(at)
         version = self._drafters.version(name)
@@ -195,13 +197,7 @@ class Policy:
         best = _Entry(PLAIN._replace(reason=_NOT_WORTH_IT), plain, version)
         for curve in self._drafters.curves(name, key):
             if curve.by_fast_rounds:
-                rate = self._window_rate(curve, drafting, crowd)
-                because = f"canonical passes predicted {plain:.3g} tokens a second, replays {rate:.3g}"
-                num_nodes = min(self._limit(len(curve.levels)), self._row_budget - 1)
-                if (rate > best.rate or not is_free) and num_nodes > 0:
-                    best = _Entry(Choice(name, num_nodes, grows=True, because=because), rate, version)
-                else:
-                    best = best._replace(choice=best.choice._replace(because=because))
+                best = self._with_windows(best, name, curve, drafting, crowd, is_free=is_free)
                 continue
             found = self._best_nodes(curve, drafting, crowd)
             predicted = found.rate / plain
@@ -212,6 +208,26 @@ class Policy:
             elif not best.choice.num_nodes and curve.cost is not None:
                 best = best._replace(choice=best.choice._replace(reason=_why_not(curve, predicted, found.num_nodes)))
         return best
+
+    def _with_windows(
+        self, best: _Entry, name: str, curve: Curve, drafting: int, crowd: Crowd, *, is_free: bool
+    ) -> _Entry:
+        """The entry, or windows of the length that promises most.
+
+        A window is many steps, so it has to pay in those to come, when the prompts of this one have run; and in this
+        one too, where a row beside those of prompts may be free.
+        """
+        to_come = crowd._replace(rows=crowd.tokens)
+        longest = min(self._limit(len(curve.levels)), self._row_budget - 1)
+        lengths = range(1, longest + 1) if is_free else range(longest, longest + 1)
+        rates = {n: self._window_rate(curve, n, drafting, to_come) for n in lengths if n}
+        num_nodes = max(rates, key=rates.__getitem__, default=0)
+        plain, rate = self._rate(to_come, 0, 0.0, 0.0), rates.get(num_nodes, 0.0)
+        now = self._window_rate(curve, num_nodes, drafting, crowd)
+        because = f"canonical passes predicted {plain:.3g} tokens a second, replays {rate:.3g}"
+        if num_nodes and (not is_free or (rate > _WINDOWS_WORTH_IT * plain and now > best.rate)):
+            return best._replace(choice=Choice(name, num_nodes, grows=True, because=because), rate=now)
+        return best._replace(choice=best.choice._replace(because=because))
 
     def _best_nodes(self, curve: Curve, drafting: int, crowd: Crowd) -> _Best:
         """Whole levels of the curve, at least one: as many as promise most, or if they are forced as many as fit."""
@@ -242,21 +258,26 @@ class Policy:
             seconds = self._fast_seconds(rows, crowd.context_len)
         return (crowd.tokens + crowd.beside + tokens) / max(1e-12, seconds + draft_seconds)
 
-    def _window_rate(self, curve: Curve, drafting: int, crowd: Crowd) -> float:
-        """Tokens a second if these sequences draw in fast rounds and replay whole windows."""
-        count = len(curve.levels)
-        if not count or not self._family:
+    def _window_rate(self, curve: Curve, num_nodes: int, drafting: int, crowd: Crowd) -> float:
+        """Tokens a second if these sequences draw so many tokens in fast rounds and then replay them, together.
+
+        Replays are packed into passes beside the rows that run anyway.
+        """
+        others, tokens = max(0, crowd.rows - drafting), crowd.tokens - drafting + crowd.beside
+        room = self._row_budget - others
+        if not self._family or room <= 0:
             return 0.0
-        per_row = min(
-            self._cost.seconds(m, min(m, drafting * count) * crowd.context_len) / min(m, drafting * count)
-            for m in self._family
-        )
-        committed = 1.0 + sum(level.tokens for level in curve.levels)
-        replay = drafting * per_row * (count + 1) / count
-        rows = max(0, crowd.rows - drafting)
-        seconds = self._step_seconds(rows, crowd.beside + drafting, crowd.context_len) + replay
-        tokens = max(0, crowd.tokens - drafting) + crowd.beside + drafting * committed / (count + 1)
-        return tokens / max(1e-12, seconds)
+        fitting = max(1, room // (num_nodes + 1))
+        full, rest = divmod(drafting, fitting)
+        context_len = crowd.context_len
+        seconds = num_nodes * self._step_seconds(others, crowd.beside + drafting, context_len)
+        for count, num_passes in ((fitting, full), (rest, bool(rest))):
+            if num_passes:
+                num_rows = min(self._row_budget, others + count * (num_nodes + 1))
+                seconds += num_passes * self._step_seconds(num_rows, crowd.beside, context_len)
+        confirmed = 1.0 + sum([level.tokens for level in curve.levels[:num_nodes]])
+        num_steps = num_nodes + full + bool(rest)
+        return (num_steps * tokens + drafting * confirmed) / max(1e-12, seconds)
 
     def joins(self, num_canonical: int, num_fast: int) -> bool:
         """Whether one canonical pass for all rows is cheaper than a canonical and a fast one."""
@@ -314,7 +335,7 @@ class Policy:
 
     def fast_shape(self, num_rows: int) -> int:
         """The shape of a fast pass of so many rows."""
-        return self._cost.fast_shape(num_rows)
+        return self._fast_cost.fast_shape(num_rows)
 
     def _step_seconds(self, num_canonical: int, num_fast: int, context_len: int) -> float:
         if not num_fast:
@@ -338,7 +359,7 @@ class Policy:
         return self._cost.seconds(self.canonical_shape(num_rows), num_rows * context_len)
 
     def _fast_seconds(self, num_rows: int, context_len: int) -> float:
-        return self._cost.seconds(self._cost.fast_shape(num_rows), num_rows * context_len) if num_rows else 0.0
+        return _pass_seconds(self._fast_cost, num_rows, context_len) if num_rows else 0.0
 
 
 def refusal(states: States) -> Choice | None:

@@ -35,8 +35,9 @@ class _Parts(NamedTuple):
 class Scheduler:
     """Plans steps for the sequences of a roster.
 
-    `has_family` says whether there are canonical shapes; without them everything runs in fast passes. `feeds`: the
-    backend remembers draws for turns that are planned ahead. `follows`: it asks for the next masks between rounds.
+    `has_family` says whether there are canonical shapes; without them everything runs in fast passes. With
+    `only_drafts` fast passes have nothing but windows. `feeds`: the backend remembers draws for turns that are planned
+    ahead. `follows`: it asks for the next masks between rounds.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Scheduler:
         *,
         row_budget: int,
         has_family: bool,
+        only_drafts: bool = False,
         feeds: bool = False,
         follows: bool = False,
     ) -> None:
@@ -53,6 +55,7 @@ class Scheduler:
         self._policy = policy
         self._row_budget = row_budget
         self._has_family = has_family
+        self._only_drafts = only_drafts
         self._feeds = feeds
         self._follows = follows
         self.host_seconds = 0.0  # of a step, outside its passes
@@ -158,7 +161,7 @@ class Scheduler:
             if not sequence.prompt_len <= num_held == len(sequence.token_ids) - 1 == kv.synced_len:
                 parts.others.append(sequence)
             elif sequence.is_plain:
-                plain[self._has_family and sequence.params.deterministic].append(sequence)
+                plain[self._decodes_canonically(sequence)].append(sequence)
             elif sequence.has_single_rows:
                 parts.single.append(sequence)
             else:
@@ -172,7 +175,7 @@ class Scheduler:
             states = self._policy.states(sequence)
             choice = refusal(states)
             if choice is not None:
-                resting[self._has_family and sequence.params.deterministic].append((sequence, choice))
+                resting[self._decodes_canonically(sequence)].append((sequence, choice))
             else:
                 turns.append(self._turn(sequence))
                 turns[-1].states = states
@@ -266,7 +269,7 @@ class Scheduler:
         """Whether the turn completes the tokens of a sequence that only decodes from then on, in passes like this."""
         sequence = turn.sequence
         assert isinstance(sequence, Sequence)
-        is_canonical = self._has_family and sequence.params.deterministic
+        is_canonical = self._decodes_canonically(sequence)
         goes_on = sequence.is_plain or (self._follows and sequence.is_followed)
         return turn.completes and goes_on and turn.is_canonical is is_canonical
 
@@ -295,9 +298,12 @@ class Scheduler:
             for sequence in cohort.sequences:
                 sequence.kv.num_ahead += cohort.num_rounds  # type: ignore[attr-defined]
 
+    def _decodes_canonically(self, sequence: Sequence) -> bool:
+        return self._has_family and (sequence.params.deterministic or self._only_drafts)
+
     def _is_canonical(self, sequence: Sequence) -> bool:
         """Prompts run in canonical passes whoever asks, so that their K/V can be shared."""
-        if not self._has_family or sequence.params.deterministic:
+        if not self._has_family or self._decodes_canonically(sequence):
             return self._has_family
         return len(sequence.kv.held) < sequence.prompt_len or sequence.num_pending > 1
 

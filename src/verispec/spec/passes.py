@@ -122,14 +122,13 @@ class Passes:
         _fit_masks(step.turns, self._backend.limits.num_masks)
         canonical: tuple[list[Turn], list[Cohort]] = ([], [])
         fast: tuple[list[Turn], list[Cohort]] = ([], [])
-        only_drafts = self._only_drafts
         for turn in step.turns:
-            is_canonical = (turn.is_canonical or only_drafts) and not isinstance(turn.draft, Pending)
+            is_canonical = turn.is_canonical and not isinstance(turn.draft, Pending)
             (canonical if is_canonical else fast)[0].append(turn)
         for cohort in step.cohorts:
-            (canonical if cohort.is_canonical or only_drafts else fast)[1].append(cohort)
+            (canonical if cohort.is_canonical else fast)[1].append(cohort)
         has_fast = any(fast)
-        if has_fast and any(canonical) and not only_drafts and self._joins_all(canonical, fast):
+        if has_fast and any(canonical) and self._joins_all(canonical, fast):
             canonical, has_fast = (canonical[0] + fast[0], canonical[1] + fast[1]), False
         parts = []
         if any(canonical):

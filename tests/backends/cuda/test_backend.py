@@ -325,7 +325,7 @@ def test_windows_drawn_by_fast_weights_change_no_output(monkeypatch: pytest.Monk
     plain, _, _ = run(exact, "none")
     tokens, passes, accepted = run(cheap, "decode")
     assert tokens == plain
-    assert sum(p.only_drafts for p in passes) > 10
+    assert sum(p.only_drafts for p in passes) > 5
     assert 0.1 < accepted < 0.95, "four bits are no copy of the weights"
     assert run(cheap, "none")[0] == plain
     # The control: weights of four bits for everything.

@@ -110,7 +110,7 @@ class CudaBackend:
         self.limits = BackendLimits(
             arch.vocab_size, context_len, num_slots, num_seq_rows, max_tail, len(models), num_masks=NUM_MASKS,
             hidden=tuple(HiddenShape(m.architecture.num_layers, m.architecture.hidden_size) for m in models),
-            prepares=True, fast_weights=draft_bits > 0,
+            prepares=True, fast_weights=f"int{draft_bits}" if draft_bits else "",
         )  # fmt: skip
         self._device = device
         self._architectures = [m.architecture for m in models]
