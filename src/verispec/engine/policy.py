@@ -17,7 +17,7 @@ from typing import NamedTuple
 from verispec.backends.cost import CostTable
 from verispec.spec.drafter import Curve, DrafterSet, Held, Refusal
 from verispec.spec.skip_menu import WORTH_IT
-from verispec.spec.turn import NO_ROOM, PLAIN, Choice, SequenceView, States, Turn
+from verispec.spec.turn import NO_ROOM, PLAIN, Choice, States, Turn
 
 _MOST_ENTRIES = 4096
 _WINDOWS_WORTH_IT = 1.03  # times the tokens of plain decoding: not all windows are opened and replayed together
@@ -82,6 +82,7 @@ class Policy:
         self._cost = cost
         self._fast_cost = cost.fast or cost
         self._drafters = drafters
+        self.states = drafters.states
         self._row_budget = row_budget
         self._max_draft = max_draft
         self.max_burst = max_burst
@@ -130,11 +131,6 @@ class Policy:
             if not turn.choice.grows and turn.choice.num_nodes > left:
                 turn.choice = PLAIN._replace(reason="no rows were left for a draft")
             left -= 0 if turn.choice.grows else turn.choice.num_nodes
-
-    def states(self, sequence: SequenceView) -> States:
-        """Where a sequence stands with each of its drafters."""
-        state = self._drafters.state
-        return tuple([(name, state(name, sequence)) for name in self._drafters.members_of(sequence)])
 
     def _replay(self, turns: Sequence[Turn], states: Sequence[States], partial: set[int], left: int) -> int:
         """Choices of windows under way; returns the rows of those that are verified now.

@@ -15,7 +15,7 @@ from verispec.backends.cost import CostTable
 from verispec.spec.constrained import followed
 from verispec.spec.speculation import AUTO, OFF
 from verispec.spec.tree import MAX_NODES, TreeShape
-from verispec.spec.turn import Drafted, Pending, Recipe, SequenceView, Turn
+from verispec.spec.turn import Drafted, Pending, Recipe, SequenceView, States, Turn
 from verispec.types import NO_PARENT
 
 logger = logging.getLogger(__name__)
@@ -26,6 +26,9 @@ class Refusal(str):
     """Why a drafter drafts nothing for a sequence now."""
 
     __slots__ = ()
+
+
+_FAILED = Refusal("the drafter failed; see the log")
 
 
 class Held(NamedTuple):
@@ -109,8 +112,9 @@ class DrafterSet:
 
     def __init__(self, drafters: Mapping[str, Drafter], *, vocab_size: int, max_tail: int) -> None:
         self._drafters = dict(drafters)
-        self._members = {**{name: (name,) for name in drafters}, AUTO: tuple(drafters)}
         self._companions = tuple(name for name, drafter in drafters.items() if drafter.is_companion)
+        free = tuple(name for name in drafters if name not in self._companions)
+        self._members = {**{name: (name,) for name in drafters}, AUTO: free}
         self._vocab_size = vocab_size
         self._max_tail = max_tail
 
@@ -145,11 +149,15 @@ class DrafterSet:
     def version(self, name: str) -> int:
         return self._drafters[name].version
 
-    def state(self, name: str, sequence: SequenceView) -> Hashable | Refusal | Held:
-        try:
-            return self._drafters[name].state(sequence)
-        except Exception:
-            return _failed(name, Refusal("the drafter failed; see the log"))
+    def states(self, sequence: SequenceView) -> States:
+        """Where a sequence stands with each of its drafters."""
+        found: list[tuple[str, Hashable]] = []
+        for name in self.members_of(sequence):
+            try:
+                found.append((name, self._drafters[name].state(sequence)))
+            except Exception:
+                found.append((name, _failed(name, _FAILED)))
+        return tuple(found)
 
     def curves(self, name: str, key: Hashable) -> tuple[Curve, ...]:
         """What a drafter promises, brought into range."""

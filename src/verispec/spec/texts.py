@@ -69,13 +69,16 @@ class Texts:
     def extend(self, token_ids: Iterable[int]) -> None:
         """Go on with the last text."""
         ids = self.token_ids
-        start = len(ids) + 1
-        ids += token_ids
-        for n, newest, earlier in zip(_ORDERS, self._newest, self._earlier, strict=True):
-            for end in range(start, len(ids) + 1):
-                gram = hash(tuple(ids[end - n : end]))
-                earlier.append(newest.get(gram, 0))
-                newest[gram] = end
+        (threes, twos, ones), (before_three, before_two, before_one) = self._newest, self._earlier
+        _, a, b = ids[-3:]
+        for end, c in enumerate(token_ids, start=len(ids) + 1):
+            three, two, one = hash((a, b, c)), hash((b, c)), hash((c,))
+            before_three.append(threes.get(three, 0))
+            before_two.append(twos.get(two, 0))
+            before_one.append(ones.get(one, 0))
+            threes[three] = twos[two] = ones[one] = end
+            ids.append(c)
+            a, b = b, c
 
     def find_end(self) -> Match | None:
         """Where the end of the last text stands in what is before it."""
