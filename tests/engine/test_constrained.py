@@ -21,6 +21,7 @@ from verispec.backends.protocol import Pass, PassKind, Ticket
 from verispec.config import EngineConfig
 from verispec.engine import Engine, Request
 from verispec.errors import ConstraintError, InputError
+from verispec.sampling import constraint
 from verispec.spec.drafter import Drafter
 from verispec.spec.grammar import GrammarDrafter
 from verispec.spec.registry import make_drafters
@@ -239,6 +240,28 @@ def test_bursts_under_constraints_change_nothing() -> None:
     assert {o.finish_reason for o in outputs.values()} == {FinishReason.STOP, FinishReason.LENGTH}
     passes = [(p.burst, p.rows.masks) for p in backend.passes if p.burst is not None and p.rows.masks is not None]
     assert sum(int(burst.rounds[masks[burst.rows] > 0].sum()) for burst, masks in passes) > 50
+
+
+@pytest.mark.parametrize(("method", "least"), [("grammar", 60), ("suffix", 4), ("none", 200)])
+def test_who_has_nothing_to_draft_goes_on_until_the_grammar_leaves_few_tokens(
+    method: str, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Text in bursts, keys in drafts; without drafts all in bursts."""
+    monkeypatch.setattr(constraint, "_FEW", 12)
+    num_rounds = 0
+    schema = {"type": "array", "minItems": 3, "items": {"type": "object", "required": ["name", "age"], "properties": {
+        "name": {"type": "string", "minLength": 12}, "age": {"type": "integer"}}}}  # fmt: skip
+    for seed in range(4):
+        params = replace(PARAMS, schema=schema, max_tokens=90, seed=seed)
+        backend = FakeBackend(vocab_size=VOCAB_SIZE, num_masks=80)
+        made = engine(backend=backend, cost=CHEAP, max_burst=8)
+        made.add(replace(request(params, method), is_streamed=False))
+        (output,) = collect(made).values()
+        assert output.digest == alone(params).digest
+        assert method == "none" or output.stats.accepted_by["grammar"] > 5
+        assert output.stats.passes + output.stats.accepted >= len(output.token_ids)
+        num_rounds += sum(int(p.burst.rounds.max()) for p in backend.passes if p.burst and p.burst.follow)
+    assert num_rounds > least
 
 
 class Alike(FakeBackend):

@@ -406,6 +406,19 @@ def test_forced_drafts_are_drafted_whatever_they_cost() -> None:
 # Which drafter, which shape.
 
 
+@pytest.mark.parametrize(("stays", "expected"), [(False, 1), (True, 2)])
+def test_what_can_be_drafted_later_is_drafted_as_far_as_it_saves_time(stays: bool, expected: int) -> None:
+    """Two rows give most tokens a second; but one token is left then, and 2.2 + 2.0 seconds are more than 3.4 at once.
+
+    A fourth row costs more than a pass of its own.
+    """
+    costs = cost(m1=2.0, m2=2.2, m3=3.4, m4=5.5, m5=7.6)
+    drafter = Promising(Curve.chain(4, 0.999, stays=stays))
+    assert choose(policy(drafter, (1, 2, 3, 4, 5), costs), ["it"])[0].num_nodes == expected
+    dear = policy(drafter, (1, 2, 3, 4, 5), cost(m1=1.0, m2=2.5, m5=9.0))
+    assert choose(dear, ["it"])[0].num_nodes == 0
+
+
 def test_auto_takes_the_best_entry() -> None:
     good, bad, dear = Promising(Curve.chain(4, 0.9)), Promising(Curve.chain(4, 0.2)), tree((4, 0.9), passes=FLAT_COST)
     for order in itertools.permutations({"good": good, "bad": bad, "dear": dear, "none": NOTHING}.items()):

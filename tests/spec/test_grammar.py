@@ -10,8 +10,8 @@ import pytest
 from tests.engine.test_constrained import END, engine, request
 from tests.support.adversaries import collect
 from tests.support.shapes import VOCABULARY, compiled
+from verispec.sampling import constraint
 from verispec.sampling.constraint import Constraint
-from verispec.spec import grammar
 from verispec.spec.drafter import Refusal
 from verispec.spec.grammar import GrammarDrafter
 from verispec.spec.turn import Choice, Turn
@@ -82,7 +82,7 @@ def test_what_follows_the_same_token_counts_before_what_was_chosen_last() -> Non
 def test_choices_among_many_are_left_to_other_drafters(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for few in (2, 1):
-        monkeypatch.setattr(grammar, "_FEW", few)
+        monkeypatch.setattr(constraint, "_FEW", few)
         drafter, answer = GrammarDrafter(), Answer.begun(regex="[ab]{20}")
         answer.write(drafter, "aa")
         found.append(answer.drafted(drafter))

@@ -173,14 +173,16 @@ class NativeBackend:
         if burst.follow is None:
             call()
         else:
-            parts = []
+            one, found = found, no_rounds(burst, int(rounds.max()))
             for number in range(int(rounds.max())):
                 going[:] = (tokens >= 0) & (number < rounds)
-                found.token_ids[:], found.logprobs[:], found.accepted[:] = NO_TOKEN, 0, -1
+                if not going.any():
+                    break
+                one.token_ids[:], one.logprobs[:], one.accepted[:] = NO_TOKEN, 0, -1
                 call()
                 follow(resident, pass_, burst, fed, going > 0)
-                parts.append([part.copy() for part in found])
-            found = BurstResult(*(np.concatenate(columns, axis=1) for columns in zip(*parts, strict=True)))
+                found.token_ids[:, number], found.logprobs[:, number] = one.token_ids[:, 0], one.logprobs[:, 0]
+                found.accepted[:, number] = one.accepted[:, 0]
         tokens_of = np.concatenate([first_tokens[:, None], found.token_ids[:, :-1]], axis=1)  # that had rows
         i, j = np.nonzero(np.arange(tokens_of.shape[1]) < (t - first)[:, None])
         resident.slot_tokens[resident.table[seq_rows[i], first[i] + j]] = tokens_of[i, j]

@@ -6,7 +6,7 @@ nodes of a tree do. Padding rows are ordinary rows that write to the dump slot.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -33,7 +33,7 @@ from verispec.backends.protocol import (
     Wanted,
 )
 from verispec.kv import DUMP_SLOT, TARGET_STORE
-from verispec.sampling.constraint import Constraint
+from verispec.sampling.constraint import Constraint, is_narrow
 
 Ints = Sequence[int] | NDArray[np.generic]
 
@@ -114,7 +114,7 @@ class PassBuilder:
         self.shown_rows: list[int] = []  # whose distributions are wanted
         self.fed_rows: list[int] = []  # whose draws are fed back, for so many further rounds
         self.fed_rounds: list[int] = []
-        self._followed: dict[int, Constraint] = {}  # by sequence of the burst: where it stands in its grammar
+        self._followed: dict[int, _Followed] = {}  # by sequence of the burst
         self._drafts: dict[DraftRule, list[tuple[int, int]]] = {}  # by who drafts: sequences of the burst, lengths
         self.table_rows: list[int] = []  # what the backend's table does not have yet
         self.table_positions: list[int] = []
@@ -157,10 +157,15 @@ class PassBuilder:
         self.tails.append((row, tail))
         return row
 
-    def feed_back(self, row: int, num_rounds: int, constraint: Constraint | None = None) -> None:
-        """What a row draws is its sequence's next row, for `num_rounds` rounds with the pass's own."""
+    def feed_back(
+        self, row: int, num_rounds: int, constraint: Constraint | None = None, *, until_narrow: bool = False
+    ) -> None:
+        """What a row draws is its sequence's next row, for `num_rounds` rounds with the pass's own.
+
+        With `until_narrow`, the rounds end where the grammar leaves few tokens: those can be drafted.
+        """
         if constraint is not None and num_rounds > 1:
-            self._followed[len(self.fed_rows)] = constraint
+            self._followed[len(self.fed_rows)] = _Followed(constraint, until_narrow)
         self.fed_rows.append(row)
         self.fed_rounds.append(num_rounds - 1)
 
@@ -236,16 +241,25 @@ class PassBuilder:
         return NoisyTopKWanted(_ints(self.noisy.rows), min(self.noisy_k, vocab_size), self.noisy.own_noise())
 
 
-def _allowed_behind(places: dict[int, Constraint], sequence: int, token_id: int) -> NDArray[np.uint32] | None:
+@dataclass(slots=True)
+class _Followed:
+    """Where a sequence of a burst stands in its grammar, and whether it stops where few tokens are left."""
+
+    place: Constraint
+    until_narrow: bool
+
+
+def _allowed_behind(followed: dict[int, _Followed], sequence: int, token_id: int) -> NDArray[np.uint32] | None:
     """Move on in a grammar. What goes wrong ends the rounds: the commit of the token meets it again, and says so."""
+    own = followed[sequence]
     try:
-        place = places[sequence].after(token_id)
+        place = own.place.after(token_id)
         allowed = None if place is None else place.allowed
     except Exception:
         return None
-    if place is None or place.is_exhausted:
+    if place is None or allowed is None or place.is_exhausted or (own.until_narrow and is_narrow(allowed)):
         return None
-    places[sequence] = place
+    own.place = place
     return allowed
 
 

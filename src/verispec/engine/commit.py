@@ -172,8 +172,7 @@ class Committer:
         kv, pool = sequence.kv, self._roster.pool
         assert kv.lease is not None
         path = verdict.path if verdict else ()
-        num_further = sum(token_id >= 0 for token_id in turn.score.draws[1:]) if turn.rides else 0
-        num_kept = turn.num_pending + len(path) + num_further
+        num_kept = turn.num_pending + len(path) + (_num_drawn(turn) - 1 if turn.rides else 0)
         if turn.is_canonical and kv.canonical_len == len(kv.held):
             kv.canonical_len += num_kept
         if draft.stored is not None:
@@ -190,7 +189,7 @@ class Committer:
     def _count(self, turn: Turn, sequence: Sequence, draft: Draft, verdict: Verdict | None) -> None:
         """Counters, and what the next event tells of the draft."""
         stats, choice = sequence.stats, turn.choice
-        num_passes = len(turn.score.draws) - turn.score.draws.count(NO_TOKEN) if turn.rides else 1
+        num_passes = _num_drawn(turn) if turn.rides else 1
         if turn.is_canonical:
             stats.passes += num_passes
         else:
@@ -203,6 +202,7 @@ class Committer:
         if turn.exit_state is not None:
             stats.exit_threshold, stats.exit_rate = turn.exit_state
         if not len(draft):
+            sequence.num_rested += num_passes if sequence.is_followed else 0
             return
         sequence.num_rested = 0
         num_accepted, outbox = len(verdict.path), sequence.outbox
@@ -242,6 +242,12 @@ class Committer:
             turn.sequence.stats.stall_caused += turn.seconds * share  # type: ignore[attr-defined]
 
 
+def _num_drawn(turn: Turn) -> int:
+    """Rounds of a ride that drew; at least one. A later draw that failed is met again, as the first of another turn."""
+    draws = turn.score.draws
+    return max(1, len(draws) - draws.count(NO_TOKEN))
+
+
 def _note_choice(sequence: Sequence, choice: Choice) -> None:
     """What was chosen, and why. At the very end of a sequence there is no room for a draft, which tells nothing."""
     stats = sequence.stats
@@ -277,7 +283,7 @@ def _commit_tokens(sequence: Sequence, turn: Turn) -> None:
         return
     draws, logprobs, alternatives = score.draws, score.logprobs, score.alternatives
     # The draw at a node is the token of the next node on the path, or the bonus.
-    chosen = range(len(draws)) if turn.rides else (0, *(node + 1 for node in verdict.path))
+    chosen = range(_num_drawn(turn)) if turn.rides else (0, *(node + 1 for node in verdict.path))
     sequence.append_all(
         [draws[i] for i in chosen],
         [logprobs[i] for i in chosen],

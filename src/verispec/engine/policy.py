@@ -227,7 +227,7 @@ class Policy:
 
     def _best_nodes(self, curve: Curve, drafting: int, crowd: Crowd) -> _Best:
         """Whole levels of the curve, at least one: as many as promise most, or if they are forced as many as fit."""
-        best = _Best(0, 0.0)
+        best, most, plain = _Best(0, 0.0), 0.0, self._rate(crowd, 0, 0.0, 0.0)
         nodes, tokens, seconds, width = 0, 0.0, 0.0, 1
         for level in curve.levels[: self._limit(len(curve.levels))]:
             nodes += level.num_nodes
@@ -238,8 +238,10 @@ class Policy:
             if crowd.rows + nodes > self._row_budget:
                 break
             rate = self._rate(crowd, drafting * nodes, drafting * tokens, seconds)
-            if rate > best.rate or curve.is_forced:
-                best = _Best(nodes, rate, seconds)
+            saved = (crowd.tokens + crowd.beside + drafting * tokens) * (1 / plain - 1 / rate)
+            gain = saved if curve.stays else rate
+            if gain > most or curve.is_forced:
+                best, most = _Best(nodes, rate, seconds), gain
         return best
 
     def _limit(self, num_levels: int) -> int:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from verispec.engine.policy import Policy, RoundLoad, refusal
 from verispec.engine.roster import Roster
 from verispec.engine.sequence import Sequence
-from verispec.spec.speculation import OFF
+from verispec.spec.speculation import GRAMMAR, OFF
 from verispec.spec.turn import PLAIN, Choice, Cohort, Step, Turn
 
 _Plain = Mapping[bool, SequenceOf[Sequence]]  # by whether their passes are canonical
@@ -21,6 +21,7 @@ _NOBODY: _Plain = {True: (), False: ()}
 _Resting = dict[bool, list[tuple[Sequence, Choice]]]  # the same, with what kept them from drafting
 
 
+_ENDLESS = 1 << 30
 _LOOK_AGAIN = 4  # rounds: who has drafted nothing for n of them looks for a draft again after 1 + n / 4 more
 
 
@@ -88,7 +89,7 @@ class Scheduler:
             if turn.choice.num_nodes and not self._has_slots(turn):
                 turn.choice = PLAIN._replace(reason="no slots are free for a draft")
         rested = [sequence for group in resting.values() for sequence, _ in group]
-        patience = min((1 + s.num_rested // _LOOK_AGAIN for s in rested), default=1)
+        patience = min(map(_patience, rested), default=1)
         count = 1 if 0 in granted.values() else self._num_rounds(parts.plain, turns, rested, patience)
         self._go_on(turns, cohorts, count, patience)
         return Step(turns, cohorts)
@@ -266,18 +267,18 @@ class Scheduler:
         return cohort
 
     def _goes_on(self, turn: Turn) -> bool:
-        """Whether the turn completes the tokens of a sequence that only decodes from then on, in passes like this."""
+        """Whether the turn completes the tokens of a sequence that only decodes for a while, in passes like this."""
         sequence = turn.sequence
         assert isinstance(sequence, Sequence)
         is_canonical = self._decodes_canonically(sequence)
-        goes_on = sequence.is_plain or (self._follows and sequence.is_followed)
-        return turn.completes and goes_on and turn.is_canonical is is_canonical
+        is_followed = self._follows and sequence.is_followed and not turn.choice.drafter and _patience(sequence) > 1
+        return turn.completes and (sequence.is_plain or is_followed) and turn.is_canonical is is_canonical
 
     def _ride(self, turn: Turn, num_rounds: int) -> None:
         """Such a sequence takes part in further rounds, if slots for them are free."""
         sequence = turn.sequence
         assert isinstance(sequence, Sequence)
-        num_rounds = min(num_rounds, sequence.max_len - sequence.committed_len)
+        num_rounds = min(num_rounds, sequence.max_len - sequence.committed_len, _patience(sequence))
         if num_rounds > 1 and self._roster.take(sequence, turn.num_pending + num_rounds - 1):
             turn.num_rounds = num_rounds
 
@@ -400,3 +401,10 @@ class Scheduler:
         else:
             turn.table_slots = kv.held[kv.synced_len :] + leased
         kv.synced_len = held + len(leased)
+
+
+def _patience(sequence: Sequence) -> int:
+    """Rounds until a sequence without a draft looks for one again. Where a grammar can draft, they end earlier."""
+    if sequence.speculation.method in (OFF, GRAMMAR):
+        return _ENDLESS
+    return 1 + sequence.num_rested // _LOOK_AGAIN

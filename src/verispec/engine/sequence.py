@@ -122,7 +122,7 @@ class Sequence:
     needs_host: bool = field(init=False)  # after each round: what it wants to know is not resident
     has_single_rows: bool = field(init=False)  # a round without a draft is a row, a draw and nothing else
     is_plain: bool = field(init=False)  # the same, and there are no drafts: nothing of a round needs the host
-    is_followed: bool = field(init=False)  # the same under a constraint, whose masks the host gives between rounds
+    is_followed: bool = field(init=False)  # single rows, under a constraint whose masks the host gives between rounds
     _makes_text: bool = field(init=False)  # as tokens are committed; otherwise once, at the end
 
     def __post_init__(self) -> None:
@@ -135,7 +135,7 @@ class Sequence:
         has_single_rows, is_off = not self.params.logprobs and not self.scores_only, self.speculation.method == OFF
         self.has_single_rows = has_single_rows and not is_constrained
         self.is_plain = is_off and self.has_single_rows
-        self.is_followed = is_off and has_single_rows and is_constrained
+        self.is_followed = has_single_rows and is_constrained
         if self.speculation.method == OFF:
             self.stats.no_draft_reason = "drafter none"
         self._makes_text = self.text_sink.can_stop or (self.is_streamed and type(self.text_sink) is not NoText)

@@ -8,6 +8,13 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+_FEW = 256  # tokens
+
+
+def is_narrow(allowed: NDArray[np.uint32]) -> bool:
+    """Whether a mask leaves few tokens: keys, digits, brackets; where there are more, it is text."""
+    return int(np.bitwise_count(allowed).sum()) <= _FEW
+
 
 class Constraint(Protocol):
     """Where an answer stands in its grammar: a value, never moved or rolled back; `after` gives other ones."""

@@ -51,8 +51,9 @@ class Curve(NamedTuple):
 
     With a `cost`, each level takes one pass of it, shared by all sequences that draft so; such drafts must promise a
     real gain, unless they are forced. `by_fast_rounds`: the nodes are drawn one by one in fast rounds of the target.
-    `by_backend`: a backend can draft them by itself, and run several rounds: `draft` then gives recipes. `what` names
-    the drafts in the reason why not.
+    `by_backend`: a backend can draft them by itself, and run several rounds: `draft` then gives recipes. `stays`: what
+    is not drafted now can be in the next step, so as many nodes are best as save most time. `what` names the drafts in
+    the reason why not.
     """
 
     levels: tuple[Level, ...]
@@ -61,6 +62,7 @@ class Curve(NamedTuple):
     by_fast_rounds: bool = False
     by_backend: bool = False
     is_forced: bool = False
+    stays: bool = False
     what: str = ""
 
     @classmethod

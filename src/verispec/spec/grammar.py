@@ -10,10 +10,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-import numpy as np
-
 from verispec.errors import ConstraintError
-from verispec.sampling.constraint import Constraint
+from verispec.sampling.constraint import Constraint, is_narrow
 from verispec.spec.drafter import Curve, Level, Refusal
 from verispec.spec.rate import Rate
 from verispec.spec.turn import SequenceView, Turn
@@ -21,7 +19,6 @@ from verispec.types import Draft
 
 _ANY_SHAPE = Refusal("the answer may have any shape")
 _A_CHOICE = Refusal("the grammar leaves a choice here")
-_FEW = 256  # allowed tokens: where there are more, it is text, which other drafters know better
 _MOST_GUESSES = 4  # in one draft
 _PRIOR_WEIGHT = 16.0  # tokens that the prior counts for
 _MEMORY = 0.98
@@ -116,7 +113,7 @@ class GrammarDrafter:
         for kind in key:
             reach *= self._rates[kind].value
             levels.append(Level(1, reach))
-        return (Curve(tuple(levels)),)
+        return (Curve(tuple(levels), stays=True),)
 
     def draft(self, turns: Sequence[Turn]) -> list[Draft]:
         chains = [self._sequences[turn.sequence.sequence_id].token_ids for turn in turns]
@@ -135,6 +132,5 @@ class GrammarDrafter:
 
 
 def _choice(place: Constraint) -> int | None:
-    """What names a choice among a few tokens. Two may have the same name, rarely: drafts are guesses."""
-    allowed = place.allowed
-    return hash(allowed.tobytes()) if np.bitwise_count(allowed).sum() <= _FEW else None
+    """What names a choice among few tokens. Two may have the same name, rarely: drafts are guesses."""
+    return hash(place.allowed.tobytes()) if is_narrow(place.allowed) else None

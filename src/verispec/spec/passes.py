@@ -18,6 +18,7 @@ import numpy as np
 from verispec.backends.pass_builder import PassBuilder
 from verispec.backends.protocol import FROM_STATE, Backend, BurstResult, Pass, PassKind, PassResult, Ticket
 from verispec.kv import TARGET_STORE
+from verispec.spec.speculation import OFF
 from verispec.spec.turn import NO_ROOM, Cohort, Pending, Places, Recipe, Score, Step, Turn
 from verispec.types import NO_DRAFT, Draft, Stored, TokenLogprob, Verdict
 
@@ -217,7 +218,8 @@ def add_turn(builder: PassBuilder, turn: Turn) -> None:
         _want_draws(builder, turn, range(row, row + 1))
         _mask(builder, turn.places[:1] or (sequence.constraint,), range(row, row + 1))
         if turn.is_fed:
-            builder.feed_back(row, turn.num_rounds, sequence.constraint)
+            drafts = sequence.speculation.method != OFF
+            builder.feed_back(row, turn.num_rounds, sequence.constraint, until_narrow=drafts)
         if len(draft):
             _add_nodes(builder, turn, draft)
 
