@@ -71,6 +71,17 @@ def test_forced_text_is_drafted_and_choices_as_they_were_made_before() -> None:
     assert answer.drafted(drafter).startswith('blue", "')  # the last time counts
 
 
+def test_the_last_token_of_an_answer_needs_no_row() -> None:
+    """It is drawn at the row before; a row of its own would draw what nobody reads."""
+    for regex, drafted in {"a": "", "ab": "a", "abc|abd": "ab", "ab+": "ab"}.items():
+        assert Answer.begun(regex=regex).drafted(GrammarDrafter()) == drafted
+    made = engine()
+    made.add(request(SamplingParams(regex="name: true", max_tokens=20), "grammar"))
+    (output,) = collect(made).values()
+    assert output.text == "name: true"
+    assert (output.stats.passes, output.stats.drafted) == (1, len(output.token_ids) - 1)
+
+
 def test_what_follows_the_same_token_counts_before_what_was_chosen_last() -> None:
     drafter, answer = GrammarDrafter(), Answer.begun(regex="[ab]{20}")
     answer.write(drafter, "aab")

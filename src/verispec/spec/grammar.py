@@ -91,7 +91,10 @@ class GrammarDrafter:
             try:
                 choice = _choice(place)
                 forced = forced or place.forced_ids
-            except ConstraintError:  # what led here is no draft; if it is drawn, the request ends by itself
+                is_end = place.is_exhausted
+            except ConstraintError:
+                is_end = True
+            if is_end:  # the token that leads here is drawn before it, and its own row draws nothing
                 del own.token_ids[-1:], own.kinds[-1:]
                 return
             own.choices.append(choice)
