@@ -102,44 +102,39 @@ class Policy:
             self._cost_versions = versions
             self._entries.clear()
             self._canonical_shapes.clear()
-        states = [turn.states or self.states(turn.sequence) for turn in turns]
-        counts = Counter(states)  # sequences in the same state draft alike
-        windows = {found: next((s for _, s in found if isinstance(s, Held)), None) for found in counts}
-        free = [(turn, found) for turn, found in zip(turns, states, strict=True) if windows[found] is None]
+        groups: dict[States, list[Turn]] = {}  # sequences in the same state draft alike
+        for turn in turns:
+            turn.states = turn.states or self.states(turn.sequence)
+            groups.setdefault(turn.states, []).append(turn)
+        free = {found: group for found, group in groups.items() if _held(found) is None}
         drafting: Counter[str] = Counter()
-        for found, count in counts.items():
-            if windows[found] is None:
-                for name, state in found:
-                    drafting[name] += 0 if isinstance(state, Refusal) else count
-        rows = other_rows + sum([turn.num_pending for turn, _ in free])
-        if len(free) < len(turns):
-            partial = self._partial(turns, [windows[found] for found in states], other_rows)
-            rows += self._replay(turns, states, partial, self._row_budget - rows)
-            beside += sum(t.choice.grows for t in turns)
+        for found, group in free.items():
+            for name, state in found:
+                drafting[name] += 0 if isinstance(state, Refusal) else len(group)
+        num_free = sum([len(group) for group in free.values()])
+        rows = other_rows + sum([turn.num_pending for group in free.values() for turn in group])
+        if num_free < len(turns):
+            rows += self._replay(turns, self._partial(turns, other_rows), self._row_budget - rows)
+            beside += sum([turn.choice.grows for turn in turns])
         context_len = sum([turn.start for turn in turns]) // len(turns)
-        crowd = Crowd(rows, other_tokens + len(free), beside, _bucket(context_len), is_canonical)
-        left = self._row_budget - rows
-        chosen: dict[Hashable, Choice] = {}
-        for turn, found in free:
-            if turn.room < 1:
-                turn.choice = NO_ROOM
-                continue
-            choice = chosen.get(found)
-            if choice is None:
-                choice = chosen[found] = self._choice(found, drafting, crowd)
-            turn.choice = _within(choice, turn.room)
-            if not turn.choice.grows and turn.choice.num_nodes > left:
-                turn.choice = PLAIN._replace(reason="no rows were left for a draft")
-            left -= 0 if turn.choice.grows else turn.choice.num_nodes
+        crowd = Crowd(rows, other_tokens + num_free, beside, _bucket(context_len), is_canonical)
+        drafts = 0
+        for found, group in free.items():
+            choice = self._choice(found, drafting, crowd)
+            drafts += 0 if choice.grows else choice.num_nodes * len(group)
+            for turn in group:
+                turn.choice = _within(choice, turn.room) if turn.room > 0 else NO_ROOM
+        if drafts > self._row_budget - rows:
+            _ration([turn for turn in turns if _held(turn.states) is None], self._row_budget - rows)
 
-    def _replay(self, turns: Sequence[Turn], states: Sequence[States], partial: set[int], left: int) -> int:
+    def _replay(self, turns: Sequence[Turn], partial: set[int], left: int) -> int:
         """Choices of windows under way; returns the rows of those that are verified now.
 
         Oldest first. One that does not fit waits; but the first is verified as far as it fits.
         """
         taken = 0
-        for turn, found in zip(turns, states, strict=True):
-            for name, state in found:
+        for turn in turns:
+            for name, state in turn.states:
                 if not isinstance(state, Held):
                     continue
                 if not state.is_ready and turn.sequence.sequence_id not in partial:
@@ -152,8 +147,9 @@ class Policy:
                     taken += 1 + num_nodes
         return taken
 
-    def _partial(self, turns: Sequence[Turn], held: Sequence[Held | None], other_rows: int) -> set[int]:
+    def _partial(self, turns: Sequence[Turn], other_rows: int) -> set[int]:
         """Windows that are verified unfinished, because others are verified now; longest first."""
+        held = [_held(turn.states) for turn in turns]
         ready = [h for h in held if h is not None and h.is_ready]
         growing = [(h.num_nodes, t) for t, h in zip(turns, held, strict=True) if h and not h.is_ready and h.num_nodes]
         if not ready or not growing:
@@ -371,6 +367,24 @@ def refusal(states: States) -> Choice | None:
 @cache
 def _refused(reason: str) -> Choice:
     return Choice(reason=reason)
+
+
+def _held(states: States) -> Held | None:
+    """The window that a sequence has under way."""
+    for _, state in states:
+        if isinstance(state, Held):
+            return state
+    return None
+
+
+def _ration(turns: Sequence[Turn], left: int) -> None:
+    """Drafts as far as there are rows, oldest first."""
+    for turn in turns:
+        if turn.choice.grows:
+            continue
+        if turn.choice.num_nodes > left:
+            turn.choice = PLAIN._replace(reason="no rows were left for a draft")
+        left -= turn.choice.num_nodes
 
 
 def _within(choice: Choice, room: int) -> Choice:
