@@ -289,7 +289,7 @@ def test_drafts_shrink_to_nothing_under_load() -> None:
 
 @pytest.mark.parametrize("is_canonical", [True, False])
 def test_a_draft_is_weighed_against_the_tokens_of_those_that_run_beside_it(is_canonical: bool) -> None:
-    """8 nodes make a pass of 33 rows 1.1 s longer. 3.3 tokens more are worth that to one, not to 32 more."""
+    """A node makes a pass of 33 rows 0.14 s longer. That is worth a chance of a third to one sequence, not to 33."""
     costs = CostTable((1, 8, 64), (1.0, 1.1, 9.0), (0.0,) * 3)
     family = tuple(range(1, 65)) if is_canonical else ()
     found = []
@@ -298,7 +298,7 @@ def test_a_draft_is_weighed_against_the_tokens_of_those_that_run_beside_it(is_ca
         chosen = policy(Promising(Curve.chain(8, 0.8)), family, costs, row_budget=64)
         chosen.choose([asking], is_canonical=is_canonical, other_rows=32, other_tokens=num_tokens, beside=0)
         found.append(asking.choice.num_nodes)
-    assert found == [8, 0]
+    assert found == [5, 0]
 
 
 def test_drafts_stay_within_rows_and_room() -> None:
@@ -340,13 +340,14 @@ def test_choices_are_the_best_of_all() -> None:
         levels = [(rng.randint(1, 4), rng.uniform(0.3, 1.0) ** depth) for depth in range(1, rng.randint(2, 6))]
         count = rng.choice((1, 2, 4))
         others = rng.randint(0, 4)
-        rates = [count / _seconds(costs, count + others)]
+        sunk = _seconds(costs, count + others) - _seconds(costs, count)  # what the prompts take
+        rates = [count / _seconds(costs, count)]
         width, tokens = 0, 0.0
         for depth, (num_nodes, promised) in enumerate(levels, start=1):
             width, tokens = width + num_nodes, tokens + promised
             if count + others + count * width > family[-1]:
                 break
-            taken = _seconds(costs, count + others + count * width) + depth * (seconds or 0.0)
+            taken = _seconds(costs, count + others + count * width) - sunk + depth * (seconds or 0.0)
             rates.append(count * (1 + tokens) / taken)
         if len(rates) <= len(levels):
             continue  # what does not fit for all is another test's

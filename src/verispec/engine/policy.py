@@ -207,7 +207,7 @@ class Policy:
         """The entry, or windows of the length that promises most.
 
         A window is many steps, so it has to pay in those to come, when the prompts of this one have run; and in this
-        one too, where a row beside those of prompts may be free.
+        one too, where a plain row beside those of prompts may be free.
         """
         to_come = crowd._replace(rows=crowd.tokens)
         longest = min(self._limit(len(curve.levels)), self._row_budget - 1)
@@ -215,10 +215,12 @@ class Policy:
         rates = {n: self._window_rate(curve, n, drafting, to_come) for n in lengths if n}
         num_nodes = max(rates, key=rates.__getitem__, default=0)
         plain, rate = self._rate(to_come, 0, 0.0, 0.0), rates.get(num_nodes, 0.0)
-        now = self._window_rate(curve, num_nodes, drafting, crowd)
+        plain_now = (crowd.tokens + crowd.beside) / self._seconds(crowd, crowd.rows)
+        pays = rate > max(best.rate, _WINDOWS_WORTH_IT * plain)
+        pays = pays and self._window_rate(curve, num_nodes, drafting, crowd) > plain_now
         because = f"canonical passes predicted {plain:.3g} tokens a second, replays {rate:.3g}"
-        if num_nodes and (not is_free or (rate > _WINDOWS_WORTH_IT * plain and now > best.rate)):
-            return best._replace(choice=Choice(name, num_nodes, grows=True, because=because), rate=now)
+        if num_nodes and (pays or not is_free):
+            return best._replace(choice=Choice(name, num_nodes, grows=True, because=because), rate=rate)
         return best._replace(choice=best.choice._replace(because=because))
 
     def _best_nodes(self, curve: Curve, drafting: int, crowd: Crowd) -> _Best:
@@ -244,13 +246,21 @@ class Policy:
         return num_levels if self._max_draft is None else min(num_levels, self._max_draft)
 
     def _rate(self, crowd: Crowd, num_nodes: int, tokens: float, draft_seconds: float) -> float:
-        """Tokens a second of a step with further nodes, which take further seconds to draft."""
-        rows = crowd.rows + num_nodes
+        """Tokens a second of a step with further nodes, which take further seconds to draft.
+
+        Rows that give no token, those of prompts, are left out, but nodes cost what they add to the pass with them:
+        time is worth what it gives in the steps to come.
+        """
+        seconds = self._seconds(crowd, crowd.rows + num_nodes) + draft_seconds
+        if crowd.rows > crowd.tokens:
+            seconds += self._seconds(crowd, crowd.tokens) - self._seconds(crowd, crowd.rows)
+        return (crowd.tokens + crowd.beside + tokens) / max(1e-12, seconds)
+
+    def _seconds(self, crowd: Crowd, num_rows: int) -> float:
+        """A step of this crowd with so many rows of its own kind."""
         if crowd.is_canonical and self._family:
-            seconds = self._step_seconds(rows, crowd.beside, crowd.context_len)
-        else:
-            seconds = self._fast_seconds(rows, crowd.context_len)
-        return (crowd.tokens + crowd.beside + tokens) / max(1e-12, seconds + draft_seconds)
+            return self._step_seconds(num_rows, crowd.beside, crowd.context_len)
+        return self._fast_seconds(num_rows, crowd.context_len)
 
     def _window_rate(self, curve: Curve, num_nodes: int, drafting: int, crowd: Crowd) -> float:
         """Tokens a second if these sequences draw so many tokens in fast rounds and then replay them, together.
