@@ -105,6 +105,18 @@ def test_a_shape_that_is_rarely_observed_is_learned_from_a_few_passes() -> None:
     assert cost.seconds(8, 0) == pytest.approx(line(8, 0), rel=0.06)
 
 
+def test_doubt_of_what_is_never_observed_has_an_end() -> None:
+    """However long only small passes ran, a large one that was held up moves its shape no further than at first."""
+    moved = []
+    for count in (100, 5000):
+        cost = table()
+        for _ in range(count):
+            cost.observe(1, 0, line(1, 0))
+        cost.observe(128, 0, 100 * line(128, 0))
+        moved.append(cost.seconds(128, 0) / line(128, 0))
+    assert 1.2 < moved[1] < 1.3 * moved[0] < 4
+
+
 def test_the_version_grows_when_costs_have_moved_among_themselves() -> None:
     rng, cost = random.Random(2), table()
     for shape in (1, 8) * 100:

@@ -30,7 +30,7 @@ _FIRST_SHORT, _FIRST_LONG, _NEXT_SHORT = (1, 2, 4, 8, 16), (1, 8), (32, 64, 128)
 # What is believed of a table's errors, as variances of logarithms: the machine's speed, which moves everything; what
 # differs more the more octaves are between two shapes, as by what drawing a row takes; and each line by itself.
 _SPEED_ERROR, _TILT_ERROR, _LINE_ERROR, _TILT_OCTAVES = 0.5, 0.1, 0.01, 4.0
-_FORGETTING = 2e-4  # the part of that which is in doubt again with every pass observed
+_FORGETTING = 2e-4  # with every pass observed doubt returns by this part of the way to that
 _FASTER_NOISE, _SLOWER_NOISE = 0.02, 0.08  # the same of one pass: it is slower than usual more often than faster
 _QUICK, _ALL_OF, _ONE_IN = 0.005, 16, 8  # of quick passes (seconds) those are observed: learning takes its time too
 _NOTICEABLE = 0.03  # a move, as a logarithm: looked-up values are kept until then
@@ -66,7 +66,7 @@ class CostTable:
     _moves: NDArray[np.float64] = field(init=False, repr=False, compare=False)  # not applied yet
     _drift: NDArray[np.float64] = field(init=False, repr=False, compare=False)  # applied since the version was raised
     _doubt: NDArray[np.float64] = field(init=False, repr=False, compare=False)  # their covariance
-    _forgotten: NDArray[np.float64] = field(init=False, repr=False, compare=False)  # what it grows by
+    _first_doubt: NDArray[np.float64] = field(init=False, repr=False, compare=False)
     _num_seen: Counter[int] = field(default_factory=Counter, init=False, repr=False, compare=False)  # passes, by shape
     _known: dict[int, tuple[float, float]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _near: dict[int, NDArray[np.float64]] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -77,8 +77,8 @@ class CostTable:
         self._moves, self._drift = np.zeros(count), np.zeros(count)
         octaves = np.log2(self.shapes)
         alike = np.exp(-(np.subtract.outer(octaves, octaves) ** 2) / (2 * _TILT_OCTAVES**2))
-        self._doubt = _SPEED_ERROR + np.kron(np.eye(2), _TILT_ERROR * alike) + _LINE_ERROR * np.eye(count)
-        self._forgotten = _FORGETTING * self._doubt
+        self._first_doubt = _SPEED_ERROR + np.kron(np.eye(2), _TILT_ERROR * alike) + _LINE_ERROR * np.eye(count)
+        self._doubt = self._first_doubt.copy()
 
     @classmethod
     def of(cls, shapes: Sequence[int], lines: Sequence[CostLine]) -> CostTable:
@@ -139,7 +139,7 @@ class CostTable:
         most = 2 * math.sqrt(variance)
         error = max(-most, min(most, math.log(seconds / predicted)))
         self._moves += shared * (error / variance)
-        self._doubt += self._forgotten - np.outer(shared, shared / variance)
+        self._doubt += _FORGETTING * (self._first_doubt - self._doubt) - np.outer(shared, shared / variance)
         self.num_observed += 1
         if np.abs(self._moves).max() > _NOTICEABLE:
             self._apply()

@@ -316,9 +316,9 @@ class Policy:
         if count <= 1:
             return 1
         together = load.num_going + load.num_waiting
-        seconds = self._fast_seconds(together + load.num_nodes, load.context_len) + load.draft_seconds
+        seconds = _pass_seconds(self._cost, together + load.num_nodes, load.context_len) + load.draft_seconds
         if load.num_waiting:
-            short = self._fast_seconds(load.num_going + load.num_nodes, load.context_len) + load.draft_seconds
+            short = _pass_seconds(self._cost, load.num_going + load.num_nodes, load.context_len) + load.draft_seconds
             once = together / (seconds + host_seconds)
             twice = (together + load.num_going) / (seconds + short + host_seconds)
             count = 2 if twice > once else 1
