@@ -261,6 +261,12 @@ def test_who_has_nothing_to_draft_goes_on_until_the_grammar_leaves_few_tokens(
         assert method == "none" or output.stats.accepted_by["grammar"] > 5
         assert output.stats.passes + output.stats.accepted >= len(output.token_ids)
         num_rounds += sum(int(p.burst.rounds.max()) for p in backend.passes if p.burst and p.burst.follow)
+        for _ in range(2):  # beside another one it would idle behind the end of its burst
+            made.add(replace(request(params, method), is_streamed=False))
+        backend.passes.clear()
+        assert {o.digest for o in collect(made).values()} == {output.digest}
+        together = [p for p in backend.passes if p.burst and p.burst.follow and len(p.burst.rows) > 1]
+        assert bool(together) is (method == "none")
     assert num_rounds > least
 
 

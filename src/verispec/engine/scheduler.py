@@ -272,8 +272,11 @@ class Scheduler:
         sequence = turn.sequence
         assert isinstance(sequence, Sequence)
         is_canonical = self._decodes_canonically(sequence)
-        is_followed = self._follows and sequence.is_followed and not turn.choice.drafter and _patience(sequence) > 1
-        return turn.completes and (sequence.is_plain or is_followed) and turn.is_canonical is is_canonical
+        goes_on = sequence.is_plain or (self._follows and sequence.is_followed)
+        if sequence.speculation.method != OFF:  # its rounds may end early, and beside others it would idle from then on
+            is_alone = len(self._roster.running) == 1
+            goes_on = goes_on and is_alone and not turn.choice.drafter and _patience(sequence) > 1
+        return turn.completes and goes_on and turn.is_canonical is is_canonical
 
     def _ride(self, turn: Turn, num_rounds: int) -> None:
         """Such a sequence takes part in further rounds, if slots for them are free."""
