@@ -210,6 +210,10 @@ class Renewed:
             return Refusal("not for auto")
         return self._drafter.state(sequence)
 
+    def forget(self, sequence: SequenceView) -> None:
+        if sequence.speculation.method != AUTO or self._is_for_auto:
+            self._drafter.forget(sequence)
+
 
 class Drafts(NamedTuple):
     """The model behind forced drafts, and how long `skip` predicts its chains should be."""

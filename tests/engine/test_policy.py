@@ -738,7 +738,7 @@ def test_no_draft_has_more_nodes_than_a_tree_may_have() -> None:
 class Noting(CostTable):
     """Notes what it is told of passes."""
 
-    def observe_pass(self, pass_: Pass, seconds: float) -> None:
+    def observe_pass(self, pass_: Pass, seconds: float, num_rounds: int = 1) -> None:
         noted.append((pass_.kind, seconds))
 
 

@@ -41,6 +41,10 @@ class WrappedBackend:
         return self.inner.limits
 
     @property
+    def shapes(self) -> tuple[int, ...]:
+        return self.inner.shapes
+
+    @property
     def weights_version(self) -> int:
         return self.inner.weights_version
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from verispec.backends.audit import Progress, no_progress
 from verispec.backends.pass_builder import PassBuilder
-from verispec.backends.protocol import FULL_VIEW, Backend, BackendLimits, Pass, PassKind, View
+from verispec.backends.protocol import FULL_VIEW, Backend, BackendLimits, Pass, PassKind, TableUpdate, View
 from verispec.kv import NUM_RESERVED, TARGET_STORE
 from verispec.sampling.rows import SampleKey, Sampler
 from verispec.types import SamplingParams
@@ -23,6 +23,7 @@ SHORT_CONTEXT, LONG_CONTEXT = 32, 512
 BUDGET_SECONDS = 2.0  # for timing a model at its first load; what it serves refines the table
 _SEQUENCES = 8  # large passes are prompts of a few sequences, not hundreds of them
 _SMALL_SHAPE = 32
+_PROBE_ROUNDS = 8
 _SMALL_ROUNDS, _LARGE_ROUNDS = 5, 3  # small passes are quick, and most of what runs
 _NUM_CERTAIN = 2  # points that are timed whatever they take: a line needs two
 # What is timed first, as shapes at the short context and at the long one: if the budget ends, the rest follows from it.
@@ -53,6 +54,7 @@ class CostTable:
     For each measured shape: a fixed part and a part per context token. T is not monotone in M, so a shape between two
     measured ones is interpolated and nothing is assumed beyond that. A table that `learns` follows what is observed;
     its `version` grows when that may change a choice. `fast` is T of fast passes, where cheaper weights draw them.
+    `trip` is what a pass takes beyond T where the host is far from the device: rounds of a burst do without it.
     """
 
     shapes: tuple[int, ...]
@@ -60,6 +62,7 @@ class CostTable:
     per_context_token: tuple[float, ...]
     learns: bool = field(default=False, kw_only=True)
     fast: CostTable | None = field(default=None, kw_only=True)
+    trip: float = field(default=0.0, kw_only=True)
     num_observed: int = field(default=0, init=False, compare=False)
     version: int = field(default=0, init=False, compare=False)
     # Logarithms of factors: of the fixed parts, then of those per context token. [2 * shapes]
@@ -92,10 +95,10 @@ class CostTable:
             raise ValueError("a cost table has a line for every shape")
         if not all(isinstance(x, float) and 0 <= x < math.inf for x in (*base, *slope)):
             raise ValueError("costs are finite numbers of seconds")
-        return cls(tuple(map(int, shapes)), base, slope, learns=learns)
+        return cls(tuple(map(int, shapes)), base, slope, learns=learns, trip=max(0.0, float(data["trip"][0])))
 
     def to_data(self) -> dict[str, tuple[float, ...]]:
-        return {name: getattr(self, name) for name in _FIELDS}
+        return {name: getattr(self, name) for name in _FIELDS} | {"trip": (self.trip,)}
 
     def seconds(self, num_rows: int, context_tokens: int) -> float:
         found = self._known.get(num_rows)
@@ -144,8 +147,14 @@ class CostTable:
         if np.abs(self._moves).max() > _NOTICEABLE:
             self._apply()
 
-    def observe_pass(self, pass_: Pass, seconds: float) -> None:
-        """`observe` for a pass of the kind that is timed: every row of the whole model draws."""
+    def observe_pass(self, pass_: Pass, seconds: float, num_rounds: int = 1) -> None:
+        """`observe` for a pass of the kind that is timed, and its rounds: every row of the whole model draws.
+
+        One that the host waited for says little of T where it is far away.
+        """
+        if self.trip and num_rounds == 1:
+            return
+        seconds /= num_rounds
         column, shape = self.fast if pass_.only_drafts else self, len(pass_.rows)
         if column is None or not column.learns or pass_.head_shape != shape or pass_.view != FULL_VIEW:
             return
@@ -225,18 +234,22 @@ def measure_cost(
     """
     contexts = Contexts.of(backend.limits)
     points = _points(shapes, contexts)
+    probes = {point: Probe(backend, *point, store=store, only_drafts=only_drafts) for point in points}
+    trips: list[float] = []
 
     def timed(point: _Point) -> float:
-        probe = probe_pass(backend, *point, store=store)
-        if only_drafts:
-            probe = replace(probe, kind=PassKind.FAST, only_drafts=True)
-        return time_pass(backend, probe, clock)
+        probe = probes[point]
+        seconds = probe.time(clock, min(trips, default=0.0))
+        if probe.has_rounds:
+            trips.append(probe.trip)
+        return seconds
 
     times: dict[_Point, list[float]] = {}
     slow_once = points if backend.limits.prepares else points[:1]  # fresh memory, or a compiler
     for i, point in enumerate(slow_once):
         progress(f"preparing {point.shape} rows", i / len(slow_once))
         timed(point)
+    trips.clear()
     start = clock()
     for i in range(_SMALL_ROUNDS):
         for point in points:
@@ -247,7 +260,9 @@ def measure_cost(
             progress(f"timing {point.shape} rows", min(1.0, spent / budget_seconds))
             times.setdefault(point, []).append(timed(point))
     progress("timed", 1.0)
-    return _table(shapes, contexts, {point: typical_time(listed) for point, listed in times.items()})
+    table = _table(shapes, contexts, {point: typical_time(listed) for point, listed in times.items()})
+    table.trip = max(0.0, typical_time(trips)) if trips else 0.0
+    return table
 
 
 class _Point(NamedTuple):
@@ -308,19 +323,53 @@ def time_pass(backend: Backend, pass_: Pass, clock: Callable[[], float]) -> floa
     return clock() - start
 
 
+_NO_UPDATE = TableUpdate(*(np.zeros(0, np.int32) for _ in range(3)))
+
+
+class Probe:
+    """Passes of one shape, to be timed. Where the host is far from the device, T is that of a burst's further round."""
+
+    def __init__(
+        self, backend: Backend, shape: int, context: int, *, view: View = FULL_VIEW, store: int = TARGET_STORE,
+        draws: bool = True, only_drafts: bool = False,
+    ) -> None:  # fmt: skip
+        limits = backend.limits
+        self.has_rounds = limits.prepares and draws and shape <= limits.num_seq_rows
+        self.trip = 0.0  # what the last pass took beyond T
+        self._backend = backend
+        self._passes = []
+        for num_rounds in (0, _PROBE_ROUNDS) if self.has_rounds else (0,):
+            pass_ = probe_pass(backend, shape, context, view=view, store=store, draws=draws, num_rounds=num_rounds)
+            if only_drafts:
+                pass_ = replace(pass_, kind=PassKind.FAST, only_drafts=True)
+            self._passes.append(pass_)
+
+    def time(self, clock: Callable[[], float], trip: float = 0.0) -> float:
+        """T, by one pass or two; a trip that is known is taken off where there are no rounds."""
+        seconds = [time_pass(self._backend, pass_, clock) for pass_ in self._passes]
+        if not self.has_rounds:
+            return max(seconds[0] / 10, seconds[0] - trip)
+        self._passes = [replace(pass_, table_update=_NO_UPDATE) for pass_ in self._passes]  # it is there now
+        round_ = max(seconds[0] / 100, (seconds[1] - seconds[0]) / _PROBE_ROUNDS)
+        self.trip = seconds[0] - round_
+        return round_
+
+
 def probe_pass(
-    backend: Backend, shape: int, context: int, *, view: View = FULL_VIEW, store: int = TARGET_STORE, draws: bool = True
-) -> Pass:
+    backend: Backend, shape: int, context: int, *, view: View = FULL_VIEW, store: int = TARGET_STORE,
+    draws: bool = True, num_rounds: int = 0,
+) -> Pass:  # fmt: skip
     """A pass as the engine makes them: rows of a few sequences at the end of their contexts.
 
-    All draw greedily; without `draws` nothing is wanted of them and the head does not run.
+    All draw greedily; without `draws` nothing is wanted of them and the head does not run. With further rounds each row
+    is of a sequence of its own.
     """
     limits = backend.limits
-    num_sequences = min(shape, _SEQUENCES, limits.num_seq_rows)
+    num_sequences = shape if num_rounds else min(shape, _SEQUENCES, limits.num_seq_rows)
     builder = PassBuilder()
     for seq_row in range(1, num_sequences + 1):
         backend.bind(seq_row, Sampler(SamplingParams(), SampleKey(0, 0)))
-        slots = NUM_RESERVED + (np.arange(context) + seq_row) % limits.num_slots
+        slots = NUM_RESERVED + (np.arange(min(context + num_rounds, limits.context_len)) + seq_row) % limits.num_slots
         builder.update_table(seq_row, 0, slots.tolist())
     for i in range(shape):
         seq_row = 1 + i % num_sequences
@@ -328,6 +377,8 @@ def probe_pass(
         row = builder.add_chain(seq_row, context - 1, (0,), (slot,))
         if draws:
             builder.draw.rows.append(row)
+        if num_rounds:
+            builder.feed_back(row, 1 + num_rounds)
     return builder.build(
         PassKind.CANONICAL, lambda num_rows: shape, vocab_size=limits.vocab_size, store=store, view=view
     )

@@ -33,6 +33,7 @@ from verispec.spec.turn import Step
 from verispec.types import (
     MAX_SEED_BITS,
     Accept,
+    Draft,
     FinishReason,
     NoText,
     SamplingParams,
@@ -130,7 +131,7 @@ class Engine:
         self._default = Speculation(default_drafter or self._drafters.names[0])
         if self._default.method not in self._drafters.names:
             raise InputError(f"unknown drafter {default_drafter!r}; known: {', '.join(self._drafters.names)}")
-        policy = Policy(
+        self._policy = policy = Policy(
             shapes, cost, self._drafters, row_budget=row_budget, max_draft=config.max_draft, max_burst=config.max_burst
         )
         only_drafts = bool(shapes) and bool(backend.limits.fast_weights)
@@ -141,7 +142,7 @@ class Engine:
             policy,
             row_budget=row_budget,
             has_family=bool(shapes),
-            only_drafts=only_drafts,
+            all_canonical=only_drafts or set(shapes) >= set(backend.shapes),
             feeds=config.depth > 1,
             follows=backend.limits.follows,
         )
@@ -250,14 +251,16 @@ class Engine:
             while len(self._flights) < self._config.depth and any(step := self._plan()):
                 self._drafters.draft(step.turns)
                 self._flights.append(self._passes.submit(step))
+            submitted = self._clock()
             step = self._flights.popleft().collect() if self._flights else Step()
+            waited = self._clock() - submitted
             judge(step.turns)
         except BaseException:  # a pass failed or was interrupted: what was in the air is given up, and planned again
             self._abandon()
             raise
         events = self._committer.commit(step, self._clock())
         self._drafters.observe(step.turns)
-        self._note_host_seconds(start, step)
+        self._note_host_seconds(start, waited, step)
         return self._told(events)
 
     def _plan(self) -> Step:
@@ -268,9 +271,16 @@ class Engine:
             self._flights.popleft().abandon()
         self._roster.void()
 
-    def _note_host_seconds(self, start: float, step: Step) -> None:
-        seconds = self._clock() - start - max((r.seconds for part in step for r in part), default=0.0)
-        self._scheduler.host_seconds += (1 - _HOST_MEMORY) * (max(0.0, seconds) - self._scheduler.host_seconds)
+    def _note_host_seconds(self, start: float, waited: float, step: Step) -> None:
+        """Of all steps; and of those in which the host drafted, without passes, or looked whether to."""
+        total = self._clock() - start
+        seconds = max(0.0, total - max((r.seconds for part in step for r in part), default=0.0))
+        self._scheduler.host_seconds += (1 - _HOST_MEMORY) * (seconds - self._scheduler.host_seconds)
+        by_host = [t for t in step.turns if isinstance(t.draft, Draft) and len(t.draft)]
+        has_looked = bool(by_host) or any(cohort.choices for cohort in step.cohorts)
+        if has_looked and not any(t.choice.draft_seconds for t in by_host):
+            beyond = total - waited + self._cost.trip if self._cost.trip else seconds
+            self._policy.host_seconds += (1 - _HOST_MEMORY) * (beyond - self._policy.host_seconds)
 
     @property
     def totals(self) -> Totals:

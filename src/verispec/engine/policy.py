@@ -8,6 +8,7 @@ committed, only when.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from verispec.spec.turn import NO_ROOM, PLAIN, Choice, States, Turn
 
 _MOST_ENTRIES = 4096
 _WINDOWS_WORTH_IT = 1.03  # times the tokens of plain decoding: not all windows are opened and replayed together
+_LOOKS, _LONGEST_REST = 0.02, 128  # the share of time for looking whether to draft, in which no draft is made; rounds
+_NOTICEABLE_HOST = 0.15  # a change of the host's time, as a logarithm, that entries are made anew for
 _NOT_WORTH_IT = "verifying a draft was not predicted to pay at this load"
 _LONGEST_WAIT = 0.025  # seconds that a stream may wait for a burst: 40 frames a second
 _LONGEST_BURST = 0.5  # seconds of any burst: aborts, Ctrl-C and newcomers wait for its end
@@ -86,7 +89,8 @@ class Policy:
         self._row_budget = row_budget
         self._max_draft = max_draft
         self.max_burst = max_burst
-        self._cost_versions = (0, 0)
+        self.host_seconds = cost.trip / 2  # of a round that the host drafts, beyond T; the engine measures it
+        self._cost_versions = (0, 0, 0)
         self._entries: dict[Hashable, _Entry] = {}
         self._canonical_shapes: dict[int, int] = {}
 
@@ -97,7 +101,8 @@ class Policy:
 
         `other_rows` run in the same pass and give `other_tokens`; `beside` rows run in the step's other pass.
         """
-        versions = (self._cost.version, self._fast_cost.version)
+        host = round(math.log(max(1e-6, self.host_seconds)) / _NOTICEABLE_HOST)
+        versions = (self._cost.version, self._fast_cost.version, host)
         if versions != self._cost_versions:
             self._cost_versions = versions
             self._entries.clear()
@@ -185,7 +190,7 @@ class Policy:
 
     def _made(self, name: str, key: Hashable, drafting: int, crowd: Crowd, is_free: bool, version: int) -> _Entry:
         """The best curve, if it is worth its passes; plain decoding otherwise."""
-        plain = self._rate(crowd, 0, 0.0, 0.0)
+        plain = self._rate(crowd, 0, 0.0, self._host_seconds(is_needed=False))
         best = _Entry(PLAIN._replace(reason=_NOT_WORTH_IT), plain, version)
         for curve in self._drafters.curves(name, key):
             if curve.by_fast_rounds:
@@ -214,8 +219,9 @@ class Policy:
         lengths = range(1, longest + 1) if is_free else range(longest, longest + 1)
         rates = {n: self._window_rate(curve, n, drafting, to_come) for n in lengths if n}
         num_nodes = max(rates, key=rates.__getitem__, default=0)
-        plain, rate = self._rate(to_come, 0, 0.0, 0.0), rates.get(num_nodes, 0.0)
-        plain_now = (crowd.tokens + crowd.beside) / self._seconds(crowd, crowd.rows)
+        host = self._host_seconds(is_needed=False)
+        plain, rate = self._rate(to_come, 0, 0.0, host), rates.get(num_nodes, 0.0)
+        plain_now = (crowd.tokens + crowd.beside) / (self._seconds(crowd, crowd.rows) + host)
         pays = rate > max(best.rate, _WINDOWS_WORTH_IT * plain)
         pays = pays and self._window_rate(curve, num_nodes, drafting, crowd) > plain_now
         because = f"canonical passes predicted {plain:.3g} tokens a second, replays {rate:.3g}"
@@ -225,17 +231,20 @@ class Policy:
 
     def _best_nodes(self, curve: Curve, drafting: int, crowd: Crowd) -> _Best:
         """Whole levels of the curve, at least one: as many as promise most, or if they are forced as many as fit."""
-        best, most, plain = _Best(0, 0.0), 0.0, self._rate(crowd, 0, 0.0, 0.0)
+        best, most = _Best(0, 0.0), 0.0
+        plain = self._rate(crowd, 0, 0.0, self._host_seconds(is_needed=False))
         nodes, tokens, seconds, width = 0, 0.0, 0.0, 1
         for level in curve.levels[: self._limit(len(curve.levels))]:
             nodes += level.num_nodes
             tokens += level.tokens
             if curve.cost is not None:
-                seconds += _pass_seconds(curve.cost, drafting * width, crowd.context_len)
+                trip = 0.0 if curve.by_backend else self._cost.trip
+                seconds += trip + _pass_seconds(curve.cost, drafting * width, crowd.context_len)
             width = level.num_nodes
             if crowd.rows + nodes > self._row_budget:
                 break
-            rate = self._rate(crowd, drafting * nodes, drafting * tokens, seconds)
+            host = self._host_seconds(is_needed=not curve.by_backend)
+            rate = self._rate(crowd, drafting * nodes, drafting * tokens, seconds + host)
             saved = (crowd.tokens + crowd.beside + drafting * tokens) * (1 / plain - 1 / rate)
             gain = saved if curve.stays else rate
             if gain > most or curve.is_forced:
@@ -244,6 +253,10 @@ class Policy:
 
     def _limit(self, num_levels: int) -> int:
         return num_levels if self._max_draft is None else min(num_levels, self._max_draft)
+
+    def _host_seconds(self, *, is_needed: bool) -> float:
+        """What a round takes beyond its passes: where the host is not needed the backend goes on by itself."""
+        return self.host_seconds if is_needed or self.max_burst == 1 else 0.0
 
     def _rate(self, crowd: Crowd, num_nodes: int, tokens: float, draft_seconds: float) -> float:
         """Tokens a second of a step with further nodes, which take further seconds to draft.
@@ -278,7 +291,7 @@ class Policy:
         for count, num_passes in ((fitting, full), (rest, bool(rest))):
             if num_passes:
                 num_rows = min(self._row_budget, others + count * (num_nodes + 1))
-                seconds += num_passes * self._step_seconds(num_rows, crowd.beside, context_len)
+                seconds += num_passes * (self._step_seconds(num_rows, crowd.beside, context_len) + self.host_seconds)
         confirmed = 1.0 + sum([level.tokens for level in curve.levels[:num_nodes]])
         num_steps = num_nodes + full + bool(rest)
         return (num_steps * tokens + drafting * confirmed) / max(1e-12, seconds)
@@ -327,6 +340,12 @@ class Policy:
         elif self._cost.learns:  # not where passes were never timed
             count = min(count, int(_LONGEST_BURST / max(1e-6, seconds)))
         return max(1, count)
+
+    def rest_len(self, num_rows: int, context_len: int) -> int:
+        """For how many rounds those that draft nothing do not look again: where the host is far, a look costs much."""
+        if not self._cost.trip or self.max_burst == 1:
+            return 0
+        return min(_LONGEST_REST, int(self.host_seconds / (_LOOKS * self._fast_seconds(num_rows, context_len))))
 
     def canonical_shape(self, num_rows: int) -> int:
         """The cheapest canonical shape for a number of rows."""

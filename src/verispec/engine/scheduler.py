@@ -37,8 +37,9 @@ class Scheduler:
     """Plans steps for the sequences of a roster.
 
     `has_family` says whether there are canonical shapes; without them everything runs in fast passes. With
-    `only_drafts` fast passes have nothing but windows. `feeds`: the backend remembers draws for turns that are planned
-    ahead. `follows`: it asks for the next masks between rounds.
+    `all_canonical` fast passes have nothing but windows: other rows would gain nothing by them, and lose company.
+    `feeds`: the backend remembers draws for turns that are planned ahead. `follows`: it asks for the next masks between
+    rounds.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class Scheduler:
         *,
         row_budget: int,
         has_family: bool,
-        only_drafts: bool = False,
+        all_canonical: bool = False,
         feeds: bool = False,
         follows: bool = False,
     ) -> None:
@@ -56,14 +57,17 @@ class Scheduler:
         self._policy = policy
         self._row_budget = row_budget
         self._has_family = has_family
-        self._only_drafts = only_drafts
+        self._all_canonical = all_canonical
         self._feeds = feeds
         self._follows = follows
         self.host_seconds = 0.0  # of a step, outside its passes
+        self._lying: list[Sequence] = []  # plain for now, though they may draft
+        self._rounds_left = 0  # until they look for drafts again
 
     def plan(self) -> Step:
         """The next step, with slots leased for all of its rows. Nothing is in the air."""
         self._roster.admit()
+        self._wake()
         parts = self._part(self._roster.running)
         if self._prompts_come_first(parts.others):
             parts = parts._replace(plain=_NOBODY)
@@ -90,6 +94,12 @@ class Scheduler:
                 turn.choice = PLAIN._replace(reason="no slots are free for a draft")
         rested = [sequence for group in resting.values() for sequence, _ in group]
         patience = min(map(_patience, rested), default=1)
+        rest_len = self._policy.rest_len(len(rested), rested[0].committed_len) if rested else 0
+        if rest_len:
+            patience = max(patience, rest_len)
+            self._lie_down(rested, rest_len)
+            for cohort in cohorts:
+                cohort.feeds = self._feeds
         count = 1 if 0 in granted.values() else self._num_rounds(parts.plain, turns, rested, patience)
         self._go_on(turns, cohorts, count, patience)
         return Step(turns, cohorts)
@@ -101,6 +111,7 @@ class Scheduler:
         backend knows better. A sequence whose prompt is in the air waits for its commit, and the others for it.
         """
         self._roster.admit()
+        self._wake()
         running = self._roster.running
         if not all(s.is_plain for s in running):
             return Step()
@@ -200,6 +211,20 @@ class Scheduler:
                 secured.append(turn)
         return secured
 
+    def _lie_down(self, rested: SequenceOf[Sequence], rest_len: int) -> None:
+        """They are plain until all look for drafts again, together: one that looks ends the bursts of everybody."""
+        if not self._lying:
+            self._rounds_left = rest_len
+        for sequence in rested:
+            sequence.is_plain = True
+        self._lying += rested
+
+    def _wake(self) -> None:
+        if self._lying and self._rounds_left <= 0:
+            for sequence in self._lying:
+                sequence.is_plain = False
+            self._lying.clear()
+
     def _resting_cohort(self, resting: SequenceOf[tuple[Sequence, Choice]], *, is_canonical: bool) -> Cohort:
         cohort = self._cohort([sequence for sequence, _ in resting], is_canonical=is_canonical)
         cohort.choices, cohort.feeds = [choice for _, choice in resting], False
@@ -240,7 +265,9 @@ class Scheduler:
             draft_seconds=sum({t.choice.drafter: t.choice.draft_seconds for t in drafted}.values()),
         )
         count = self._policy.num_rounds(load, self.host_seconds)
-        return min(count, patience) if patience > 1 else count
+        count = min(count, patience) if patience > 1 else count
+        self._rounds_left -= count
+        return count
 
     def _cohorts(self, groups: _Plain, *, is_ahead: bool = False) -> list[Cohort]:
         found = [self._cohort(group, is_canonical=kind) for kind, group in groups.items() if group]
@@ -304,7 +331,7 @@ class Scheduler:
                 sequence.kv.num_ahead += cohort.num_rounds  # type: ignore[attr-defined]
 
     def _decodes_canonically(self, sequence: Sequence) -> bool:
-        return self._has_family and (sequence.params.deterministic or self._only_drafts)
+        return self._has_family and (sequence.params.deterministic or self._all_canonical)
 
     def _is_canonical(self, sequence: Sequence) -> bool:
         """Prompts run in canonical passes whoever asks, so that their K/V can be shared."""

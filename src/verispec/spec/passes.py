@@ -8,6 +8,7 @@ that is cheaper: canonical rows do not notice, because they are pure, and the ot
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from verispec.spec.turn import NO_ROOM, Cohort, Pending, Places, Recipe, Score, 
 from verispec.types import NO_DRAFT, Draft, Stored, TokenLogprob, Verdict
 
 Fit = Callable[[int], int]
-Observe = Callable[[Pass, float], None]
+Observe = Callable[[Pass, float, int], None]
 _Records = tuple[Sequence[Turn], Sequence[Cohort]]
 
 
@@ -52,19 +53,30 @@ class _Part:
     ticket: Ticket
 
 
+class _Timing:
+    """Who hears how long passes took. One that was submitted while another ran began behind it."""
+
+    def __init__(self, clock: Callable[[], float], observe: Observe) -> None:
+        self.clock, self.observe = clock, observe
+        self._last_end = -math.inf
+
+    def seconds_since(self, submitted: float) -> float:
+        begin, self._last_end = max(submitted, self._last_end), self.clock()
+        return self._last_end - begin
+
+
 class Flight:
     """A step that was submitted. `collect` waits for it and fills in the scores."""
 
-    def __init__(self, step: Step, parts: Sequence[_Part], clock: Callable[[], float], observe: Observe) -> None:
+    def __init__(self, step: Step, parts: Sequence[_Part], timing: _Timing) -> None:
         self.step = step
         self._parts = parts
-        self._clock = clock
-        self._observe = observe
+        self._timing = timing
 
     def collect(self) -> Step:
         for part in self._parts:
             result = part.ticket.result()
-            seconds = self._clock() - part.submitted
+            seconds = self._timing.seconds_since(part.submitted)
             _fill(part, result)
             if len(self._parts) == 1:  # one of two cannot be timed
                 self._time(part.pass_, result, seconds)
@@ -76,11 +88,12 @@ class Flight:
 
     def _time(self, pass_: Pass, result: PassResult, seconds: float) -> None:
         """Tell how long a pass took; the rounds of a burst, if they are of one shape, share its time."""
+        observe = self._timing.observe
         if pass_.burst is None or result.burst is None:
-            self._observe(pass_, seconds)
+            observe(pass_, seconds, 1)
         elif not pass_.burst.drafts and pass_.burst.follow is None and pass_.burst.shape == len(pass_.rows):
             num_rounds = 1 + int((result.burst.token_ids >= 0).any(axis=0).sum())
-            self._observe(pass_, seconds / num_rounds)
+            observe(pass_, seconds, num_rounds)
 
     def abandon(self) -> None:
         """Wait until nothing of it runs any more, whatever comes of it."""
@@ -105,7 +118,7 @@ class Passes:
         fast_shape: Fit,
         joins: Callable[[int, int], bool],
         only_drafts: bool = False,
-        observe: Observe = lambda pass_, seconds: None,
+        observe: Observe = lambda pass_, seconds, num_rounds: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._backend = backend
@@ -113,8 +126,7 @@ class Passes:
         self._fast_shape = fast_shape
         self._joins = joins
         self._only_drafts = only_drafts
-        self._observe = observe
-        self._clock = clock
+        self._timing = _Timing(clock, observe)
         self._next_mask = 1
         self.newest: Pass | None = None  # submitted last
 
@@ -136,7 +148,7 @@ class Passes:
             parts.append(self._submit(PassKind.CANONICAL, *canonical, self._canonical_shape))
         if has_fast:
             parts.append(self._submit(PassKind.FAST, *fast, self._fast_shape))
-        return Flight(step, parts, self._clock, self._observe)
+        return Flight(step, parts, self._timing)
 
     def _joins_all(self, canonical: _Records, fast: _Records) -> bool:
         """Whether one canonical pass is to have all rows. Further rounds of fast rows have no place in one."""
@@ -157,7 +169,7 @@ class Passes:
         if kind is PassKind.FAST and self._only_drafts:
             pass_ = replace(pass_, only_drafts=True)
         self.newest = pass_
-        return _Part(turns, cohorts, builder, marks, pass_, self._clock(), self._backend.submit(pass_))
+        return _Part(turns, cohorts, builder, marks, pass_, self._timing.clock(), self._backend.submit(pass_))
 
 
 def _fit_masks(turns: Sequence[Turn], num_masks: int) -> None:

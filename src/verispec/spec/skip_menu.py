@@ -71,9 +71,11 @@ class SkipProfile:
 
     def ratios(self, view: View, draft_len: int, num_sequences: int = 1) -> tuple[float, float]:
         """c and v: a draft step and the verification of such drafts, in full steps of so many sequences."""
-        step = _seconds(self.full, num_sequences)
         draft = _seconds(self.cost_of(view), num_sequences)
-        return draft / step, _seconds(self.full, num_sequences * (1 + draft_len)) / step
+        return draft / _seconds(self.full, num_sequences), self._verification(draft_len, num_sequences)
+
+    def _verification(self, draft_len: int, num_sequences: int) -> float:
+        return _seconds(self.full, num_sequences * (1 + draft_len)) / _seconds(self.full, num_sequences)
 
     def speedup(self, view: View, acceptance: float, draft_len: int, num_sequences: int = 1) -> float:
         """S = E / (N c + v): predicted tokens a second against plain decoding."""
@@ -82,11 +84,12 @@ class SkipProfile:
 
     def best(self, view: View, acceptance: float, max_draft: int = MAX_DRAFT, num_sequences: int = 1) -> Prediction:
         """The draft length of at least 1 that promises most; the shortest on a tie."""
-        lengths = range(1, max(1, max_draft) + 1)
-        return max(
-            (Prediction(self.speedup(view, acceptance, n, num_sequences), n) for n in lengths),
-            key=lambda p: (p.speedup, -p.draft_len),
-        )
+        c, _ = self.ratios(view, 1, num_sequences)  # once: a menu has many views
+        found = []
+        for n in range(1, max(1, max_draft) + 1):
+            speedup = expected_tokens(acceptance, n) / (n * c + self._verification(n, num_sequences))
+            found.append(Prediction(speedup, n))
+        return max(found, key=lambda p: (p.speedup, -p.draft_len))
 
 
 def _seconds(cost: CostTable, num_rows: int) -> float:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from verispec.backends.audit import Progress, no_progress
-from verispec.backends.cost import Contexts, CostLine, CostTable, probe_pass, time_pass, typical_time
-from verispec.backends.protocol import FULL_VIEW, Backend, Pass, View
+from verispec.backends.cost import Contexts, CostLine, CostTable, Probe, typical_time
+from verispec.backends.protocol import FULL_VIEW, Backend, View
 from verispec.spec.skip_menu import TYPICAL_CONTEXT, SkipProfile
 
 _LARGEST_TIMED = 16  # sequences that may draft together; larger shapes are scaled
@@ -66,15 +66,15 @@ def measure_profile(
     """
     contexts = Contexts.of(backend.limits)
     shapes = tuple(m for m in full.shapes if m <= _LARGEST_TIMED) or full.shapes[:1]
-    passes = {shape: [_passes(backend, shape, context, num_layers) for context in contexts] for shape in shapes}
+    probes = {shape: [_probes(backend, shape, context, num_layers) for context in contexts] for shape in shapes}
     times: dict[int, list[list[_Times]]] = {shape: [[] for _ in contexts] for shape in shapes}
     # All shapes in every round: what disturbs the machine for a second must not disturb one shape alone.
     for i in range(_ROUNDS):
         for j, shape in enumerate(shapes):
             progress("timing sub-layers", (i + j / len(shapes)) / _ROUNDS)
             for _ in range(max(1, _MOST_IN_A_ROUND // shape)):
-                for each, found in zip(passes[shape], times[shape], strict=True):
-                    found.append(_Times(*(time_pass(backend, p, clock) for p in each)))
+                for each, found in zip(probes[shape], times[shape], strict=True):
+                    found.append(_Times(*(p.time(clock, full.trip) for p in each)))
     progress("timed", 1.0)
     typical = {
         shape: [_Times(*map(typical_time, zip(*each, strict=True))) for each in times[shape]] for shape in shapes
@@ -84,12 +84,12 @@ def measure_profile(
     return SkipProfile(*(CostTable.of(full.shapes, part) for part in zip(*lines, strict=True)))
 
 
-def _passes(backend: Backend, shape: int, context: int, num_layers: int) -> list[Pass]:
+def _probes(backend: Backend, shape: int, context: int, num_layers: int) -> list[Probe]:
     """In the order of `_Times`."""
     layers = range(num_layers)
     views = (FULL_VIEW, View.without(attention=layers), View.without(mlp=layers), View.without(layers, layers))
-    bare = probe_pass(backend, shape, context, view=views[-1], draws=False)
-    return [*(probe_pass(backend, shape, context, view=view) for view in views), bare]
+    bare = Probe(backend, shape, context, view=views[-1], draws=False)
+    return [*(Probe(backend, shape, context, view=view) for view in views), bare]
 
 
 def _lines(times: Sequence[_Times], shape: int, contexts: Contexts, num_layers: int) -> _Lines:

@@ -1,0 +1,124 @@
+"""A device that is far from the host: a pass takes a trip beside its own time, rounds of a burst do without it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import pytest
+
+from tests.support.adversaries import VOCAB_SIZE, collect
+from tests.support.drafters import Eager
+from tests.support.fake_backend import FakeBackend
+from tests.support.faulty_backends import WrappedBackend
+from verispec.backends.cost import CostTable, measure_cost
+from verispec.backends.protocol import Pass, PassResult, Ticket
+from verispec.config import EngineConfig
+from verispec.engine import Engine, Request
+from verispec.spec.drafter import Curve
+from verispec.spec.none import NoDrafter
+from verispec.spec.speculation import AUTO, Speculation
+from verispec.spec.turn import SequenceView
+from verispec.types import Draft, SamplingParams
+
+SHAPES = (1, 2, 4, 8, 16, 32, 64)
+TRIP = 1.3e-3
+NUM_TOKENS = 192
+
+
+def seconds(num_rows: int) -> float:
+    return 1e-3 * (1 + 0.16 * (num_rows - 1) / 7)
+
+
+class Far(WrappedBackend):
+    """Passes run one after the other; the host's clock goes on when it asks for a result, and half a trip each way."""
+
+    def __init__(self, *, prepares: bool = True) -> None:
+        fake = FakeBackend(vocab_size=VOCAB_SIZE, num_slots=4096, context_len=640, num_seq_rows=64)
+        fake.limits = replace(fake.limits, prepares=prepares)
+        super().__init__(fake)
+        self.now = self._free = 0.0
+
+    def submit(self, pass_: Pass) -> Ticket:
+        self.now += TRIP / 2
+        self._free = max(self.now, self._free) + seconds(len(pass_.rows))
+        if pass_.burst is not None:
+            self._free += pass_.burst.num_rounds * seconds(pass_.burst.shape)
+        return _FarTicket(self, self._free, super().submit(pass_))
+
+
+class _FarTicket:
+    def __init__(self, far: Far, end: float, ticket: Ticket) -> None:
+        self._far, self._end, self._ticket = far, end, ticket
+
+    def result(self) -> PassResult:
+        self._far.now = max(self._far.now, self._end) + TRIP / 2
+        return self._ticket.result()
+
+
+class Knowing(Eager):
+    """Drafts what it knows a request will answer, with every so many-th token wrong; promises what is true."""
+
+    def __init__(self, answers: Mapping[int, Sequence[int]], wrong_every: int) -> None:
+        self._answers, self._wrong_every = answers, wrong_every
+
+    def curves(self, key: object) -> tuple[Curve, ...]:
+        return (Curve.chain(8, 1 - 1 / self._wrong_every),)
+
+    def guess(self, sequence: SequenceView, num_nodes: int) -> Draft:
+        start = len(sequence.token_ids) - sequence.prompt_len
+        known = self._answers[sequence.token_ids[0]][start : start + num_nodes]
+        return Draft.chain([(t + ((start + i) % self._wrong_every == 0)) % VOCAB_SIZE for i, t in enumerate(known)])
+
+
+def table(speed: float = 1.0) -> CostTable:
+    return CostTable(SHAPES, tuple(speed * seconds(m) for m in SHAPES), (0.0,) * len(SHAPES), learns=True, trip=TRIP)
+
+
+def served(method: str, count: int, wrong_every: int = 2, cost: CostTable | None = None) -> tuple[float, dict]:
+    """Tokens a second, and every answer by the first token of its prompt; behind a wave to warm up."""
+    backend, answers = Far(), dict[int, list[int]]()
+    drafters = {"none": NoDrafter(), "suffix": Knowing(answers, wrong_every)}
+    engine = Engine(
+        backend, family=SHAPES, drafters=drafters, cost=cost or table(), clock=lambda: backend.now,
+        config=EngineConfig(num_slots=4096, max_running=32, max_len=200, depth=2, prefix_cache=False),
+    )  # fmt: skip
+    for wave in ("none", method, method):
+        start = backend.now
+        ids = {
+            engine.add(Request(
+                [i, (i + 1) % VOCAB_SIZE], SamplingParams(max_tokens=NUM_TOKENS), Speculation(wave), is_streamed=False
+            )): i for i in range(count)
+        }  # fmt: skip
+        for (request_id, _), output in collect(engine).items():
+            answers[ids[request_id]] = list(output.token_ids)
+    return count * NUM_TOKENS / (backend.now - start), answers
+
+
+@pytest.mark.parametrize("count", [1, 8])
+@pytest.mark.parametrize("wrong_every", [2, 3, 5, 20])
+def test_auto_knows_what_the_host_costs(count: int, wrong_every: int) -> None:
+    found = {method: served(method, count, wrong_every) for method in ("none", "suffix", AUTO)}
+    assert found[AUTO][0] >= 0.97 * max(rate for rate, _ in found.values())
+    assert found[AUTO][1] == found["none"][1]
+
+
+def test_control_a_table_that_knows_of_no_trip_drafts_where_that_is_slower() -> None:
+    assert served(AUTO, 1, 2, replace(table(), trip=0.0, learns=False))[0] < 0.9 * served("none", 1)[0]
+
+
+def test_passes_that_wait_for_others_are_timed_from_where_those_end() -> None:
+    """Two flights: the second is submitted long before it can run."""
+    cost = table(speed=3.0)
+    served("none", 1, cost=cost)
+    assert cost.seconds(1, 0) == pytest.approx(seconds(1), rel=0.1)
+
+
+def test_calibration_finds_the_trip_and_what_passes_take_without_it() -> None:
+    far, near = Far(), Far(prepares=False)
+    cost = measure_cost(far, SHAPES, clock=lambda: far.now, budget_seconds=1e6)
+    assert cost.trip == pytest.approx(TRIP, rel=0.05)
+    assert cost.base == pytest.approx([seconds(m) for m in SHAPES], rel=0.05)
+    as_one = measure_cost(near, SHAPES, clock=lambda: near.now, budget_seconds=1e6)
+    assert as_one.base == pytest.approx([seconds(m) + TRIP for m in SHAPES], rel=0.05)  # control
+    assert CostTable.from_data(cost.to_data()) == replace(cost, learns=False)
