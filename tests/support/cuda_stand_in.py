@@ -138,23 +138,15 @@ class StandInDraws:
         self.token_ids[:rows] = torch.from_numpy(drawn.token_ids.astype(np.int32))
         self.logprobs[:rows] = torch.from_numpy(drawn.logprobs)
 
-    def children(self, logits, inputs, rows, *, filters, edited, allowed, shares=None):
-        """Keys as the kernels make them, from the shared code's scores."""
+    def children(self, logits, inputs, rows, *, k, filters, edited=None, allowed=None, shares=None):
         sampling = self._sampling(inputs, rows, filters, allowed)
+        values = (logits if edited is None else edited)[:rows].numpy()
         with np.errstate(all="ignore"):
-            processed = draw.process(np, (logits if edited is None else edited)[:rows].numpy(), sampling)
-            greedy = (sampling.temperature == 0)[:, None]
-            z = np.where(greedy, below_top(np, processed), draw.scaled_logits(np, processed, sampling))
-            scores = np.where(greedy, processed, draw.noisy_logits(np, z, sampling)).astype(np.float32)
+            found = draw.noisy_top_k(np, values, sampling, k)
             if shares is not None:
-                values = (logits if edited is None else edited)[:rows].numpy()
                 shares[:] = torch.from_numpy(draw.probabilities(np, values, sampling))
-        ids = np.arange(z.shape[1], dtype=np.uint64)
-        keys = np.where(z > -np.inf, _ordered(scores) << np.uint64(32) | (np.uint64(0xFFFFFFFF) - ids), 0)
-        tops = _ordered(processed.max(axis=1, keepdims=True)) << np.uint64(32)
-        signed = (keys.astype(np.uint64) ^ np.uint64(1 << 63)).view(np.int64)
-        sums = weights(np, z).sum(axis=-1)
-        return torch.from_numpy(signed), torch.from_numpy(tops.view(np.int64)), torch.from_numpy(sums)
+        floats = [part.astype(np.float32).view(np.int32) for part in found[1:]]
+        return torch.from_numpy(np.stack([found.token_ids.astype(np.int32), *floats]))
 
     def _sampling(self, inputs, rows, filters, allowed) -> SamplingRows:
         seeds = inputs.seeds[:rows].numpy().view(np.uint32).astype(np.uint64)
@@ -174,12 +166,6 @@ class StandInDraws:
 
     def sums(self, rows: int) -> torch.Tensor:
         return torch.from_numpy(self._sums[:rows])
-
-
-def _ordered(values: np.ndarray) -> np.ndarray:
-    """Unsigned numbers in the order of floats."""
-    bits = (values + np.float32(0)).view(np.uint32)
-    return np.where(bits >> 31, ~bits, bits ^ np.uint32(1 << 31)).astype(np.uint64)
 
 
 class StandInSteps(StepKernels):

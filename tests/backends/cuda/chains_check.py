@@ -155,17 +155,17 @@ def differing(found: list[list[Round]], expected: list[list[Round]]) -> int:
 SIZES = {  # layers, width, heads, K/V heads, their size, MLP, vocabulary
     "smol": (30, 576, 9, 3, 64, 1536, 49152),
     "qwen1.5b": (28, 1536, 12, 2, 128, 8960, 151936),
+    "qwen0.5b": (24, 896, 14, 2, 64, 4864, 151936),
     "8b": (32, 4096, 32, 8, 128, 14336, 128256),
 }
 
 
-def random_backend(device, name: str) -> CudaBackend:
-    """Random weights in the shapes of a model, and a quarter of its layers as a second one."""
+def random_backend(device, name: str, second: str = "") -> CudaBackend:
+    """Random weights in the shapes of a model, and of a second one: a quarter of the layers, unless it is named."""
     import torch
 
-    layers, width, heads, kv_heads, head_dim, mlp, vocab = SIZES[name]
-
-    def model(num_layers: int, seed: int) -> CudaModel:
+    def model(sizes: tuple[int, ...], seed: int) -> CudaModel:
+        num_layers, width, heads, kv_heads, head_dim, mlp, vocab = sizes
         layer = LayerSpec(rope=Rope(10000.0), query_scalar=head_dim)
         arch = Architecture(
             family="llama", layers=(layer,) * num_layers, hidden_size=width, num_heads=heads, num_kv_heads=kv_heads,
@@ -183,7 +183,8 @@ def random_backend(device, name: str) -> CudaBackend:
 
         return CudaModel(arch, read)
 
-    models = [model(layers, 0), model(max(1, layers // 4), 1)]
+    layers, *rest = SIZES[name]
+    models = [model(SIZES[name], 0), model(SIZES[second] if second else (max(1, layers // 4), *rest), 1)]
     return CudaBackend(models, device=device, num_slots=33 * 600, num_seq_rows=33)
 
 
@@ -308,7 +309,7 @@ def main() -> None:
             report("draws with filters, of the device and of numpy", 720, check_draws())
         print(f"checks: {time.perf_counter() - begin:.0f} s", flush=True)
         time_filters()
-        for name in SIZES:
+        for name in ("smol", "qwen1.5b", "8b"):
             time_rounds(device, name, results)
             torch.cuda.empty_cache()
     if len(sys.argv) > 1:

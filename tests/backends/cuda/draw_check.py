@@ -19,7 +19,9 @@ import torch
 
 from tests.backends.cuda.draw_reference import draw_case, parameters_of, reference
 from verispec.backends.cuda.drawing import DrawInputs, DrawKernels
+from verispec.sampling import draw
 from verispec.sampling.noise import gumbel_f32
+from verispec.sampling.rows import NO_EDITS, SamplingRows
 
 NATIVE = Path(__file__).parents[3] / "native"
 _SOURCE = """
@@ -97,6 +99,7 @@ def check_draws(
                     edited=torch.from_numpy(edited).to(device) if kind == "edited" else None,
                 )  # fmt: skip
                 tokens, logprobs = kernels.token_ids.tolist(), kernels.logprobs.cpu().numpy()
+                wrong += children_differ(kernels, logits, edited, parameters, filters, device)
                 for i in range(rows):
                     wanted = reference(logits[i], edited[i], parameters[i])
                     same = np.float32(wanted[1]).tobytes() == logprobs[i].tobytes() or (
@@ -110,6 +113,39 @@ def check_draws(
                         )
     print(f"draws: {wrong} of {total} differ", flush=True)
     return wrong
+
+
+def children_differ(
+    kernels: DrawKernels, logits: np.ndarray, edited: np.ndarray, parameters: list[dict[str, float]], filters: bool,
+    device: str, k: int = 6,
+) -> int:  # fmt: skip
+    """How many rows have other children, or other probabilities, than the shared code gives them."""
+    rows, shares = len(logits), torch.zeros(logits.shape, device=device)
+    found = kernels.children(
+        torch.from_numpy(logits).to(device), device_parameters(parameters, device), rows, k=k, filters=filters,
+        edited=torch.from_numpy(edited).to(device) if edited is not logits else None, shares=shares,
+    ).cpu().numpy()  # fmt: skip
+    sampling = sampling_rows(parameters)
+    expected = draw.noisy_top_k(np, edited, sampling, k)
+    words = np.stack([expected.token_ids.astype(np.int32), *(part.view(np.int32) for part in expected[1:])])
+    differ = (found != words).any(axis=(0, 2))
+    wanted = draw.probabilities(np, edited, sampling)
+    differ |= ~((shares.cpu().numpy() == wanted) | np.isnan(wanted)).all(axis=1)
+    for i in np.flatnonzero(differ):
+        print("BAD children", logits.shape[1], filters, i, parameters[i], found[:, i], words[:, i], flush=True)
+    return int(differ.sum())
+
+
+def sampling_rows(rows: list[dict[str, float]]) -> SamplingRows:
+    def column(name: str, dtype: type) -> np.ndarray:
+        return np.array([row[name] for row in rows], dtype)
+
+    ints = {"t": "t", "sample_index": "sample", "stream": "stream", "top_k": "top_k"}
+    floats = ("temperature", "top_p", "log_min_p")
+    return SamplingRows(
+        seeds=column("seed", np.uint64), **{name: column(key, np.int64) for name, key in ints.items()},
+        **{name: column(name, np.float32) for name in floats}, **NO_EDITS,
+    )  # fmt: skip
 
 
 def device_parameters(rows: list[dict[str, float]], device: str = "cuda") -> DrawInputs:

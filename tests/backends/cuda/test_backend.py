@@ -16,7 +16,7 @@ from tests.backends import test_bursts as bursts  # noqa: E402
 from tests.backends import test_conformance as conformance  # noqa: E402
 from tests.backends import test_drafted_bursts as drafted  # noqa: E402
 from tests.backends import test_provisions as provisions  # noqa: E402
-from tests.backends.cuda import backend_check, chains_check, draw_check  # noqa: E402
+from tests.backends.cuda import backend_check, chains_check, draw_check, trees_check  # noqa: E402
 from tests.support.cuda_stand_in import EmulatedDraws, StandIn  # noqa: E402
 from tests.support.passes import Tape  # noqa: E402
 from tests.support.skipping import cheap_setup  # noqa: E402
@@ -150,6 +150,20 @@ def test_a_fault_in_the_chains_is_noticed() -> None:
     expected = by_the_host("skip", "some near")
     for fault in FAULTS.values():
         assert four_rounds(alone(changes=(fault,)), "skip", "some near") != expected, fault
+
+
+TREE_FAULTS = {"children of another row": ("steps.cu", "a.head_rows * c.k + i]", "a.head_rows * c.k + i / 2]")}
+
+
+def test_trees_are_those_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Grown by captured graphs alone, by every rule: tokens, log-probabilities and counters. A fault is noticed."""
+    monkeypatch.setattr(backend_check, "FAILED", [])
+    trees_check.check_trees("llama", StandIn(backwards=True), ["branch:3,2", "beam:2,3"], ["model"], max_tokens=8)
+    assert backend_check.FAILED == []
+    for fault in TREE_FAULTS.values():
+        trees_check.check_trees("llama", StandIn(changes=(fault,)), ["branch:3,2"], ["model"], ["match"], max_tokens=8)
+        assert backend_check.FAILED, fault
+        backend_check.FAILED.clear()
 
 
 @pytest.mark.parametrize("shape_of_tree", ["binary", "random"])

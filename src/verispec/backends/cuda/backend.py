@@ -1,13 +1,15 @@
 """The CUDA backend: passes as replays of captured graphs, with the sequences' state on the device.
 
 A pass that only draws is one copy to the device, a graph per round (and per token drafted in it) and one copy back,
-none of which the host waits for; rounds behind the first need no host at all. For what few requests want
-(log-probabilities of given tokens, alternatives, distributions) the host waits, round by round.
+none of which the host waits for; rounds behind the first need no host at all. A level of a draft tree, whose rows offer
+children, is the same with a single round. For what few requests want (log-probabilities of given tokens, alternatives)
+the host waits, round by round.
 Every row has the bits of `docs/cuda-arithmetic.md`, whatever else is in its pass: the family is every number of rows.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -59,8 +61,11 @@ from verispec.backends.protocol import (
     FROM_STATE,
     BackendLimits,
     Burst,
+    DistributionHandle,
+    DrawWanted,
     HiddenShape,
     HiddenStart,
+    NoisyTopKWanted,
     Pass,
     PassResult,
     ReadyTicket,
@@ -172,7 +177,8 @@ class CudaBackend:
         if not is_cohort:
             arranged = arrange(pass_.rows, len(_drawn(pass_)), self._models[pass_.store].kernels.rows_per_group)
             stage = Stage.PASS if chains is None else Stage.FIRST
-            once.append(self._key(pass_, arranged, spans, draw)._replace(masked=masked, stage=stage))
+            key = self._key(pass_, arranged, spans, draw)
+            once.append(key._replace(masked=masked, stage=stage, children=_num_children(pass_)))
             self._put_rows(parcel, arranged, pass_, _drawn(pass_))
             width = arranged.head
         if chains is not None:
@@ -198,10 +204,12 @@ class CudaBackend:
         self._send(parcel, lane, pass_.table_update)
         for graph in (*first, *further * (num_rounds + is_cohort)):
             graph.replay()
-        num_drawn = len(_drawn(pass_)) if pass_.wanted.draw is not None else None
+        num_drawn = len(_drawn(pass_)) if _asked(pass_) is not None else None
         num_fed = None if burst is None else len(burst.rows)
-        expected = Expected(num_rounds + 1, width, num_drawn, num_fed, chains, extra_at)
-        lane.fetch(self._state.out, expected.num_words)
+        expected = Expected(
+            num_rounds + 1, width, num_drawn, num_fed, chains, extra_at, _num_children(pass_), self._shown(pass_)
+        )
+        lane.fetch(self._state.out, math.prod(expected.shape))
         return CudaTicket(lane, self._lanes, expected, self._health)
 
     def _fits(self, key: GraphKey) -> bool:
@@ -211,8 +219,8 @@ class CudaBackend:
 
     def _draw_on_device(self, pass_: Pass) -> Draw | None:
         """How the rows draw; None where the host must do it."""
-        wanted, rows, burst = pass_.wanted, pass_.rows, pass_.burst
-        if wanted != Wanted(draw=wanted.draw) or pass_.start is not None or len(rows) > MAX_ROWS:
+        rows, burst = pass_.rows, pass_.burst
+        if not self._gives(pass_) or pass_.start is not None or len(rows) > MAX_ROWS:
             return None
         seq_rows = rows.seq_rows[_drawn(pass_)]
         if len(seq_rows) > MAX_HEAD_ROWS:
@@ -222,6 +230,34 @@ class CudaBackend:
         if burst is not None and burst.drafts and not Chains.of(burst).fit(pass_):
             return None
         return Draw.NONE if not len(seq_rows) else Draw.FILTERED if self._filters[seq_rows].any() else Draw.PLAIN
+
+    def _gives(self, pass_: Pass) -> bool:
+        """Whether captured graphs give what is wanted: draws or children, and distributions of such rows."""
+        wanted, drawn = pass_.wanted, _drawn(pass_)
+        draw, noisy, shown = wanted.draw, wanted.noisy_top_k, wanted.distribution
+        if wanted != Wanted(draw=draw, noisy_top_k=noisy, distribution=shown):
+            return False
+        if noisy is None and shown is None:
+            return True
+        if pass_.burst is not None or (draw is not None and noisy is not None):
+            return False
+        if noisy is not None and 3 * len(drawn) * noisy.k > len(self._state.out):
+            return False
+        has_edits = self.resident.has_edits[pass_.rows.seq_rows]
+        return shown is None or bool(
+            (drawn[1:] > drawn[:-1]).all() and np.isin(shown.rows, drawn).all() and not has_edits[shown.rows].any()
+        )
+
+    def _shown(self, pass_: Pass) -> DistributionHandle | None:
+        """Distributions from the logits that the last graph leaves: NaN where a sequence's K or V was not finite."""
+        shown = pass_.wanted.distribution
+        if shown is None:
+            return None
+        columns = np.stack([np.searchsorted(_drawn(pass_), shown.rows), pass_.rows.seq_rows[shown.rows]])
+        at, seq_rows = torch.from_numpy(columns).to(self._device.name, non_blocking=True)
+        logits = self._models[pass_.store].logits[at]
+        logits.masked_fill_(self._state.records[seq_rows, BROKEN, None] != 0, np.nan)
+        return self._outputs.handle(logits, self.resident.sampling(pass_.rows, shown.rows))
 
     def _put_burst(self, parcel: Parcel, pass_: Pass, burst: Burst, *, is_cohort: bool) -> None:
         """Who goes on: from where the pass's rows are, or from what they draw."""
@@ -265,8 +301,8 @@ class CudaBackend:
             parcel.set("tail_width", arranged.tails.shape[1])
         parcel.put("groups", arranged.groups)
         parcel.set("groups", len(arranged.groups))
-        draw, masks, none = pass_.wanted.draw, pass_.rows.masks, head_rows * 0
-        t, stream = (none - 1, none) if draw is None or draw.noise is None else draw.noise
+        asked, masks, none = _asked(pass_), pass_.rows.masks, head_rows * 0
+        t, stream = (none - 1, none) if asked is None or asked.noise is None else asked.noise
         parcel.put("draws", arranged.places[head_rows], t, stream, none if masks is None else masks[head_rows])
         parcel.set("draws", len(head_rows))
 
@@ -432,8 +468,18 @@ class CudaBackend:
         self._models, self._lanes = [], []
 
 
+def _asked(pass_: Pass) -> DrawWanted | NoisyTopKWanted | None:
+    """The rows that draw, or those that offer children."""
+    return pass_.wanted.draw or pass_.wanted.noisy_top_k
+
+
 def _drawn(pass_: Pass) -> Int32:
-    return pass_.wanted.draw.rows if pass_.wanted.draw is not None else np.zeros(0, np.int32)
+    asked = _asked(pass_)
+    return asked.rows if asked is not None else np.zeros(0, np.int32)
+
+
+def _num_children(pass_: Pass) -> int:
+    return 0 if pass_.wanted.noisy_top_k is None else pass_.wanted.noisy_top_k.k
 
 
 def _is_masked(pass_: Pass) -> bool:

@@ -61,31 +61,78 @@ extern "C" __global__ void __launch_bounds__(kThreads) draw_best(const Args a) {
   a.sums[static_cast<int64>(row) * a.chunks + blockIdx.x] = sum;
 }
 
-// grid (chunks, rows): where each id stands among a row's children, and the sum of weights of those that can be one. At T = 0
-// by the logits alone, without filters.
+// Whether an id can be a child of its row. At T = 0 there are no filters.
+__device__ __forceinline__ bool can_be_child(float z, int id, uint64 top_key, uint64 kept) {
+  return usable(top_key) && z > neg_inf() && rank_key(z, id) <= kept;
+}
+
+// grid (chunks, rows): the best children of each chunk, best first, 0 where there are no more; and the sum of weights of all that
+// can be one. By score and then by id from above; at T = 0 the score is the logit.
 extern "C" __global__ void __launch_bounds__(kThreads) draw_children(const Args a) {
   release_next();
   wait_for_previous();
-  const int row = blockIdx.y, end = min(a.vocab, (blockIdx.x + 1) * a.chunk);
+  const int row = blockIdx.y, first = blockIdx.x * a.chunk, end = min(a.vocab, first + a.chunk);
   const uint64 top_key = best_of_chunks(a.tops + static_cast<int64>(row) * 2 * a.chunks, a.chunks);
   const float top = value_of(static_cast<unsigned>(top_key >> 32)), temperature = a.temperature[row];
   const bool noisy = temperature > 0.0f;
   const uint64 kept = noisy ? a.kept[row] : kNaNKey;
   const unsigned *counter = a.counters + row * 3, *seed = a.seeds + row * 2;
   int64 sum = 0;
-  for (int id = blockIdx.x * a.chunk + threadIdx.x; id < end; id += kThreads) {
+  uint64 keys[kChildrenChunk / kThreads];
+#pragma unroll
+  for (int i = 0; i < kChildrenChunk / kThreads; ++i) {
+    const int lane = i % 4, id = first + (i / 4 * kThreads + threadIdx.x) * 4 + lane;
+    const uint4 words = noisy ? philox(id >> 2, counter[0], counter[1], counter[2], seed[0], seed[1]) : make_uint4(0, 0, 0, 0);
+    keys[i] = 0;
+    if (id >= end) continue;
     const float value = processed(a, row, id), z = scaled(value, top, noisy ? temperature : 1.0f);
-    uint64 key = 0;
-    if (usable(top_key) && z > neg_inf() && rank_key(z, id) <= kept) {
-      sum += weight(z);
-      float score = value;
-      if (noisy) score = add(z, gumbel_f32(word_of(philox(id >> 2, counter[0], counter[1], counter[2], seed[0], seed[1]), id & 3)));
-      key = best_key(score, id);
-    }
-    a.keys[static_cast<int64>(row) * a.vocab + id] = static_cast<int64>(key ^ 1ull << 63);
+    if (!can_be_child(z, id, top_key, kept)) continue;
+    sum += weight(z);
+    keys[i] = best_key(noisy ? add(z, gumbel_f32(word_of(words, lane))) : value, id);
   }
   sum = block_reduce(sum, Sum());
   if (threadIdx.x == 0) a.sums[static_cast<int64>(row) * a.chunks + blockIdx.x] = sum;
+  uint64 last = kNaNKey;
+  for (int rank = 0; rank < a.per_chunk; ++rank) {
+    uint64 best = 0;
+#pragma unroll
+    for (int i = 0; i < kChildrenChunk / kThreads; ++i)
+      if (keys[i] < last) best = Max()(best, keys[i]);
+    last = block_reduce(best, Max());
+    if (threadIdx.x == 0) a.keys[(static_cast<int64>(row) * a.chunks + blockIdx.x) * a.per_chunk + rank] = last;
+  }
+}
+
+// grid (rows), behind draw_children: the k best of a row with log p + noise and log p; -1 and -inf where there are fewer.
+extern "C" __global__ void __launch_bounds__(kThreads) draw_offered(const Args a) {
+  release_next();
+  wait_for_previous();
+  const int row = blockIdx.x, count = a.chunks * a.per_chunk;
+  const uint64 *keys = a.keys + static_cast<int64>(row) * count;
+  const uint64 top_key = best_of_chunks(a.tops + static_cast<int64>(row) * 2 * a.chunks, a.chunks);
+  const float top = value_of(static_cast<unsigned>(top_key >> 32)), temperature = a.temperature[row];
+  int64 sum = 0;
+  for (int i = threadIdx.x; i < a.chunks; i += kThreads) sum += a.sums[static_cast<int64>(row) * a.chunks + i];
+  sum = block_reduce(sum, Sum());
+  const float log_total = log_f32(mul(__ll2float_rn(sum > 0 ? sum : 1), 9.094947017729282e-13f));  // 2^-40
+  uint64 last = kNaNKey;
+  for (int rank = 0; rank < a.k; ++rank) {
+    uint64 best = 0;
+    for (int i = threadIdx.x; i < count; i += kThreads)
+      if (keys[i] < last) best = Max()(best, keys[i]);
+    last = block_reduce(best, Max());
+    if (threadIdx.x > 0) continue;
+    int* child = a.offered + static_cast<int64>(row) * a.k + rank;
+    const int64 step = static_cast<int64>(gridDim.x) * a.k;
+    float value = neg_inf(), logprob = neg_inf();
+    if (last > 0) {
+      const int id = static_cast<int>(0xffffffffu - static_cast<unsigned>(last));
+      const float z = scaled(processed(a, row, id), top, temperature > 0.0f ? temperature : 1.0f);
+      value = sub(temperature > 0.0f ? value_of(static_cast<unsigned>(last >> 32)) : z, log_total), logprob = sub(z, log_total);
+    }
+    child[0] = last > 0 ? static_cast<int>(0xffffffffu - static_cast<unsigned>(last)) : -1;
+    child[step] = __float_as_int(value), child[2 * step] = __float_as_int(logprob);
+  }
 }
 
 // grid (chunks, rows), behind draw_children: what each id's weight is of them all; at T = 0 the best has everything. A row
@@ -100,14 +147,14 @@ extern "C" __global__ void __launch_bounds__(kThreads) draw_shares(const Args a)
   for (int i = threadIdx.x; i < a.chunks; i += kThreads) sum += a.sums[static_cast<int64>(row) * a.chunks + i];
   const float total = mul(__ll2float_rn(block_reduce(sum, Sum())), 9.094947017729282e-13f);  // 2^-40
   for (int id = blockIdx.x * a.chunk + threadIdx.x; id < end; id += kThreads) {
-    const int64 at = static_cast<int64>(row) * a.vocab + id;
     float share = 0.0f;
     if (temperature > 0.0f) {
-      if (a.keys[at] != static_cast<int64>(1ull << 63)) share = div(exp_f32(scaled(processed(a, row, id), top, temperature)), total);
+      const float z = scaled(processed(a, row, id), top, temperature);
+      if (can_be_child(z, id, top_key, a.kept[row])) share = div(exp_f32(z), total);
     } else if (id == static_cast<int>(0xffffffffu - static_cast<unsigned>(top_key))) {
       share = 1.0f;
     }
-    a.shares[at] = usable(top_key) ? share : __int_as_float(0x7fc00000);
+    a.shares[static_cast<int64>(row) * a.vocab + id] = usable(top_key) ? share : __int_as_float(0x7fc00000);
   }
 }
 

@@ -7,7 +7,7 @@
 using namespace vs;
 
 typedef unsigned long long uint64;
-constexpr int kThreads = 256;
+constexpr int kThreads = 256, kChildrenChunk = 2048;
 constexpr uint64 kNaNKey = ~0ull;
 
 struct Args {
@@ -27,12 +27,15 @@ struct Args {
   uint64* kept;                // [rows]: the last kept key of the order (-z, id)
   int* token_ids;              // [rows], -1 where there is nothing to draw
   float* logprobs;             // [rows]
-  int64* keys;                 // [rows, vocab]: places in the order by score, ascending as signed numbers
+  uint64* keys;                // [rows, chunks, per_chunk]: the best children of each chunk
+  int* offered;                // [3, rows, k]: children, log p + noise and log p
   float* shares;               // [rows, vocab]: probabilities
   int vocab;
   int mask_words;
   int chunk;                   // ids of one block, a multiple of 4: as suits the number of rows
   int chunks;
+  int k;                       // children of a row
+  int per_chunk;               // of them that one chunk may have
 };
 
 __device__ __forceinline__ unsigned ordered(float v) {  // unsigned numbers in the order of floats; -0 is 0

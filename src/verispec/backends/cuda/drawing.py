@@ -17,16 +17,14 @@ from verispec.backends.cuda.compiler import Kernel, Modules
 from verispec.backends.cuda.kernels import RowInputs
 
 _MIN_CHUNK, _MAX_CHUNK = 1024, 16384  # ids of one block
+_CHILDREN_CHUNK = 2048  # the most, as draw.cuh has it
 _ENOUGH_BLOCKS = 1024
 _PARAMETERS = ("seeds", "counters", "temperature", "top_k", "top_p", "log_min_p", "masks")
 _DrawArgs = struct(
     "DrawArgs",
     *pointers("raw", "edited", *_PARAMETERS, "allowed", "tops", "best", "sums", "kept", "token_ids", "logprobs"),
-    *pointers("keys", "shares"),
-    ("vocab", ctypes.c_int),
-    ("mask_words", ctypes.c_int),
-    ("chunk", ctypes.c_int),
-    ("chunks", ctypes.c_int),
+    *pointers("keys", "offered", "shares"),
+    *((name, ctypes.c_int) for name in ("vocab", "mask_words", "chunk", "chunks", "k", "per_chunk")),
 )
 _FilterArgs = struct(
     "FilterArgs", ("draw", _DrawArgs), *pointers("bin_counts", "bin_weights", "likely", "num_listed", "listed", "ends")
@@ -82,29 +80,32 @@ class DrawKernels:
         self._launch("draw_token", (rows, 1, 1), 32, args)
 
     def children(
-        self, logits: torch.Tensor, inputs: DrawInputs, rows: int, *, filters: bool, edited: torch.Tensor | None,
-        allowed: torch.Tensor | None, shares: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Keys [R, V] in the order of scores (the score's bits, then the id from above), the keys of the rows' largest
-        logits by chunk [R, chunks], and the sums of weights of those that can be children. All int64.
-
-        Probabilities are left in `shares` [R, V].
-        """
-        keys = torch.empty(rows, self._vocab, dtype=torch.int64, device=logits.device)
-        args = self._tops(logits, inputs, rows, filters=filters, edited=edited, allowed=allowed)
-        self._launch("draw_children", (self._chunks, rows, 1), 256, filled(args, keys=keys))
+        self, logits: torch.Tensor, inputs: DrawInputs, rows: int, *, k: int, filters: bool,
+        edited: torch.Tensor | None = None, allowed: torch.Tensor | None = None, shares: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """The k best children of each row: [3, R, k] int32, ids (-1: there are no more), and the bits of log p + noise
+        and of log p. Probabilities are left in `shares` [R, V]."""
+        found = torch.empty(3, rows, k, dtype=torch.int32, device=logits.device)
+        args = self._tops(
+            logits, inputs, rows, filters=filters, edited=edited, allowed=allowed, max_chunk=_CHILDREN_CHUNK
+        )  # fmt: skip
+        per_chunk = min(k, args.chunk)
+        keys = torch.empty(rows, self._chunks, per_chunk, dtype=torch.int64, device=logits.device)
+        filled(args, keys=keys, offered=found, shares=shares, k=k, per_chunk=per_chunk)
+        self._launch("draw_children", (self._chunks, rows, 1), 256, args)
+        if k:
+            self._launch("draw_offered", (rows, 1, 1), 256, args)
         if shares is not None:
-            self._launch("draw_shares", (self._chunks, rows, 1), 256, filled(args, shares=shares))
-        tops = self._scratch["tops"].flatten()[: rows * 2 * self._chunks].view(rows, 2, self._chunks)
-        return keys, tops[:, 0], self.sums(rows)
+            self._launch("draw_shares", (self._chunks, rows, 1), 256, args)
+        return found
 
     def _tops(
         self, logits: torch.Tensor, inputs: DrawInputs, rows: int, *, filters: bool, edited: torch.Tensor | None,
-        allowed: torch.Tensor | None,
+        allowed: torch.Tensor | None, max_chunk: int = _MAX_CHUNK,
     ) -> ctypes.Structure:  # fmt: skip
         """The largest logits, and what the filters keep: what every further kernel begins with."""
         chunk = _MIN_CHUNK
-        while chunk < _MAX_CHUNK and rows * self._vocab > chunk * _ENOUGH_BLOCKS:
+        while chunk < max_chunk and rows * self._vocab > chunk * _ENOUGH_BLOCKS:
             chunk *= 2
         chunks = self._chunks = -(-self._vocab // chunk)
         args = filled(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -10,9 +11,10 @@ from numpy.typing import NDArray
 
 from verispec.backends.cuda.chains import Chains
 from verispec.backends.cuda.device import Device
+from verispec.backends.cuda.outputs import noisy_top_k
 from verispec.backends.cuda.steps import StepState
 from verispec.backends.gpu import Health
-from verispec.backends.protocol import BurstResult, PassResult
+from verispec.backends.protocol import BurstResult, DistributionHandle, PassResult
 from verispec.sampling.draw import DrawResult
 
 Int32 = NDArray[np.int32]
@@ -52,11 +54,15 @@ class Expected(NamedTuple):
     num_fed: int | None
     chains: Chains | None = None  # whose part begins behind the tokens, at `extra_at`
     extra_at: int = 0
+    children: int = 0  # of each row, in the place of tokens
+    distribution: DistributionHandle | None = None
 
     @property
-    def num_words(self) -> int:
-        """Of the whole."""
-        return self.num_rounds * 2 * self.width
+    def shape(self) -> tuple[int, int, int]:
+        """Of the words."""
+        if self.children:
+            return 3, self.num_drawn or 0, self.children
+        return self.num_rounds, 2, self.width
 
 
 class CudaTicket:
@@ -72,10 +78,12 @@ class CudaTicket:
         if self._lane is not None:
             lane, expected = self._lane, self._expected
             with self._health.guarded():
-                words = lane.wait()[: expected.num_words].reshape(expected.num_rounds, 2, expected.width)
+                words = lane.wait()[: math.prod(expected.shape)].reshape(expected.shape)
             self._lane = None
-            draw = burst = None
-            if expected.num_drawn is not None:
+            draw = noisy = burst = None
+            if expected.children:
+                noisy = noisy_top_k(words.copy())
+            elif expected.num_drawn is not None:
                 tokens, logprobs = words[0, :, : expected.num_drawn]
                 draw = DrawResult(tokens.astype(np.int64), logprobs.view(np.float32).copy())
             if expected.chains is not None:
@@ -87,6 +95,8 @@ class CudaTicket:
                 nothing = np.zeros((*accepted.shape, 0), np.int64)
                 values = np.ascontiguousarray(logprobs).view(np.float32)
                 burst = BurstResult(tokens.astype(np.int64), values, nothing, accepted)
-            self._result = PassResult(draw=draw, burst=burst)
+            self._result = PassResult(
+                draw=draw, burst=burst, noisy_top_k=noisy, distribution=expected.distribution
+            )  # fmt: skip
             self._lanes.append(lane)
         return self._result

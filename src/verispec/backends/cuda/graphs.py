@@ -38,6 +38,7 @@ class GraphKey(NamedTuple):
     drafts: bool = False  # by weights of fewer bits
     stage: Stage = Stage.PASS
     edited: bool = False  # some rows change their logits before they draw
+    children: int = 0  # that each row offers, in place of a draw
 
     @property
     def sends_rows(self) -> bool:
@@ -93,8 +94,14 @@ class Graphs:
         every_row = not key.sends_rows and sizes.rows == sizes.head_rows
         logits = model.forward(state.inputs, plan, None if every_row else state.row_ids[: sizes.head_rows])
         if key.draw:
-            filters, allowed = key.draw is Draw.FILTERED, state.allowed if key.masked else None
-            edited = self._steps.edit(state, sizes, logits) if key.edited else None
-            self.draws.draw(logits, state.draws, sizes.head_rows, filters=filters, edited=edited, allowed=allowed)
+            how = {
+                "filters": key.draw is Draw.FILTERED, "allowed": state.allowed if key.masked else None,
+                "edited": self._steps.edit(state, sizes, logits) if key.edited else None,
+            }  # fmt: skip
+            if key.children:
+                offered = self.draws.children(logits, state.draws, sizes.head_rows, k=key.children, **how)
+                self._steps.end_children(state, sizes, offered, model.buffers.not_finite)
+                return
+            self.draws.draw(logits, state.draws, sizes.head_rows, **how)
         drawn, logprobs = self.draws.token_ids, self.draws.logprobs
         self._steps.end(state, sizes, drawn, logprobs, model.buffers.not_finite, key.stage)

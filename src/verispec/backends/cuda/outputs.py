@@ -1,6 +1,6 @@
 """From the logits of a pass, on the device, to what was wanted, while the host waits: what no captured graph gives.
 
-Draws with penalties and bias, children of draft nodes, distributions, given log-probabilities and alternatives: all
+Given log-probabilities, alternatives, distributions when they are looked at, and whatever is wanted beside these: all
 computed on the device, with the bits of `verispec.sampling`.
 """
 
@@ -17,19 +17,18 @@ from verispec.backends.cuda.device import Device
 from verispec.backends.cuda.drawing import DrawInputs
 from verispec.backends.protocol import Pass, PassResult, StaleHandleError
 from verispec.backends.resident import Resident
-from verispec.sampling.draw import NO_TOKEN, DrawResult, NoisyTopK, TopKResult
+from verispec.sampling.draw import DrawResult, NoisyTopK, TopKResult
 from verispec.sampling.maths import log_f32
 from verispec.sampling.rows import SamplingRows
 from verispec.sampling.weights import WEIGHT_BITS, Totals, logprobs
 
 Int32 = NDArray[np.int32]
-_LOW_WORD = np.uint64(0xFFFFFFFF)
 
 
-def _values(keys: NDArray[np.uint64]) -> NDArray[np.float32]:
-    """The floats in the upper words of keys, whose order is that of unsigned numbers."""
-    bits = (keys >> np.uint64(32)).astype(np.uint32)
-    return np.where(bits >> 31, bits ^ np.uint32(1 << 31), ~bits).astype(np.uint32).view(np.float32)
+def noisy_top_k(words: Int32) -> NoisyTopK:
+    """From [3, R, k] as the device gives it."""
+    values, of_ids = words[1:].view(np.float32)
+    return NoisyTopK(words[0].astype(np.int64), values, of_ids)
 
 
 class _Handle:
@@ -71,7 +70,7 @@ class DeviceOutputs:
         result = PassResult()
         if shown is not None:
             rows = logits[self._at(head_rows, shown.rows)].clone()
-            result = replace(result, distribution=_Handle(self, rows, resident.sampling(pass_.rows, shown.rows)))
+            result = replace(result, distribution=self.handle(rows, resident.sampling(pass_.rows, shown.rows)))
         if draw is not None:
             sampling = resident.sampling(pass_.rows, draw.rows, draw.noise)
             result = replace(result, draw=self._draw(logits[self._at(head_rows, draw.rows)], sampling))
@@ -91,6 +90,10 @@ class DeviceOutputs:
             of_ids = logprobs(values, Totals(*(part[at] for part in total)))
             result = replace(result, top_k=TopKResult(ids.cpu().numpy(), of_ids))
         return result
+
+    def handle(self, logits: torch.Tensor, sampling: SamplingRows) -> _Handle:
+        """Distributions of rows whose logits nobody else has."""
+        return _Handle(self, logits, sampling)
 
     def _sent(self, values: NDArray[np.generic]) -> torch.Tensor:
         if values.dtype in (np.int32, np.uint32, np.uint64):
@@ -115,32 +118,14 @@ class DeviceOutputs:
         }  # fmt: skip
 
     def _children(self, logits: torch.Tensor, sampling: SamplingRows, k: int) -> NoisyTopK:
-        """As `draw.noisy_top_k` has it: the device finds them, the host computes their few values."""
         rows, inputs, how = self._how(logits, sampling)
-        keys, tops, sums = self._draws.children(logits, inputs, rows, **how)
-        best = torch.topk(keys, k, dim=1).values  # all keys of a row are different, but for those of no child
-        words = best.cpu().numpy().view(np.uint64) ^ np.uint64(1 << 63)
-        exists = words > 0
-        ids = np.where(exists, _LOW_WORD - (words & _LOW_WORD), 0).astype(np.int64)
-        edited = logits if how["edited"] is None else how["edited"]
-        chosen = torch.gather(edited[:rows], 1, self._sent(ids)).cpu().numpy()
-        top = _values(tops.cpu().numpy().view(np.uint64).max(axis=1))[:, None]
-        temperature = np.where(sampling.temperature > 0, sampling.temperature, np.float32(1))[:, None]
-        z = (chosen - top) / temperature
-        noisy = np.where(sampling.temperature[:, None] > 0, _values(words), z)
-        total = sums.cpu().numpy()[:, None]
-        log_total = log_f32(np, np.where(total > 0, total, 1).astype(np.float32) * np.float32(2.0**-WEIGHT_BITS))
-        none = np.float32(-np.inf)
-        return NoisyTopK(
-            np.where(exists, ids, NO_TOKEN), np.where(exists, noisy - log_total, none),
-            np.where(exists, z - log_total, none),
-        )  # fmt: skip
+        return noisy_top_k(self._draws.children(logits, inputs, rows, k=k, **how).cpu().numpy())
 
     def shares(self, logits: torch.Tensor, sampling: SamplingRows) -> NDArray[np.float32]:
         """As `draw.probabilities` has them. [R, V]"""
         rows, inputs, how = self._how(logits, sampling)
         shares = torch.empty_like(logits)
-        self._draws.children(logits, inputs, rows, **how, shares=shares)
+        self._draws.children(logits, inputs, rows, k=0, **how, shares=shares)
         found: NDArray[np.float32] = shares.cpu().numpy()
         return found
 

@@ -49,6 +49,25 @@ __device__ __forceinline__ void remember(const Args& a, int row, int token) {
   record[kLength] = length;
 }
 
+struct ChildrenArgs {
+  Args step;
+  const int* offered;  // [3, head_rows, k]: children, log p + noise, log p
+  int k;
+};
+
+// One block, in the place of end_round: the same of the rows that were asked for, [3, draws, k], none of a broken sequence.
+extern "C" __global__ void __launch_bounds__(kThreads) end_children(const ChildrenArgs c) {
+  wait_for_previous();
+  const Args& a = c.step;
+  mark_broken(a);
+  const int count = a.sent[kDraws] * c.k;
+  for (int i = threadIdx.x; i < count; i += kThreads) {
+    const bool is_broken = record_of(a, a.seq_rows[a.row_ids[i / c.k]])[kBroken];
+    for (int part = 0; part < 3; ++part)
+      a.out[part * count + i] = !is_broken ? c.offered[part * a.head_rows * c.k + i] : part ? __float_as_int(neg_inf()) : -1;
+  }
+}
+
 // One block.
 extern "C" __global__ void __launch_bounds__(kThreads) end_round(const Args a) {
   wait_for_previous();

@@ -54,6 +54,7 @@ _StepArgs = struct(
 
 
 _ChainArgs = struct("ChainArgs", ("step", _StepArgs), *pointers("drafts", "counts", "live"))
+_ChildrenArgs = struct("ChildrenArgs", ("step", _StepArgs), *pointers("offered"), ("k", ctypes.c_int))
 _EditArgs = struct("EditArgs", ("step", _StepArgs), *pointers("edited", "counts"), ("vocab", ctypes.c_int))
 
 
@@ -120,6 +121,12 @@ class StepKernels:
         """Results of the round, and where it leaves its sequences."""
         args = filled(_arguments(state, sizes), drawn=drawn, logprobs=logprobs, not_finite=not_finite)
         self._run(stage.value[1], state, args)
+
+    def end_children(self, state: StepState, sizes: StepSizes, offered: torch.Tensor, not_finite: torch.Tensor) -> None:
+        """Results of a pass whose rows offer children, [3, R, k]."""
+        step = filled(_arguments(state, sizes), not_finite=not_finite)
+        args = filled(_ChildrenArgs(step=step, k=offered.shape[2]), offered=offered)
+        self.launch("steps.cu", "end_children", args)
 
     def edit(self, state: StepState, sizes: StepSizes, logits: torch.Tensor) -> torch.Tensor:
         """A copy of the logits [R, V] with penalties, bias and bans of the rows that draw."""
