@@ -29,6 +29,7 @@ from verispec.backends.protocol import (
     Rows,
     TableUpdate,
     TopKWanted,
+    Tree,
     View,
     Wanted,
 )
@@ -81,18 +82,20 @@ class Wish:
 
 
 class DraftRule(NamedTuple):
-    """Who drafts the chains of a burst, when they end early, and the shape of such a pass for a number of rows."""
+    """Who drafts the chains or trees of a burst, when chains end early, and the shape of a pass for some rows."""
 
     store: int
     view: View
     kind: PassKind
     shape: Callable[[int], int]
     least_logprob: float = -math.inf
+    tree: Tree | None = None
 
     def drafting(self, sequences: Sequence[tuple[int, int]]) -> Drafting:
         """Of these sequences, by their index in the burst, and the lengths of their chains."""
         at, lengths = np.array(sequences, np.int32).T.copy()
-        found = Drafting(at, lengths, 0, self.shape(len(at)), self.store, self.view, self.kind, self.least_logprob)
+        shape = self.shape(len(at) * (1 if self.tree is None else self.tree.most_rows))
+        found = Drafting(at, lengths, 0, shape, self.store, self.view, self.kind, self.least_logprob, self.tree)
         return found._replace(first_shape=self.shape(found.first_rows * len(at)))
 
 
@@ -172,7 +175,7 @@ class PassBuilder:
     def add_drafted(
         self, seq_row: int, start: int, token_id: int, slots: Sequence[int], num_rounds: int, rule: DraftRule
     ) -> None:
-        """The row of a sequence's last token, and those of the chain that the backend drafts behind it; all draw."""
+        """The row of a sequence's last token, and those of what the backend drafts behind it; all draw."""
         length = len(slots) - 1
         row = self.add_chain(seq_row, start, (token_id, *[FROM_DRAFT] * length), slots)
         self._drafts.setdefault(rule, []).append((len(self.fed_rows), length))

@@ -170,6 +170,28 @@ def first_draft_rows(store: int) -> int:
     return 1 if store == TARGET_STORE else 2
 
 
+class Tree(NamedTuple):
+    """A shape of drafts: each node of a level is offered so many children, of which `keep` stay in all: every one, or
+    of a beam the best paths.
+
+    Nodes have places, level by level: of a beam the best path first, otherwise parent by parent, in the order drawn,
+    with places left free where there are fewer children.
+    """
+
+    branching: tuple[int, ...]
+    keep: tuple[int, ...]
+    is_beam: bool = False
+
+    @property
+    def num_nodes(self) -> int:
+        return sum(self.keep)
+
+    @property
+    def most_rows(self) -> int:
+        """Of one sequence in a pass that drafts: nodes of the last level have no children."""
+        return max(1, *self.keep[:-1])
+
+
 class Drafting(NamedTuple):
     """How some sequences of a burst draft: every round begins with a chain by a view of the model behind `store`.
 
@@ -177,6 +199,12 @@ class Drafting(NamedTuple):
     stop id, behind a token whose raw log-probability lies below `least_logprob`, and where no more can be committed.
     Its rows stand in the table like those of its verification, which overwrite them. The first pass of a second model
     has the last two committed tokens, whether its store lacks both or only the last.
+
+    With a `tree` of as many nodes as `lengths` say, each round begins with that, one pass for each level, of children
+    with the target's noise; nodes behind a stop id have none. Node i has the slot of the table's position i + 1 behind
+    the last token; when a path was accepted, its slots change places with those of its positions, in every round. Only
+    the backend's table knows: the next pass sends these entries once more. Whoever has not as many tokens left as the
+    tree has nodes drafts nothing.
     """
 
     sequences: Int32  # [D], indices of the burst's sequences
@@ -187,6 +215,7 @@ class Drafting(NamedTuple):
     view: View = FULL_VIEW
     kind: PassKind = PassKind.FAST
     least_logprob: float = -math.inf
+    tree: Tree | None = None
 
     @property
     def first_rows(self) -> int:
@@ -284,8 +313,9 @@ class BurstResult(NamedTuple):
 
     token_ids: NDArray[np.int64]  # [S, rounds * (1 + K)]
     logprobs: Float32  # the same
-    drafts: NDArray[np.int64] = np.zeros((0, 0, 0), np.int64)  # [S, 1 + rounds, K], NO_TOKEN behind the end of a draft
+    drafts: NDArray[np.int64] = np.zeros((0, 0, 0), np.int64)  # [S, 1 + rounds, K], NO_TOKEN where nothing was drafted
     accepted: Int32 = np.zeros((0, 0), np.int32)  # [S, 1 + rounds]
+    parents: NDArray[np.int64] = np.zeros((0, 0, 0), np.int64)  # as drafts, of trees; empty if there are none
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,6 +370,7 @@ class BackendLimits:
     hidden: tuple[HiddenShape, ...] = ()  # of each store's model; (): hidden states neither go out nor in
     prepares: bool = False  # the first pass of a shape takes long: it is compiled
     fast_weights: str = ""  # the name of cheaper ones that serve passes which only draft
+    trees: bool = False  # bursts may draft trees
 
 
 class Backend(Protocol):

@@ -168,6 +168,9 @@ class Resident:
         ids = np.concatenate([ids[kept], banned])
         return {"bias_rows": rows[order], "bias_ids": ids[order], "bias": values[order]}
 
+    def is_greedy(self, seq_row: int) -> bool:
+        return not self._sampled["temperature"][seq_row]
+
     def goes_on(self, fed: Fed) -> Mask:
         """Whether sequences have a further token to draw behind these."""
         seq_rows, token_ids, t = fed
@@ -188,9 +191,9 @@ def _written(table: NDArray[Any], row: int, values: Sequence[float], padding: in
     return table
 
 
-def copied(rows: Rows) -> Rows:
-    """Rows that can be written, with room for a tail of one slot."""
-    tails = rows.tails if rows.tails.shape[1] else np.zeros((len(rows), 1), np.int32)
+def copied(rows: Rows, width: int = 1) -> Rows:
+    """Rows that can be written, with room for tails of so many slots."""
+    tails = np.pad(rows.tails, ((0, 0), (0, max(0, width - rows.tails.shape[1]))))
     columns = (rows.token_ids, rows.positions, rows.slots, rows.seq_rows, rows.prefix_lens, tails, rows.tail_lens)
     return replace(Rows(*(column.copy() for column in columns)), masks=rows.masks)
 

@@ -19,14 +19,13 @@ from verispec.backends.protocol import (
     Pass,
     PassResult,
     Rows,
-    TableUpdate,
     Wanted,
 )
 from verispec.backends.resident import Fed, Resident, copied, idled
+from verispec.backends.tree_rounds import NO_UPDATE, Drafts, Settling, grow, placed
 from verispec.kv import DUMP_SLOT
 from verispec.sampling.draw import NO_TOKEN, DrawResult
 
-NO_UPDATE = TableUpdate(*(np.zeros(0, np.int32) for _ in range(3)))
 Run = Callable[[Pass], PassResult]
 Further = Callable[[Pass, Burst, Fed], BurstResult]
 Tokens = NDArray[np.int64]
@@ -34,32 +33,36 @@ Tokens = NDArray[np.int64]
 
 def run_rounds(resident: Resident, pass_: Pass, run: Run, further: Further | None = None) -> PassResult:
     """The pass, then its further rounds. `run` does one round, `further` all the others, if the backend has that."""
-    burst, drafts = pass_.burst, None
+    burst, settling = pass_.burst, Settling(resident, run)
+    drafts = Drafts.none(0, 0, ())
     if burst is not None and burst.drafts:
         resident.take(pass_)
-        drafts = _draft(resident, burst, before(pass_, burst), np.ones(len(burst.rows), np.bool_), run)
-        pass_ = replace(pass_, rows=_with_drafts(pass_.rows, burst, drafts))
+        fed, settling.update = before(pass_, burst), pass_.table_update
+        drafts = _draft(resident, burst, fed, np.ones(len(burst.rows), np.bool_), settling)
+        pass_ = replace(pass_, rows=_with_drafts(resident, pass_.rows, burst, fed, drafts))
     pass_ = resident.take(pass_)
-    result, wanted = run(pass_), pass_.wanted.draw
+    result, wanted, settling.update = run(pass_), pass_.wanted.draw, NO_UPDATE
     if wanted is None or result.draw is None:
         return result
     result.draw.token_ids[pass_.rows.slots[wanted.rows] == DUMP_SLOT] = NO_TOKEN  # of a sequence that had ended
     if burst is None:
         return result
     fed, draws = before(pass_, burst), _draws(pass_, result.draw, burst)
-    if drafts is None:
-        drafts = np.zeros((len(draws), 0), np.int64)
+    if not burst.drafts:
+        drafts = Drafts.none(len(draws), 0, ())
     going = np.ones(len(draws), np.bool_)
-    accepted = advance(resident, fed, drafts, draws, going)
+    along, order = settling.settle(fed, drafts, draws, going)
+    accepted = advance(resident, fed, along, np.take_along_axis(draws, order, axis=1), going)
     follow(resident, pass_, burst, fed, going)
     if burst.num_rounds:
-        found = further(pass_, burst, fed) if further else _loop(resident, pass_, burst, fed, run)
+        found = further(pass_, burst, fed) if further else _loop(resident, pass_, burst, fed, settling)
     else:
         found = no_rounds(burst, 0)
     resident.remember(fed)
     return replace(result, burst=found._replace(
-        drafts=np.concatenate([drafts[:, None], found.drafts], axis=1),
+        drafts=np.concatenate([drafts.token_ids[:, None], found.drafts], axis=1),
         accepted=np.concatenate([accepted[:, None], found.accepted], axis=1),
+        parents=np.concatenate([drafts.parents[:, None], found.parents], axis=1),
     ))  # fmt: skip
 
 
@@ -82,6 +85,7 @@ def no_rounds(burst: Burst, num_rounds: int) -> BurstResult:
         np.zeros(shape, np.float32),
         np.full((count, num_rounds, most), NO_TOKEN, np.int64),
         np.full((count, num_rounds), -1, np.int32),
+        np.full((count, num_rounds, most), NO_TOKEN, np.int64),
     )
 
 
@@ -126,32 +130,43 @@ def _draws(pass_: Pass, draw: DrawResult, burst: Burst) -> Tokens:
     return np.where(columns <= lengths[:, None], draw.token_ids[at], NO_TOKEN)
 
 
-def _with_drafts(rows: Rows, burst: Burst, drafts: Tokens) -> Rows:
+def _with_drafts(resident: Resident, rows: Rows, burst: Burst, fed: Fed, drafts: Drafts) -> Rows:
     """The rows with the tokens that were drafted; those of shorter drafts are padding."""
-    sequence, i = np.nonzero(np.arange(drafts.shape[1]) < burst.draft_lens[:, None])
-    at, tokens = burst.rows[sequence] + 1 + i, drafts[sequence, i]
-    rows = copied(rows)
+    sequence, i = np.nonzero(np.arange(drafts.token_ids.shape[1]) < burst.draft_lens[:, None])
+    at, tokens = burst.rows[sequence] + 1 + i, drafts.token_ids[sequence, i]
+    there = tokens >= 0
+    positions, tails = placed(resident, fed, drafts, sequence[there], 1 + i[there])
+    rows = copied(rows, max([len(tail) for _, tail in tails], default=1))
     rows.token_ids[at] = np.maximum(tokens, 0)
-    idled(rows, at[tokens < 0])
+    rows.positions[at[there]] = positions
+    for row, tail in tails:
+        row = at[there][row]
+        rows.tails[row, : len(tail)] = tail
+        rows.prefix_lens[row], rows.tail_lens[row] = rows.positions[row] + 1 - len(tail), len(tail)
+    idled(rows, at[~there])
     return rows
 
 
-def _draft(resident: Resident, burst: Burst, fed: Fed, going: NDArray[np.bool_], run: Run) -> Tokens:
-    """[S, K], the drafts of one round."""
+def _draft(resident: Resident, burst: Burst, fed: Fed, going: NDArray[np.bool_], run: Run) -> Drafts:
+    """The drafts of one round."""
     seq_rows, _, t = fed
-    drafts = np.full((len(seq_rows), int(burst.draft_lens.max())), NO_TOKEN, np.int64)
+    found = Drafts.none(len(seq_rows), int(burst.draft_lens.max()), burst.drafts)
+    drafts = found.token_ids
     lengths = np.where(going, np.minimum(burst.draft_lens, resident.limits[seq_rows] - t - 2), 0)
     for part in burst.drafts:
+        if part.tree is not None:
+            grow(resident, part, fed, part.sequences[lengths[part.sequences] == part.lengths], found, run)
+            continue
         live, i = part.sequences[lengths[part.sequences] > 0], 0
         while len(live):
             pass_ = _draft_pass(resident, part, fed, live, drafts[:, :i])
-            found = run(resident.take(pass_)).draw
-            assert found is not None
-            drafts[live, i] = found.token_ids
-            goes_on = resident.goes_on(Fed(seq_rows[live], found.token_ids, t[live] + 1 + i))
+            drawn = run(resident.take(pass_)).draw
+            assert drawn is not None
+            drafts[live, i] = drawn.token_ids
+            goes_on = resident.goes_on(Fed(seq_rows[live], drawn.token_ids, t[live] + 1 + i))
             i += 1
-            live = live[goes_on & (found.logprobs >= np.float32(part.least_logprob)) & (i < lengths[live])]
-    return drafts
+            live = live[goes_on & (drawn.logprobs >= np.float32(part.least_logprob)) & (i < lengths[live])]
+    return found
 
 
 def _draft_pass(resident: Resident, part: Drafting, fed: Fed, live: NDArray[np.int32], drafts: Tokens) -> Pass:
@@ -173,7 +188,7 @@ def _draft_pass(resident: Resident, part: Drafting, fed: Fed, live: NDArray[np.i
     return Pass(part.kind, rows, wanted, NO_UPDATE, head_shape=part.shape, store=part.store, view=part.view)
 
 
-def _loop(resident: Resident, pass_: Pass, burst: Burst, fed: Fed, run: Run) -> BurstResult:
+def _loop(resident: Resident, pass_: Pass, burst: Burst, fed: Fed, run: Settling) -> BurstResult:
     seq_rows, tokens, t = fed
     result = no_rounds(burst, burst.num_rounds)
     width = 1 + result.drafts.shape[2]
@@ -182,11 +197,13 @@ def _loop(resident: Resident, pass_: Pass, burst: Burst, fed: Fed, run: Run) -> 
         going = (tokens >= 0) & (i < burst.rounds)
         if not going.any():
             break
-        drafts = result.drafts[:, i] = _draft(resident, burst, fed, going, run)
-        ids = np.concatenate([np.where(going, tokens, NO_TOKEN)[:, None], drafts], axis=1)  # [S, 1 + K]
+        drafts = _draft(resident, burst, fed, going, run)
+        result.drafts[:, i], result.parents[:, i] = drafts.token_ids, drafts.parents
+        ids = np.concatenate([np.where(going, tokens, NO_TOKEN)[:, None], drafts.token_ids], axis=1)  # [S, 1 + K]
         sequence, column = np.nonzero(ids >= 0)
-        at, positions = seq_rows[sequence], t[sequence] + column
-        rows = padded(ids[sequence, column], positions, resident.table[at, positions], at, shape=burst.shape)
+        at, slots = seq_rows[sequence], resident.table[seq_rows[sequence], t[sequence] + column]
+        positions, tails = placed(resident, fed, drafts, sequence, column)
+        rows = padded(ids[sequence, column], positions, slots, at, shape=burst.shape, tails=tails)
         if pass_.rows.masks is not None:
             masks = np.zeros(burst.shape, np.int32)
             masks[: len(at)] = pass_.rows.masks[burst.rows][sequence]
@@ -198,7 +215,9 @@ def _loop(resident: Resident, pass_: Pass, burst: Burst, fed: Fed, run: Run) -> 
         assert found is not None
         draws, logprobs = np.full((len(tokens), width), NO_TOKEN, np.int64), np.zeros((len(tokens), width), np.float32)
         draws[sequence, column], logprobs[sequence, column] = found.token_ids, found.logprobs
-        accepted = result.accepted[:, i] = advance(resident, fed, drafts, draws, going)
+        along, order = run.settle(fed, drafts, draws, going)
+        draws, logprobs = (np.take_along_axis(values, order, axis=1) for values in (draws, logprobs))
+        accepted = result.accepted[:, i] = advance(resident, fed, along, draws, going)
         follow(resident, pass_, burst, fed, going)
         sequence, column = np.nonzero(np.arange(width) <= accepted[:, None])
         at = num_drawn[sequence] + column

@@ -177,7 +177,14 @@ class Committer:
             kv.canonical_len += num_kept
         if draft.stored is not None:
             kv.store_lens = _with_stored(kv.store_lens, turn, draft.stored, path)
-        if not len(draft) or draft.is_chain:
+        if turn.path_places is not None:  # the backend has changed the slots' places in its table in the same way
+            slots = kv.lease.slots
+            for i, place in enumerate(turn.path_places, turn.num_pending):
+                other = turn.num_pending + place
+                slots[i], slots[other] = slots[other], slots[i]
+            kv.held += pool.commit_front(kv.lease, num_kept)
+            kv.synced_len = min(kv.synced_len, turn.start + turn.num_pending)
+        elif not len(draft) or draft.is_chain:
             kv.held += pool.commit_front(kv.lease, num_kept)
             kv.synced_len = min(kv.synced_len, len(kv.held) + len(kv.lease.slots))
         else:

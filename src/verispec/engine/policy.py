@@ -421,6 +421,8 @@ def _within(choice: Choice, room: int) -> Choice:
     shape = choice.shape
     if shape is None:
         return choice if choice.num_nodes <= room else choice._replace(num_nodes=room)
+    if not shape.is_chain and choice.num_nodes > room:
+        choice = choice._replace(by_backend=False)  # the places of its nodes are positions, too
     if shape.depth <= room:
         return choice
     return choice._replace(num_nodes=min(choice.num_nodes, shape.within(choice.num_nodes, room).num_nodes))

@@ -316,7 +316,11 @@ class Scheduler:
     def _stay(self, turn: Turn, num_rounds: int) -> None:
         """Rounds that the backend drafts by itself, if slots are free up to the last token that can have a row."""
         assert isinstance(turn.sequence, Sequence)
-        num_rows = min(num_rounds * (1 + turn.choice.num_nodes), 1 + turn.room)
+        choice, shape = turn.choice, turn.choice.shape
+        num_rows = min(num_rounds * (1 + choice.num_nodes), 1 + turn.room)
+        if shape is not None and not shape.is_chain:
+            num_rounds = min(num_rounds, 1 + (turn.room - choice.num_nodes) // (1 + shape.depth))
+            num_rows = (num_rounds - 1) * (1 + shape.depth) + 1 + choice.num_nodes
         if num_rounds > 1 and self._roster.take(turn.sequence, num_rows):
             turn.num_rounds = num_rounds
 

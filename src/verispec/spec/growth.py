@@ -15,7 +15,7 @@ import numpy as np
 
 from verispec.backends.cost import CostTable
 from verispec.backends.pass_builder import DraftRule, PassBuilder
-from verispec.backends.protocol import FULL_VIEW, Backend, PassKind, PassResult, View
+from verispec.backends.protocol import FULL_VIEW, Backend, PassKind, PassResult, Tree, View
 from verispec.kv import TARGET_STORE
 from verispec.sampling.beam import NOBODY, Paths, greedy_level, race_level, root
 from verispec.sampling.constraint import Constraint
@@ -55,10 +55,11 @@ class DraftModel:
         known = len(turn.sequence.token_ids) - 1
         return known if self.store == TARGET_STORE else min(known, turn.store_lens[self.store])
 
-    def rule(self, least_probability: float) -> DraftRule:
+    def rule(self, shape: TreeShape, least_probability: float) -> DraftRule:
         """How a backend drafts with it: chains end behind a token less likely than that."""
-        least = math.log(least_probability) if least_probability > 0 else -math.inf
-        return DraftRule(self.store, self.view, self.kind, self.shape, least)
+        least = math.log(least_probability) if least_probability > 0 and shape.is_chain else -math.inf
+        tree = None if shape.is_chain else Tree(shape.branching, shape.keep, shape.kind == "beam")
+        return DraftRule(self.store, self.view, self.kind, self.shape, least, tree)
 
     def run(self, builder: PassBuilder) -> PassResult:
         builder.send_masks(self.backend)

@@ -155,17 +155,18 @@ class ModelDrafter:
             shape,
             self._source.model.cost,
             is_forced=is_forced,
-            by_backend=shape.is_chain,
+            by_backend=shape.is_chain or self._source.model.backend.limits.trees,
             what=self._what,
         )
 
     def draft(self, turns: Sequence[Turn]) -> list[Draft | Recipe]:
         """One pass per level, over all sequences that have not taken their exit; laggards catch up first.
 
-        Chains that need nothing of the host are left to the backend.
+        Drafts that need nothing of the host are left to the backend.
         """
         assert isinstance(self._source, Source)
         model = self._source.model
+        deepest = model.backend.limits.max_tail
         drafts: list[Draft | Recipe] = [NO_DRAFT] * len(turns)
         ready: list[int] = []
         late: list[tuple[int, range]] = []
@@ -173,7 +174,9 @@ class ModelDrafter:
         for i, turn in enumerate(turns):
             last, first = len(turn.sequence.token_ids) - 1, model.first_row(turn)
             if turn.is_resident and last - first < first_draft_rows(model.store) <= last + 1:
-                drafts[i] = Recipe(turn.choice.num_nodes, model.rule(self._exit.gamma if self._config.exits else 0.0))
+                shape = _shape(turn, deepest)
+                rule = model.rule(shape, self._exit.gamma if self._config.exits else 0.0)
+                drafts[i] = Recipe(shape.num_nodes, rule)
             elif last - first < _CAUGHT_UP_AT_ONCE:
                 ready.append(i)
             elif room:
@@ -184,7 +187,6 @@ class ModelDrafter:
         for i, positions in late:
             turns[i].note = f"{self._what} is catching up with the prompt"
             drafts[i] = Draft(stored=Stored(model.store, positions.stop))
-        deepest = model.backend.limits.max_tail
         shapes = [_shape(turns[i], deepest) for i in ready]
         stops = self._exit.stops if self._config.exits else never
         for i, draft in zip(ready, grow(model, [turns[i] for i in ready], shapes, stops=stops), strict=True):

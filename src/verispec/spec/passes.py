@@ -17,11 +17,11 @@ from typing import NamedTuple
 import numpy as np
 
 from verispec.backends.pass_builder import PassBuilder
-from verispec.backends.protocol import FROM_STATE, Backend, BurstResult, Pass, PassKind, PassResult, Ticket
-from verispec.kv import TARGET_STORE
+from verispec.backends.protocol import FROM_STATE, Backend, Pass, PassKind, PassResult, Ticket
+from verispec.spec.backend_rounds import rounds_of
 from verispec.spec.speculation import OFF
-from verispec.spec.turn import NO_ROOM, Cohort, Pending, Places, Recipe, Score, Step, Turn
-from verispec.types import NO_DRAFT, Draft, Stored, TokenLogprob, Verdict
+from verispec.spec.turn import Cohort, Pending, Places, Recipe, Score, Step, Turn
+from verispec.types import NO_DRAFT, Draft, TokenLogprob
 
 Fit = Callable[[int], int]
 Observe = Callable[[Pass, float, int], None]
@@ -299,39 +299,6 @@ def _fill(part: _Part, result: PassResult) -> None:
     assert not part.cohorts or first == len(part.builder.draw.rows)
 
 
-def _rounds(turn: Turn, recipe: Recipe, burst: BurstResult, index: int) -> list[Turn]:
-    """The turn's rounds, each a turn with a draft and a verdict; the first one's draws are the pass's own."""
-    drafts, accepted = burst.drafts[index].tolist(), burst.accepted[index].tolist()
-    draws = turn.score.draws[: 1 + accepted[0]] + burst.token_ids[index].tolist()
-    logprobs = turn.score.logprobs[: 1 + accepted[0]] + burst.logprobs[index].tolist()
-    found, first = [], 0
-    for ids, count in zip(drafts, accepted, strict=True):
-        if count < 0:
-            break
-        end = first + count + 1
-        found.append(_round(turn, recipe, first, [t for t in ids if t >= 0], draws[first:end], logprobs[first:end]))
-        first = end
-    return found
-
-
-def _round(turn: Turn, recipe: Recipe, first: int, drafted: list[int], draws: list[int], logprobs: list[float]) -> Turn:
-    """One round, which began `first` tokens behind the turn. The last token drafted never had a row of its own."""
-    start, room, store = turn.start + first, turn.room - first, recipe.rule.store
-    has_stored = store != TARGET_STORE and room > 0
-    stored = Stored(store, start + 1, frozenset(range(len(drafted) - 1))) if has_stored else None
-    return replace(
-        turn,
-        start=start,
-        room=room,
-        choice=turn.choice._replace(num_nodes=min(recipe.num_nodes, room)) if room > 0 else NO_ROOM,
-        num_rounds=1,
-        draft=replace(Draft.chain(drafted), stored=stored),
-        num_draft_passes=max(1, len(drafted)) if room > 0 else 0,
-        score=Score(draws, logprobs),
-        verdict=Verdict(tuple(range(len(draws) - 1)), draws[-1]),
-    )
-
-
 def _fill_turns(part: _Part, result: PassResult) -> None:
     builder, num_fed = part.builder, 0
     tokens = result.draw.token_ids.tolist() if result.draw is not None else []
@@ -346,7 +313,7 @@ def _fill_turns(part: _Part, result: PassResult) -> None:
         if isinstance(turn.draft, Recipe):
             assert result.burst is not None
             turn.score = score
-            turn.rounds = _rounds(turn, turn.draft, result.burst, num_fed)
+            turn.rounds = rounds_of(turn, turn.draft, result.burst, num_fed)
             num_fed += 1
             continue
         if turn.rides or isinstance(turn.draft, Pending):

@@ -73,7 +73,7 @@ class Pending(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A chain of up to `num_nodes` tokens that the backend drafts by itself, in every round of the turn."""
+    """A chain of up to `num_nodes` tokens, or a tree of as many places, that the backend drafts in every round."""
 
     num_nodes: int
     rule: DraftRule
@@ -167,6 +167,7 @@ class Turn:
     exit_state: tuple[float, float] | None = None  # threshold and rate of the adaptive exit
     # by the passes,
     score: Score = NO_SCORE
+    path_places: list[int] | None = None  # of a tree that the backend drafted: which rows behind the first are its path
     rounds: list[Turn] = field(default_factory=list)
     seconds: float = 0.0  # of the pass that verified it
     # and by the judge.

@@ -3,6 +3,7 @@ equality."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -152,18 +153,49 @@ def test_a_fault_in_the_chains_is_noticed() -> None:
         assert four_rounds(alone(changes=(fault,)), "skip", "some near") != expected, fault
 
 
-TREE_FAULTS = {"children of another row": ("steps.cu", "a.head_rows * c.k + i]", "a.head_rows * c.k + i / 2]")}
+TREE_FAULTS = {
+    "beam:2,3": {
+        "every child is accepted": ("chains.cu", "token != drawn || parent", "parent"),
+        "slots stay where they are": ("chains.cu", "slots[place] = slots[accepted], slots[accepted] = slot;", ""),
+        "levels that see no path": ("trees.cu", "*--tail = slots[p]", "*--tail = slots[place]"),
+        "no race": ("trees.cu", "&& time < best)", "&& at < 0)"),
+    },
+    "branch:3,2": {
+        "nobody's children": ("trees.cu", "c.parents[at] = parent.place", "c.parents[at] = -1"),
+        "one child each": ("trees.cu", "pass.place + j, 0.0", "pass.place + j / k * k, 0.0"),
+    },
+}
 
 
 def test_trees_are_those_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Grown by captured graphs alone, by every rule: tokens, log-probabilities and counters. A fault is noticed."""
     monkeypatch.setattr(backend_check, "FAILED", [])
-    trees_check.check_trees("llama", StandIn(backwards=True), ["branch:3,2", "beam:2,3"], ["model"], max_tokens=8)
+    how = {"max_tokens": 16, "num_requests": 3}
+    trees_check.check_trees(StandIn(backwards=True), ["branch:3,2"], ["model"], **how)
+    trees_check.check_trees(StandIn(), ["beam:2,3"], ["skip"], ["match"], **how)
     assert backend_check.FAILED == []
-    for fault in TREE_FAULTS.values():
-        trees_check.check_trees("llama", StandIn(changes=(fault,)), ["branch:3,2"], ["model"], ["match"], max_tokens=8)
-        assert backend_check.FAILED, fault
-        backend_check.FAILED.clear()
+
+
+def drafted_tree(backend: CudaBackend, tree: str) -> list[trees_check.Told] | None:
+    """None: the engine noticed by itself."""
+    asked = trees_check.requests(Speculation.of("model", tree=tree), seed=1, max_tokens=20)[1:2]
+    with suppress(ValueError):
+        return trees_check.told(trees_check.engine_of(backend, max_burst=4), asked)
+    return None
+
+
+def test_a_fault_in_the_trees_is_noticed() -> None:
+    """The control; and the loop of `backends/rounds.py` gives the same."""
+
+    def make(*changes: tuple[str, str, str]) -> CudaBackend:
+        return backend_check.make("llama", StandIn(changes=changes))
+
+    for tree, faults in TREE_FAULTS.items():
+        expected = drafted_tree(trees_check.unassisted(make()), tree)
+        assert expected is not None
+        assert drafted_tree(trees_check.looped(make()), tree) == expected
+        for name, fault in faults.items():
+            assert drafted_tree(make(fault), tree) != expected, name
 
 
 @pytest.mark.parametrize("shape_of_tree", ["binary", "random"])
@@ -246,6 +278,7 @@ WAYS = {
     "batch": {"max_burst": 1}, "bursts": {"max_burst": 6}, "two flights": {"depth": 2, "max_burst": 5},
     "preemption": {"depth": 2, "num_slots": 90, "prefix_cache": False}, "chunks": {"depth": 2, "row_budget": 16},
     "suffix": {"depth": 2}, "skip": {"depth": 2, "max_burst": 6}, "model": {"depth": 2, "max_burst": 6},
+    "trees": {"depth": 2, "max_burst": 6},
 }  # fmt: skip
 
 
@@ -258,7 +291,8 @@ def test_the_engine_gives_the_same_whatever_runs_beside() -> None:
     ]
 
     def outputs(engine: Engine, chosen: list[Request], method: str = "none") -> list[str]:
-        speculation, found = Speculation.of(method), {}
+        tree = "branch:2,2" if method == "trees" else None
+        speculation, found = Speculation.of("model" if tree else method, tree=tree), {}
         ids = [engine.add(replace(r, speculation=speculation, is_streamed=False)) for r in chosen]
         while engine.has_work:
             for event in engine.step():
@@ -276,7 +310,7 @@ def test_the_engine_gives_the_same_whatever_runs_beside() -> None:
     assert len(set(alone)) > len(requests) // 2
     for name, changes in WAYS.items():
         engine = make(**changes)
-        method = name if name in ("suffix", "skip", "model") else "none"
+        method = name if name in ("suffix", "skip", "model", "trees") else "none"
         assert outputs(engine, requests, method) == alone, name
         assert outputs(engine, requests[::-1], method)[-1] == alone[0], name  # the cache is warm
     # What drafted rounds count is the same in a burst and one by one.

@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +20,7 @@ import numpy as np
 
 from tests.backends.cuda.backend_check import FAILED, PROMPT, make, report
 from tests.backends.cuda.chains_check import random_backend
-from tests.support.skipping import cheap_setup
+from tests.support.skipping import CHEAP, cheap_setup
 from verispec.backends.cuda.backend import CudaBackend
 from verispec.backends.cuda.outputs import DeviceOutputs
 from verispec.config import EngineConfig
@@ -30,17 +32,18 @@ from verispec.types import SamplingParams
 
 REQUESTS = [
     {}, {"temperature": 1.0}, {"temperature": 0.8, "top_k": 6}, {"temperature": 1.0, "top_p": 0.7},
-    {"temperature": 0.6, "repetition_penalty": 1.2}, {"temperature": 1.0, "min_tokens": 6}, {"temperature": 1.3},
+    {"temperature": 0.6, "repetition_penalty": 1.2}, {"temperature": 1.0, "min_tokens": 9}, {"temperature": 1.3},
 ]  # fmt: skip
 TREES = ("branch:3,2,1", "branch:2,2", "beam:3,3")
 COUNTED = ("passes", "fast_passes", "draft_passes", "drafted", "accepted")
 
 
 class Told(NamedTuple):
-    """What came of a sequence: everything that must not differ."""
+    """What came of a sequence. How it was drafted is the same whatever ran beside it only if nothing did."""
 
     digest: str
     counted: tuple[int, ...]
+    drafted: tuple[tuple[int, ...], ...]  # of each round: how much was accepted, and the tokens that were not
 
 
 class Host(DeviceOutputs):
@@ -52,12 +55,20 @@ class Host(DeviceOutputs):
 
 
 def hosted(backend: CudaBackend) -> CudaBackend:
-    """A backend whose host takes part in whatever is more than a draw."""
+    """A backend whose host grows trees, level by level, and takes part in whatever is more than a draw."""
     started = backend._started
     backend._started = lambda pass_, lane: (
         started(pass_, lane) if pass_.wanted.noisy_top_k is None and pass_.wanted.distribution is None else None
     )
     backend._outputs.__class__ = Host
+    backend.limits = replace(backend.limits, trees=False)
+    return backend
+
+
+def looped(backend: CudaBackend) -> CudaBackend:
+    """A backend whose bursts are those of `backends/rounds.py`."""
+    started = backend._started
+    backend._started = lambda pass_, lane: started(pass_, lane) if pass_.burst is None else None
     return backend
 
 
@@ -73,7 +84,7 @@ def requests(speculation: Speculation, *, seed: int, max_tokens: int) -> list[Re
         Request(
             PROMPT[7 * i :][: 9 + 5 * i],
             SamplingParams(max_tokens=max_tokens, seed=seed + i, deterministic=is_match, **more),
-            eos_ids=(3,), speculation=speculation, is_streamed=False,
+            eos_ids=(3,), speculation=speculation,
         )
         for i, more in enumerate(REQUESTS)
         if is_match or not {"repetition_penalty", "min_tokens"} & more.keys()
@@ -83,39 +94,51 @@ def requests(speculation: Speculation, *, seed: int, max_tokens: int) -> list[Re
 def engine_of(backend: CudaBackend, **changes: object) -> Engine:
     config = EngineConfig(**{"num_slots": backend.limits.num_slots, "max_running": 8, "prefix_cache": False, **changes})
     drafters = make_drafters(cheap_setup(backend, draft_len=3))
-    return Engine(backend, family=(1, 4, 16, 64, 256), drafters=drafters, config=config)
+    return Engine(backend, family=(1, 4, 16, 64, 256), drafters=drafters, config=config, cost=CHEAP)
 
 
 def told(engine: Engine, asked: Sequence[Request]) -> list[Told]:
-    found, ids = {}, [engine.add(request) for request in asked]
+    found, drafted, ids = {}, defaultdict(list), [engine.add(request) for request in asked]
     while engine.has_work:
         for event in engine.step():
+            drafted[event.request_id].append((event.num_accepted, *event.rejected_ids))
             if event.output is not None:
-                stats = event.output.stats
-                found[event.request_id] = Told(event.output.digest, tuple(getattr(stats, n) for n in COUNTED))
+                stats, drafts = event.output.stats, tuple(drafted[event.request_id])
+                found[event.request_id] = Told(event.output.digest, tuple(getattr(stats, n) for n in COUNTED), drafts)
     engine.check()
     return [found[i] for i in ids]
 
 
 def check_trees(
-    name: str, device, trees: Sequence[str] = TREES, drafters: Sequence[str] = ("skip", "model"),
-    rules: Sequence[str] = ("match", "recursive"), max_tokens: int = 24,
+    device, trees: Sequence[str] = TREES, drafters: Sequence[str] = ("skip", "model"),
+    rules: Sequence[str] = ("match", "recursive"), max_tokens: int = 30, num_requests: int = 9,
 ) -> None:  # fmt: skip
-    """Every tree by both drafters and both rules."""
+    """Every tree by both drafters and both rules: one request after the other with all counters, then together."""
+    host, alone = hosted(make("llama", device)), unassisted(make("llama", device))
     for tree in trees:
         for drafter in drafters:
             for accept in rules:
-                how = Speculation.of(drafter, tree=tree, accept=accept)
-                asked = requests(how, seed=len(tree), max_tokens=max_tokens)
-                expected = told(engine_of(hosted(make(name, device)), max_burst=1), asked)
-                found = told(engine_of(unassisted(make(name, device))), asked)
-                differ = sum(a != b for a, b in zip(found, expected, strict=True))
-                report(f"{name} {drafter} {tree} {accept}: of the device and of the host", len(asked), differ)
-                accepted = sum(t.counted[-1] for t in found)
-                report(f"{name} {drafter} {tree} {accept}: control: accepted", len(asked), accepted, control=True)
-    asked = requests(how, seed=99, max_tokens=max_tokens)
-    differ = sum(a != b for a, b in zip(told(engine_of(make(name, device)), asked), found, strict=True))
-    report(f"{name} control: another seed", len(found), differ, control=True)
+                what, how = f"{drafter} {tree} {accept}", Speculation.of(drafter, tree=tree, accept=accept)
+                asked = requests(how, seed=len(tree), max_tokens=max_tokens)[:num_requests]
+                expected = told(engine_of(host, max_burst=1, max_running=1), asked)
+                found = told(engine_of(alone, max_burst=6, max_running=1), asked)
+                report(f"{what}: of the device and of the host", len(asked), differing(found, expected))
+                report(f"{what}: control: accepted", len(asked), sum(t.counted[-1] for t in found), control=True)
+                if accept == "match":
+                    together = told(engine_of(alone, max_burst=6), asked)
+                    differ = sum(a.digest != b.digest for a, b in zip(together, expected, strict=True))
+                    report(f"{what}: one by one and together", len(asked), differ)
+    asked = requests(how, seed=99, max_tokens=max_tokens)[:num_requests]
+    report(
+        "control: another seed",
+        len(found),
+        differing(told(engine_of(alone, max_running=1), asked), found),
+        control=True,
+    )
+
+
+def differing(found: Sequence[Told], expected: Sequence[Told]) -> int:
+    return sum(a != b for a, b in zip(found, expected, strict=True))
 
 
 # Times
@@ -139,23 +162,23 @@ WAYS = [
 
 def time_trees(device, name: str, second: str, results: list[Timing]) -> None:
     backend = random_backend(device, name, second)
-    by_device = backend._started
+    by_device = backend._started, backend.limits
     for count in (1, 8):
         for drafter, tree, accept in WAYS:
             speculation = Speculation.of(drafter, tree=tree, accept=accept)
             alone = round_milliseconds(backend, count, speculation)
-            hosted(backend)._outputs.__class__ = DeviceOutputs
+            hosted(backend)._outputs.__class__ = DeviceOutputs  # whose children are the device's
             host = round_milliseconds(backend, count, speculation)
-            backend._started = by_device
+            backend._started, backend.limits = by_device
             what = drafter if tree is None else f"{drafter} {tree} {accept}"
             results.append(Timing(name, count, what, alone, host))
             print(f"{name}, {count} sequences, {what}: {alone:.3f} ms a round, with the host {host:.3f}", flush=True)
 
 
-def round_milliseconds(backend: CudaBackend, count: int, speculation: Speculation, max_tokens: int = 48) -> float:
+def round_milliseconds(backend: CudaBackend, count: int, speculation: Speculation, max_tokens: int = 120) -> float:
     """Of sequences that start at a context of 250; graphs are captured in a first run."""
     best = float("inf")
-    for _ in range(3):
+    for _ in range(2):
         engine = engine_of(backend)
         for i in range(count):
             params = SamplingParams(
@@ -181,8 +204,8 @@ def main() -> None:
     device, begin, results = Gpu(0, cache_dir() / "cuda"), time.perf_counter(), list[Timing]()
     with device.current():
         with np.errstate(all="ignore"):
-            report("draws and children, of the device and of numpy", 720, check_draws())
-        check_trees("llama", device)
+            report("draws and children, of the device and of numpy", 288, check_draws(vocabs=(5000, 151936)))
+        check_trees(device)
         print(f"checks: {time.perf_counter() - begin:.0f} s", flush=True)
         for name, second in (("smol", ""), ("qwen1.5b", "qwen0.5b")):
             time_trees(device, name, second, results)

@@ -75,7 +75,8 @@ from verispec.backends.protocol import (
     Wanted,
 )
 from verispec.backends.resident import Resident
-from verispec.backends.rounds import NO_UPDATE, run_rounds
+from verispec.backends.rounds import run_rounds
+from verispec.backends.tree_rounds import NO_UPDATE
 from verispec.errors import InputError
 from verispec.kv import DUMP_SLOT, NUM_RESERVED, TARGET_STORE
 from verispec.model.architecture import Architecture
@@ -115,7 +116,7 @@ class CudaBackend:
         self.limits = BackendLimits(
             arch.vocab_size, context_len, num_slots, num_seq_rows, max_tail, len(models), num_masks=NUM_MASKS,
             hidden=tuple(HiddenShape(m.architecture.num_layers, m.architecture.hidden_size) for m in models),
-            prepares=True, fast_weights=f"int{draft_bits}" if draft_bits else "",
+            prepares=True, fast_weights=f"int{draft_bits}" if draft_bits else "", trees=True,
         )  # fmt: skip
         self._device = device
         self._architectures = [m.architecture for m in models]

@@ -1,47 +1,6 @@
-// Rounds that begin with a drafted chain, without the host: a pass for each token drafted, one that verifies them all, and
-// what the target drew itself is kept. Every kernel is one block. A member is a sequence of the burst; in a pass that
-// verifies it has a row for its last token and one for each token it may draft, padding where it drafted fewer. Arrays by
-// such rows are cut alike: what belongs to the draft's first token stands one behind the member's own.
-#include "steps.cuh"
-
-struct ChainArgs {
-  Args step;
-  int* drafts;  // [rows that verify]
-  int* counts;  // [members]: tokens drafted in this round
-  int* live;    // [members]: whether the draft goes on
-};
-
-// What the host says of the members; `rounds` are further ones, `first` is a member's first draw of the pass itself, `base` its
-// first row of a further one. A token below 0 is one that the host does not know.
-struct Members {
-  const int *seq_rows, *rounds, *tokens, *positions, *lengths, *first, *base;
-  int count;
-  __device__ explicit Members(const int* sent) : count(sent[kChains]) {
-    const int* column = sent + sent[kChainsAt];
-    seq_rows = column, rounds = column + count, tokens = column + 2 * count, positions = column + 3 * count;
-    lengths = column + 4 * count, first = column + 5 * count, base = column + 6 * count;
-  }
-};
-
-// The pass that drafts now: token number `token` of the chains of `count` members.
-struct DraftPass {
-  int token, rows_each, count;
-  float least_logprob;
-  const int* members;
-  __device__ explicit DraftPass(const int* sent) : token(0), rows_each(1), count(0), least_logprob(0.0f), members(sent) {
-    const int passes = sent[kPasses], *pass = sent + sent[kPassesAt] + sent[kPass];
-    if (sent[kPass] >= passes) return;  // nothing was sent: the run before a capture
-    token = pass[0], rows_each = pass[passes], least_logprob = __int_as_float(pass[2 * passes]);
-    count = pass[3 * passes], members = sent + sent[kDraftersAt] + pass[4 * passes];
-  }
-};
-
-// How many tokens a member may draft: its last draw must still fit.
-__device__ __forceinline__ int most_drafted(const int* record, int length) { return min(length, record[kLimit] - record[kLength] - 1); }
-
-__device__ __forceinline__ void set_table_row(const Args& a, int row, int token, int position, int seq_row, int ready_len) {
-  set_row(a, row, token, position, a.table[seq_row * a.table_width + position], seq_row, position + 1, ready_len);
-}
+// Rounds that begin with a draft, without the host: a pass for each token drafted or level grown (trees.cu), one that verifies
+// them all, and what the target drew itself is kept. Every kernel is one block.
+#include "chains.cuh"
 
 extern "C" __global__ void __launch_bounds__(kThreads) begin_draft(const ChainArgs c) {
   wait_for_previous();
@@ -62,8 +21,10 @@ extern "C" __global__ void __launch_bounds__(kThreads) begin_draft(const ChainAr
     const int s = i < pass.count ? pass.members[i] : 0, seq_row = i < pass.count ? m.seq_rows[s] : 0;
     const int* record = record_of(a, seq_row);
     if (i < pass.count && pass.token == 0) {
+      const int most = most_drafted(record, m.lengths[s]);
       c.counts[s] = 0;
-      c.live[s] = round <= m.rounds[s] && record[kNext] >= 0 && most_drafted(record, m.lengths[s]) > 0;
+      c.live[s] = round <= m.rounds[s] && record[kNext] >= 0 && (m.is_tree[s] ? most == m.lengths[s] : most > 0);
+      for (int n = 1; m.is_tree[s] && n <= m.lengths[s]; ++n) c.drafts[m.base[s] + n] = -1;
     }
     const bool drafts = i < pass.count && c.live[s];
     const int row = pass.rows_each * (i + 1) - 1, position = record[kLength] - 1 + pass.token;
@@ -104,8 +65,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) place_drafts(const ChainA
   const Members m(sent);
   for (int i = threadIdx.x; i < sent[kOwners]; i += kThreads) {
     const int s = owners[i], n = i - m.base[s], draw = m.first[s] + n;
-    if (n == 0 || n > c.counts[s]) continue;
-    set_table_row(a, a.row_ids[draw], c.drafts[i], m.positions[s] + n, m.seq_rows[s], m.positions[s]);
+    if (n == 0 || (m.is_tree[s] ? c.drafts[i] < 0 : n > c.counts[s])) continue;
+    if (m.is_tree[s]) set_node(c, m, s, a.row_ids[draw], n - 1, m.positions[s] + 1, m.positions[s]);
+    else set_table_row(a, a.row_ids[draw], c.drafts[i], m.positions[s] + n, m.seq_rows[s], m.positions[s]);
     set_draw(a, draw, a.row_ids[draw], m.seq_rows[s], -1, 0, 0);
   }
 }
@@ -119,14 +81,15 @@ extern "C" __global__ void __launch_bounds__(kThreads) begin_verify(const ChainA
     const int s = i < sent[kOwners] ? owners[i] : 0, seq_row = i < sent[kOwners] ? m.seq_rows[s] : 0;
     const int *record = record_of(a, seq_row), n = seq_row ? i - m.base[s] : 0, position = record[kLength] - 1;
     const bool goes = seq_row && round <= m.rounds[s] && record[kNext] >= 0;
-    if (goes && (n == 0 || n <= c.counts[s])) set_table_row(a, i, n ? c.drafts[i] : record[kNext], position + n, seq_row, position);
+    if (goes && n && m.is_tree[s] && c.drafts[i] >= 0) set_node(c, m, s, i, n - 1, record[kLength], position);
+    else if (goes && (n == 0 || n <= c.counts[s])) set_table_row(a, i, n ? c.drafts[i] : record[kNext], position + n, seq_row, position);
     else set_padding(a, i);
     set_draw(a, i, i, a.seq_rows[i], -1, 0, 0);
   }
 }
 
 // Accept what was drafted as far as it was drawn, and go on behind it. `tokens` are the member's draws.
-__device__ __forceinline__ void judge(const ChainArgs& c, const Members& m, int s, int row, const int* tokens, int* out) {
+__device__ __forceinline__ void judge_chain(const ChainArgs& c, const Members& m, int s, int row, const int* tokens, int* out) {
   const Args& a = c.step;
   const int length = a.positions[row] + 1, base = m.base[s], drafted = m.lengths[s] ? c.counts[s] : 0;
   const bool idles = a.slots[row] == kDumpSlot;
@@ -139,6 +102,33 @@ __device__ __forceinline__ void judge(const ChainArgs& c, const Members& m, int 
   bool ended = false;
   for (int n = 0; n <= accepted; ++n) ended |= !goes_on(record, tokens[n], length + 1 + n);
   record[kNext] = ended ? -1 : tokens[accepted], record[kLength] = length + 1 + accepted;
+}
+
+// The same of a tree: down from the root as long as a child was drawn. Slots of the path change places with those of its
+// positions, so that the table has them in the path's order.
+__device__ __forceinline__ void judge_tree(const ChainArgs& c, const Members& m, int s, int row, const int* tokens, int* out) {
+  const Args& a = c.step;
+  const int length = a.positions[row] + 1, base = m.base[s], extra_at = a.sent[kExtraAt];
+  const bool idles = a.slots[row] == kDumpSlot;
+  int *record = record_of(a, m.seq_rows[s]), *slots = a.table + m.seq_rows[s] * a.table_width + length;
+  int accepted = 0, node = -1, drawn = tokens[0];
+  bool ended = !goes_on(record, drawn, length + 1);
+  for (int place = 0; place < m.lengths[s]; ++place) {
+    const int token = c.drafts[base + 1 + place], parent = c.parents[base + 1 + place];
+    out[extra_at + base + 1 + place] = token, out[a.sent[kOutWidth] + extra_at + base + 1 + place] = parent;
+    if (idles || token < 0 || token != drawn || parent != node) continue;
+    const int slot = slots[place];
+    slots[place] = slots[accepted], slots[accepted] = slot;
+    node = place, drawn = tokens[1 + place], ++accepted;
+    ended |= !goes_on(record, drawn, length + 1 + accepted);
+  }
+  out[extra_at + a.sent[kOwners] + s] = idles ? -1 : accepted;
+  if (!idles) record[kNext] = ended ? -1 : drawn, record[kLength] = length + 1 + accepted;
+}
+
+__device__ __forceinline__ void judge(const ChainArgs& c, const Members& m, int s, int row, const int* tokens, int* out) {
+  if (m.is_tree[s]) judge_tree(c, m, s, row, tokens, out);
+  else judge_chain(c, m, s, row, tokens, out);
 }
 
 // Behind end_round, which has written the draws of the pass itself.

@@ -1,7 +1,8 @@
-"""Bursts whose rounds begin with drafted chains, on the device alone: what is sent for them, and what comes back.
+"""Bursts whose rounds begin with drafts, on the device alone: what is sent for them, and what comes back.
 
-A round is a pass for each token drafted and one that verifies them all; `chains.cu` has what happens between passes. In
-passes that verify, every sequence has a row for its last token and one for each token that it may draft.
+A round is a pass for each token of chains, and for each level of trees, and one that verifies them all; `chains.cu` and
+`trees.cu` have what happens between passes. In passes that verify, every sequence has a row for its last token and one
+for each token that it may draft.
 """
 
 from __future__ import annotations
@@ -13,21 +14,54 @@ from numpy.typing import NDArray
 
 from verispec.backends.cuda.arrange import MAX_HEAD_ROWS, ROW_SIZES, at_least
 from verispec.backends.cuda.graphs import Draw, GraphKey
-from verispec.backends.cuda.steps import Parcel, Stage, StepSizes
-from verispec.backends.protocol import Burst, BurstResult, Pass, Rows
+from verispec.backends.cuda.steps import MAX_OFFERED, Parcel, Stage, StepSizes
+from verispec.backends.protocol import Burst, BurstResult, Drafting, Pass, Rows
 from verispec.backends.rounds import no_rounds
+from verispec.backends.tree_rounds import Drafts
 
 Int32 = NDArray[np.int32]
 
 
 class _Draft(NamedTuple):
-    """A pass that drafts: the place in the chains, rows of each sequence, where chains end, and whose they are."""
+    """A pass that drafts: the place in the chains, or the level; rows of each sequence, where chains end, and whose
+    they are; and of a level what `chains.cuh` says of it."""
 
     token: int
     rows_each: int
     least_logprob: int  # bits
     num_sequences: int
     first: int  # of them in the list of all
+    children: int = 0
+    width: int = 1
+    before: int = 0
+    place: int = 0
+    keep: int = 0
+    is_beam: int = 0
+
+    @property
+    def head_rows(self) -> int:
+        """Places for the rows that draw, or whose children are wanted."""
+        return at_least(ROW_SIZES, self.num_sequences * self.width)
+
+
+def _passes(burst: Burst) -> list[tuple[Drafting, _Draft]]:
+    """Those of a round that draft, one after the other."""
+    found, end = list[tuple[Drafting, _Draft]](), 0
+    for part in burst.drafts:
+        least, count, tree = int(np.float32(part.least_logprob).view(np.int32)), len(part.sequences), part.tree
+        width = before = place = 0
+        for token in range(int(part.lengths.max()) if tree is None else len(tree.keep)):
+            pass_ = _Draft(token, 1 if token else part.first_rows, least, count, end)
+            if tree is not None:
+                keep = tree.keep[token]
+                pass_ = pass_._replace(
+                    children=tree.branching[token], width=width or 1, before=before, place=place, keep=keep,
+                    is_beam=int(tree.is_beam),
+                )  # fmt: skip
+                width, before, place = keep, place, place + keep
+            found.append((part, pass_))
+        end += count
+    return found
 
 
 class Chains(NamedTuple):
@@ -35,6 +69,7 @@ class Chains(NamedTuple):
 
     burst: Burst
     lengths: Int32  # [S], the most that each drafts
+    is_tree: NDArray[np.bool_]  # [S]
     base: Int32  # [S]
     owners: Int32  # [R]
 
@@ -43,9 +78,9 @@ class Chains(NamedTuple):
         """Those of a burst with drafts."""
         lengths = burst.draft_lens
         base = np.cumsum(1 + lengths) - 1 - lengths
-        return cls(
-            burst, lengths, base.astype(np.int32), np.repeat(np.arange(len(lengths), dtype=np.int32), 1 + lengths)
-        )
+        is_tree = Drafts.none(len(lengths), 0, burst.drafts).is_tree
+        owners = np.repeat(np.arange(len(lengths), dtype=np.int32), 1 + lengths)
+        return cls(burst, lengths, is_tree, base.astype(np.int32), owners)
 
     @property
     def places(self) -> Int32:
@@ -55,12 +90,16 @@ class Chains(NamedTuple):
     @property
     def reach(self) -> int:
         """How far behind where it is now any sequence can come."""
-        return (1 + self.burst.num_rounds) * (1 + int(self.lengths.max()))
+        trees = [len(part.tree.keep) for part in self.burst.drafts if part.tree is not None]
+        deepest = max(int(self.lengths[~self.is_tree].max(initial=0)), *trees, 0)
+        return (1 + self.burst.num_rounds) * (1 + deepest)
 
     def fit(self, pass_: Pass) -> bool:
         """Whether the device can do it alone: each row draws, with the target's noise, and all fit the head."""
         draw = pass_.wanted.draw
         if draw is None or draw.noise is not None or len(self.owners) > MAX_HEAD_ROWS:
+            return False
+        if any(p.head_rows > MAX_HEAD_ROWS or p.children * p.head_rows > MAX_OFFERED for _, p in _passes(self.burst)):
             return False
         first = np.searchsorted(draw.rows, self.burst.rows)
         at = first[self.owners] + self.places
@@ -70,12 +109,11 @@ class Chains(NamedTuple):
     def drafting(self, spans: int, draw: Draw) -> list[GraphKey]:
         """The passes that draft in a round, one after the other."""
         found = []
-        for part in self.burst.drafts:
-            head = at_least(ROW_SIZES, len(part.sequences))
-            for token in range(int(part.lengths.max())):
-                rows = head * (1 if token else part.first_rows)
-                sizes = StepSizes(rows, head)
-                found.append(GraphKey(part.store, part.view, sizes, rows, spans, draw, stage=Stage.DRAFT))
+        for part, pass_ in _passes(self.burst):
+            stage = Stage.DRAFT if part.tree is None else Stage.LEVEL if pass_.token else Stage.ROOT
+            rows = pass_.head_rows * pass_.rows_each
+            sizes, children = StepSizes(rows, pass_.head_rows), pass_.children
+            found.append(GraphKey(part.store, part.view, sizes, rows, spans, draw, stage=stage, children=children))
         return found
 
     def verifying(self, pass_: Pass, spans: int, draw: Draw) -> GraphKey:
@@ -89,17 +127,13 @@ class Chains(NamedTuple):
         first = np.searchsorted(drawn, at)
         tokens = np.maximum(rows.token_ids[at], -1)
         parcel.put(
-            "chains", rows.seq_rows[at], burst.rounds, tokens, rows.positions[at], self.lengths, first, self.base
+            "chains", rows.seq_rows[at], burst.rounds, tokens, rows.positions[at], self.lengths, first, self.base,
+            self.is_tree.astype(np.int32),
         )  # fmt: skip
         parcel.set("chains", len(at))
         parcel.put("owners", self.owners)
         parcel.set("owners", len(self.owners))
-        passes, end = list[_Draft](), 0
-        for part in burst.drafts:
-            least, count = int(np.float32(part.least_logprob).view(np.int32)), len(part.sequences)
-            for token in range(int(part.lengths.max())):
-                passes.append(_Draft(token, 1 if token else part.first_rows, least, count, end))
-            end += count
+        passes = [pass_ for _, pass_ in _passes(burst)]
         parcel.put("passes", np.array(passes, np.int32).T)
         parcel.set("passes", len(passes))
         parcel.put("drafters", *(part.sequences for part in burst.drafts))
@@ -108,7 +142,7 @@ class Chains(NamedTuple):
 
     def result(self, words: Int32, extra_at: int) -> BurstResult:
         """From tokens and log-probabilities of all rounds [1 + rounds, 2, width]; behind the tokens are drafts and how
-        many of each were accepted."""
+        many of each were accepted, behind the others the places of parents."""
         found, num_rows = no_rounds(self.burst, len(words)), len(self.owners)
         accepted = found.accepted
         accepted[:] = words[:, 0, extra_at + num_rows :][:, : len(self.base)].T
@@ -116,13 +150,19 @@ class Chains(NamedTuple):
         places = self.places
         drafted = np.flatnonzero(places)
         found.drafts[self.owners[drafted], :, places[drafted] - 1] = words[:, 0, extra_at + drafted].T
+        found.parents[self.owners[drafted], :, places[drafted] - 1] = words[:, 1, extra_at + drafted].T
         width = 1 + found.drafts.shape[2]
         end = (len(words) - 1) * width
         token_ids, logprobs = found.token_ids[:, :end], found.logprobs[:, :end]
         num_drawn = np.zeros(len(self.base), np.int64)
-        for (tokens, values), count in zip(words[1:], accepted.T[1:], strict=True):
+        for i, ((tokens, values), count) in enumerate(zip(words[1:], accepted.T[1:], strict=True), 1):
+            order = np.tile(np.arange(width), (len(self.base), 1))  # rows of each sequence along its path
+            drafts = Drafts(found.drafts[:, i], found.parents[:, i], self.is_tree)
+            for s in np.flatnonzero(self.is_tree & (count > 0)).tolist():
+                path = drafts.accepted(s, tokens[self.base[s] :])
+                order[s, 1 : 1 + len(path)] = 1 + np.array(path)
             sequence, column = np.nonzero(np.arange(width) <= count[:, None])
-            at, row = num_drawn[sequence] + column, self.base[sequence] + column
+            at, row = num_drawn[sequence] + column, self.base[sequence] + order[sequence, column]
             token_ids[sequence, at] = tokens[row]
             logprobs[sequence, at] = values[row].view(np.float32)
             num_drawn += count + 1

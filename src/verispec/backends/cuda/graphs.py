@@ -93,6 +93,7 @@ class Graphs:
         self._steps.begin(state, sizes, key.stage)
         every_row = not key.sends_rows and sizes.rows == sizes.head_rows
         logits = model.forward(state.inputs, plan, None if every_row else state.row_ids[: sizes.head_rows])
+        offered = None
         if key.draw:
             how = {
                 "filters": key.draw is Draw.FILTERED, "allowed": state.allowed if key.masked else None,
@@ -100,8 +101,10 @@ class Graphs:
             }  # fmt: skip
             if key.children:
                 offered = self.draws.children(logits, state.draws, sizes.head_rows, k=key.children, **how)
-                self._steps.end_children(state, sizes, offered, model.buffers.not_finite)
-                return
-            self.draws.draw(logits, state.draws, sizes.head_rows, **how)
+            else:
+                self.draws.draw(logits, state.draws, sizes.head_rows, **how)
+        if offered is not None and key.stage is Stage.PASS:
+            self._steps.end_children(state, sizes, offered, model.buffers.not_finite)
+            return
         drawn, logprobs = self.draws.token_ids, self.draws.logprobs
-        self._steps.end(state, sizes, drawn, logprobs, model.buffers.not_finite, key.stage)
+        self._steps.end(state, sizes, drawn, logprobs, model.buffers.not_finite, key.stage, offered)

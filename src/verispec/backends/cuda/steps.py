@@ -40,6 +40,7 @@ RECORD = (
 )  # fmt: skip
 RECORD_WORDS = 64
 MAX_BIAS = (RECORD_WORDS - len(RECORD) - MAX_STOPS) // 2  # ids with a bias that a record has room for
+MAX_OFFERED = 1 << 16  # children that one pass may offer to beams
 MAX_EDITED_ROWS = 64  # rows of one pass whose logits the device can change
 NEXT, LENGTH, BROKEN = (RECORD.index(name) for name in ("next", "length", "broken"))
 _ROWS = ("token_ids", "positions", "slots", "seq_rows", "prefix_lens", "ready_lens", "tails")
@@ -53,7 +54,8 @@ _StepArgs = struct(
 )
 
 
-_ChainArgs = struct("ChainArgs", ("step", _StepArgs), *pointers("drafts", "counts", "live"))
+_CHAINS = ("drafts", "parents", "grows", "phi", "log_tau", "race", "counts", "live")
+_ChainArgs = struct("ChainArgs", ("step", _StepArgs), *pointers(*_CHAINS, "offered"))
 _ChildrenArgs = struct("ChildrenArgs", ("step", _StepArgs), *pointers("offered"), ("k", ctypes.c_int))
 _EditArgs = struct("EditArgs", ("step", _StepArgs), *pointers("edited", "counts"), ("vocab", ctypes.c_int))
 
@@ -64,6 +66,8 @@ class Stage(Enum):
     PASS = ("begin_round",), ("end_round",)
     FIRST = ("begin_round", "place_drafts"), ("end_round", "judge_first")  # of a burst whose rounds begin with drafts
     DRAFT = ("begin_draft",), ("end_draft",)
+    ROOT = ("begin_draft",), ("end_level",)  # the first level of trees
+    LEVEL = ("begin_level",), ("end_level",)
     VERIFY = ("begin_verify",), ("end_verify",)
 
 
@@ -92,7 +96,9 @@ class StepState:
         self.row_ids = zeros(rows)
         self.allowed = zeros(limits.num_masks, -(-limits.vocab_size // 32))  # the mask table
         self.out = zeros((MAX_ROUNDS + 1) * 2 * rows)
-        self.chains = {name: zeros(rows) for name in ("drafts", "counts", "live")}  # as chains.cu has them
+        sizes = dict.fromkeys(_CHAINS, rows) | {"race": MAX_OFFERED}
+        reals = {"phi", "log_tau", "race"}
+        self.chains = {n: zeros(sizes[n], dtype=torch.float64 if n in reals else torch.int32) for n in _CHAINS}
         names = ("token_ids", "positions", "slots", "seq_rows", "prefix_lens", "ready_lens")
         table = zeros(count, limits.context_len)
         table[0] = DUMP_SLOT  # the context of padding
@@ -116,11 +122,11 @@ class StepKernels:
 
     def end(
         self, state: StepState, sizes: StepSizes, drawn: torch.Tensor, logprobs: torch.Tensor, not_finite: torch.Tensor,
-        stage: Stage = Stage.PASS,
+        stage: Stage = Stage.PASS, offered: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Results of the round, and where it leaves its sequences."""
+        """Results of the round, and where it leaves its sequences; `offered` are children [3, R, k]."""
         args = filled(_arguments(state, sizes), drawn=drawn, logprobs=logprobs, not_finite=not_finite)
-        self._run(stage.value[1], state, args)
+        self._run(stage.value[1], state, args, offered)
 
     def end_children(self, state: StepState, sizes: StepSizes, offered: torch.Tensor, not_finite: torch.Tensor) -> None:
         """Results of a pass whose rows offer children, [3, R, k]."""
@@ -138,12 +144,15 @@ class StepKernels:
         self.launch("edits.cu", "edit_rows", args, blocks=len(logits), threads=256)
         return edited
 
-    def _run(self, names: tuple[str, ...], state: StepState, args: ctypes.Structure) -> None:
+    def _run(
+        self, names: tuple[str, ...], state: StepState, args: ctypes.Structure, offered: torch.Tensor | None = None
+    ) -> None:
         for name in names:
             if name.endswith("_round"):
                 self.launch("steps.cu", name, args)
             else:
-                self.launch("chains.cu", name, filled(_ChainArgs(step=args), **state.chains))
+                source = "trees.cu" if name.endswith("_level") else "chains.cu"
+                self.launch(source, name, filled(_ChainArgs(step=args), **state.chains, offered=offered))
 
     def launch(self, source: str, name: str, args: ctypes.Structure, *, blocks: int = 1, threads: int = 1024) -> None:
         """On the current stream."""

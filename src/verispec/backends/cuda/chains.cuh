@@ -1,0 +1,66 @@
+// What kernels of drafted rounds share: the members of a burst, the pass that drafts now, and rows of nodes. A member is a
+// sequence of the burst; in a pass that verifies it has a row for its last token and one for each token it may draft, padding
+// where it drafted fewer. Arrays by such rows are cut alike: what belongs to the draft's first token stands one behind the
+// member's own. Nodes of a tree have places, level by level (backends/protocol.py).
+#pragma once
+#include "steps.cuh"
+
+struct ChainArgs {
+  Args step;
+  int* drafts;   // [rows that verify]
+  int* parents;  // the same, of trees: places
+  int* grows;    // the same: whether the node may have children
+  double* phi;   // the same, of beams: the path's log-probability
+  double* log_tau;  // and the logarithm of its race time
+  double* race;  // [rows that draft, k]: of all children that are offered
+  int* counts;   // [members]: tokens of the chain drafted in this round
+  int* live;     // [members]: whether the draft goes on
+  const int* offered;  // [3, head_rows, k]: children, log p + noise, log p
+};
+
+// What the host says of the members; `rounds` are further ones, `first` is a member's first draw of the pass itself, `base` its
+// first row of a further one. A token below 0 is one that the host does not know.
+struct Members {
+  const int *seq_rows, *rounds, *tokens, *positions, *lengths, *first, *base, *is_tree;
+  int count;
+  __device__ explicit Members(const int* sent) : count(sent[kChains]) {
+    const int* column = sent + sent[kChainsAt];
+    seq_rows = column, rounds = column + count, tokens = column + 2 * count, positions = column + 3 * count;
+    lengths = column + 4 * count, first = column + 5 * count, base = column + 6 * count, is_tree = column + 7 * count;
+  }
+};
+
+// The pass that drafts now: token number `token` of the chains of `count` members, or that level of their trees: `k` children of
+// each of `width` nodes from place `before` on, of which `keep` get the places from `place` on.
+struct DraftPass {
+  int token, rows_each, count, k, width, before, place, keep, is_beam;
+  float least_logprob;
+  const int* members;
+  __device__ explicit DraftPass(const int* sent)
+      : token(0), rows_each(1), count(0), k(0), width(1), before(0), place(0), keep(0), is_beam(0), least_logprob(0.0f), members(sent) {
+    const int passes = sent[kPasses], *pass = sent + sent[kPassesAt] + sent[kPass];
+    if (sent[kPass] >= passes) return;  // nothing was sent: the run before a capture
+    token = pass[0], rows_each = pass[passes], least_logprob = __int_as_float(pass[2 * passes]);
+    count = pass[3 * passes], members = sent + sent[kDraftersAt] + pass[4 * passes];
+    k = pass[5 * passes], width = pass[6 * passes], before = pass[7 * passes], place = pass[8 * passes];
+    keep = pass[9 * passes], is_beam = pass[10 * passes];
+  }
+};
+
+// How many tokens a member may draft: its last draw must still fit.
+__device__ __forceinline__ int most_drafted(const int* record, int length) { return min(length, record[kLimit] - record[kLength] - 1); }
+
+__device__ __forceinline__ void set_table_row(const Args& a, int row, int token, int position, int seq_row, int ready_len) {
+  set_row(a, row, token, position, a.table[seq_row * a.table_width + position], seq_row, position + 1, ready_len);
+}
+
+// The row of a node of a sequence of `length` tokens: its context is the table, then the slots of its path.
+__device__ __forceinline__ void set_node(const ChainArgs& c, const Members& m, int s, int row, int place, int length, int ready_len) {
+  const Args& a = c.step;
+  const int *parents = c.parents + m.base[s] + 1, *slots = a.table + m.seq_rows[s] * a.table_width + length;
+  int depth = 0;
+  for (int p = place; p >= 0; p = parents[p]) ++depth;
+  int* tail = a.tails + static_cast<int64>(row) * a.tail_width + depth;
+  for (int p = place; p >= 0; p = parents[p]) *--tail = slots[p];
+  set_row(a, row, c.drafts[m.base[s] + 1 + place], length - 1 + depth, slots[place], m.seq_rows[s], length, ready_len < 0 ? length - 1 + depth : ready_len);
+}

@@ -1,0 +1,104 @@
+"""Rounds that a backend drafted and judged by itself, cut out of a burst's result: each becomes a turn of its own."""
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import NamedTuple
+
+from verispec.backends.protocol import BurstResult, Tree
+from verispec.kv import TARGET_STORE
+from verispec.sampling.draw import NO_TOKEN
+from verispec.spec.turn import NO_ROOM, Recipe, Score, Turn
+from verispec.types import NO_PARENT, Draft, Stored, Verdict
+
+
+class _Drafted(NamedTuple):
+    """What a round drafted, the nodes' places, which of them the drafter has computed, and in how many passes."""
+
+    draft: Draft
+    places: list[int]
+    computed: frozenset[int]
+    num_passes: int
+
+
+class _Drawn(NamedTuple):
+    """Behind the round's first token, and behind each on the path."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+
+
+def rounds_of(turn: Turn, recipe: Recipe, burst: BurstResult, index: int) -> list[Turn]:
+    """The turn's rounds, each with a draft and a verdict.
+
+    Draws of the first are the pass's own, one for each row; those of the others stand in the order of their paths.
+    """
+    tree, found, first, begin = recipe.rule.tree, list[Turn](), 0, 0
+    rows, later = turn.score, _Drawn(burst.token_ids[index].tolist(), burst.logprobs[index].tolist())
+    for i, (ids, count) in enumerate(zip(burst.drafts[index].tolist(), burst.accepted[index].tolist(), strict=True)):
+        if count < 0:
+            break
+        parents, path = list[int](), list(range(count))
+        if tree is not None:
+            parents = burst.parents[index, i].tolist()
+            path = _path(
+                ids, parents, later.token_ids[begin : begin + count] if found else rows.draws, by_row=not found
+            )
+        if found:
+            drawn = _Drawn(later.token_ids[begin : begin + count + 1], later.logprobs[begin : begin + count + 1])
+            begin += count + 1
+        else:
+            at = [0, *(1 + place for place in path)]
+            drawn = _Drawn([rows.draws[j] for j in at], [rows.logprobs[j] for j in at])
+        drafted = _chain(ids) if tree is None else _tree(tree, ids, parents, turn.sequence.stopping_ids)
+        found.append(_round(turn, recipe, first, drafted, path, drawn))
+        first += count + 1
+    return found
+
+
+def _path(ids: list[int], parents: list[int], draws: list[int], *, by_row: bool) -> list[int]:
+    """The places whose tokens were drawn one after the other; `draws` are of all rows, or those tokens."""
+    path = list[int]()
+    for place, (token_id, parent) in enumerate(zip(ids, parents, strict=True)):
+        last = path[-1] if path else NO_PARENT
+        at = 1 + last if by_row else len(path)
+        if parent == last and at < len(draws) and token_id == draws[at] >= 0:
+            path.append(place)
+    return path
+
+
+def _chain(ids: list[int]) -> _Drafted:
+    """The last token never had a row of its own."""
+    draft = Draft.chain(token_id for token_id in ids if token_id >= 0)
+    return _Drafted(draft, list(range(len(draft))), frozenset(range(len(draft) - 1)), max(1, len(draft)))
+
+
+def _tree(tree: Tree, ids: list[int], parents: list[int], stopping_ids: Collection[int]) -> _Drafted:
+    """Places that are free are no nodes; those of the last level, and behind a stop, were not computed."""
+    levels = [level for level, keep in enumerate(tree.keep) for _ in range(keep)]
+    places = [place for place, token_id in enumerate(ids) if token_id >= 0]
+    node_of = {place: node for node, place in enumerate(places)} | {NO_PARENT: NO_PARENT}
+    draft = Draft(tuple(ids[p] for p in places), tuple(node_of[parents[p]] for p in places))
+    computed = [p for p in places if levels[p] + 1 < len(tree.keep) and ids[p] not in stopping_ids]
+    return _Drafted(draft, places, frozenset(node_of[p] for p in computed), 1 + len({levels[p] for p in computed}))
+
+
+def _round(turn: Turn, recipe: Recipe, first: int, drafted: _Drafted, path: list[int], drawn: _Drawn) -> Turn:
+    """One round, which began `first` tokens behind the turn."""
+    start, room, store = turn.start + first, turn.room - first, recipe.rule.store
+    has_stored = store != TARGET_STORE and room > 0
+    nodes = [drafted.places.index(place) for place in path]
+    score = Score([NO_TOKEN] * (2 + max(nodes, default=NO_PARENT)), [0.0] * (2 + max(nodes, default=NO_PARENT)))
+    for node, token_id, logprob in zip((NO_PARENT, *nodes), *drawn, strict=True):
+        score.draws[1 + node], score.logprobs[1 + node] = token_id, logprob
+    return replace(
+        turn,
+        start=start,
+        room=room,
+        choice=turn.choice._replace(num_nodes=min(recipe.num_nodes, room)) if room > 0 else NO_ROOM,
+        num_rounds=1,
+        draft=replace(drafted.draft, stored=Stored(store, start + 1, drafted.computed) if has_stored else None),
+        num_draft_passes=drafted.num_passes if room > 0 else 0,
+        score=score,
+        verdict=Verdict(tuple(nodes), drawn.token_ids[-1]),
+        path_places=None if recipe.rule.tree is None else path,
+    )
