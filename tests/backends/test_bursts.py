@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 
 import numpy as np
@@ -46,12 +46,19 @@ PARAMS = {
     "bias": {"logit_bias": ((2, 3.0), (5, -1.0))},
     "least length": {"temperature": 1.0, "min_tokens": 4, "logit_bias": ((3, 9.0),)},
 }  # fmt: skip
+FEW = {"temperature": 2.0, "logit_bias": ((3, 24.0), (5, 30.0), (7, 30.0))}  # tokens: a text that repeats itself
+REPEATING_PARAMS = {
+    "few": FEW,
+    "few, filters": {**FEW, "top_k": 2, "top_p": 0.9},
+    "few, penalties": {**FEW, "repetition_penalty": 1.1, "frequency_penalty": 0.2},
+    "few, least length": {**FEW, "min_tokens": 9},
+}
 PROMPT_LEN, NUM_OUTPUT = 5, 3
 TREE = Draft((7, 7, 1, 2, 3, 3), (NO_PARENT, 0, 0, 1, NO_PARENT, 4))
 
 
 def sampler(name: str, *, seed: int = 7, limit: int = 200, stop_ids: tuple[int, ...] = STOP) -> Sampler:
-    params = SamplingParams(**PARAMS[name])  # type: ignore[arg-type]
+    params = SamplingParams(**(PARAMS | REPEATING_PARAMS)[name])  # type: ignore[arg-type]
     return Sampler(params, SampleKey(seed, seed % 3), PROMPT_LEN, limit, stop_ids)
 
 
@@ -136,19 +143,20 @@ class Driven:
         limits: tuple[int, ...] = (200,) * 8,
         names: tuple[str, ...] = tuple(PARAMS),
         masked: tuple[int, ...] = (),
+        prompts: Sequence[list[int]] = tuple(PROMPT[9 * i :][:PROMPT_LEN] for i in range(8)),
     ) -> None:
-        self.backend, self.masked = backend, masked
+        self.backend, self.masked, self.prompt_len = backend, masked, len(prompts[0])
         self.tapes = [Tape(backend, seq_row=1 + i, first_slot=40 * i) for i in range(len(names))]
         builder, updates = RowsBuilder(), []
         for i, (tape, name) in enumerate(zip(self.tapes, names, strict=True)):
             stops = (3, 99) if i != 1 else ()
             backend.bind(tape.seq_row, sampler(name, seed=i, limit=limits[i], stop_ids=stops))
-            updates.append(tape.add_prompt_rows(builder, PROMPT[9 * i :][: PROMPT_LEN - 1])[1])
-            positions = np.arange(PROMPT_LEN - 1, END, dtype=np.int32)
+            updates.append(tape.add_prompt_rows(builder, prompts[i][:-1])[1])
+            positions = np.arange(self.prompt_len - 1, END, dtype=np.int32)
             slots = np.array([tape.slot(p) for p in positions.tolist()], np.int32)
             updates.append(TableUpdate(np.full(len(slots), tape.seq_row, np.int32), positions, slots))
         backend.submit(a_pass(builder.build(64), Wanted(), joined(*updates))).result()
-        self.last = [PROMPT[9 * i + PROMPT_LEN - 1] for i in range(len(self.tapes))]
+        self.last = [prompt[-1] for prompt in prompts]
         self.bound = [sampler(name, seed=i, limit=limits[i]) for i, name in enumerate(names)]
 
     def one_row_each(self, which: list[int], positions: list[int], tokens: list[int]) -> Rows:
@@ -179,7 +187,7 @@ class Driven:
 
     def first_pass(self, rounds: tuple[int, ...] | None) -> PassResult:
         every = list(range(len(self.tapes)))
-        rows = self.one_row_each(every, [PROMPT_LEN - 1] * len(every), self.last)
+        rows = self.one_row_each(every, [self.prompt_len - 1] * len(every), self.last)
         at = np.array(every, np.int32)
         follow = self.follow if self.masked else None
         burst = None if rounds is None else Burst(at, np.array(rounds, np.int32), 16, follow=follow)
@@ -201,11 +209,11 @@ class Driven:
         for n in range(max(rounds)):
             going = [
                 i for i in range(len(self.tapes))
-                if n < rounds[i] and not self.ended(i, found[i][-1][0], PROMPT_LEN + len(found[i]))
+                if n < rounds[i] and not self.ended(i, found[i][-1][0], self.prompt_len + len(found[i]))
             ]  # fmt: skip
             if not going:
                 break
-            positions = [PROMPT_LEN - 1 + len(found[i]) for i in going]
+            positions = [self.prompt_len - 1 + len(found[i]) for i in going]
             rows = self.one_row_each(going, positions, [found[i][-1][0] for i in going])
             wanted = Wanted(draw=DrawWanted(np.arange(len(going), dtype=np.int32)))
             draw = self.backend.submit(a_pass(rows, wanted, NO_UPDATE)).result().draw

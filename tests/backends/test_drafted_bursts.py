@@ -1,6 +1,7 @@
 """Bursts whose rounds begin with a draft, on every backend: n rounds of one submit are n submits, bit for bit.
 
-What they draft is what single passes of the draft model draw, and what they commit is what plain decoding gives.
+What they draft is what single passes of the draft model draw, or what is looked up by its definition; what they commit
+is what plain decoding gives.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from tests.backends.test_bursts import LIMIT_SETS, PROMPT_LEN, Driven, a_pass
+from tests.backends.test_bursts import LIMIT_SETS, PROMPT_LEN, REPEATING_PARAMS, Driven, a_pass
 from tests.backends.test_conformance import BACKENDS
 from tests.support.fake_backend import FakeBackend
 from tests.support.passes import NO_UPDATE, RowsBuilder
@@ -29,6 +30,7 @@ from verispec.backends.protocol import (
     View,
     Wanted,
 )
+from verispec.backends.rounds import looked_up
 from verispec.errors import InputError
 from verispec.sampling.draw import NO_TOKEN
 
@@ -37,6 +39,8 @@ LENGTHS = (3, 1, 3, 2, 3, 3, 2, 3)  # the most that each sequence drafts
 # Of sequences without penalties, bias or a least length, whose rounds the native backend runs in one call.
 NO_EDITS = ("greedy", "filters") * 4
 SHAPE = 64
+# Texts that were written before; 3 is a stop id, and stands in what the first one looks up.
+REPEATING = [[7, 5, 7, 3, 5, 5, 3, 7, 5], *(np.random.default_rng(i).choice([3, 5, 7], 9).tolist() for i in range(7))]
 
 
 class Round(NamedTuple):
@@ -63,7 +67,11 @@ class Drafted(Driven):
     """Eight sequences that draft, and where each of them stands."""
 
     def __init__(self, backend: Backend, drafter: str, *, names: tuple[str, ...] = (), limits: str = "none near"):
-        super().__init__(backend, limits=LIMIT_SETS[limits], **({"names": names} if names else {}))
+        more: dict[str, object] = {"names": names} if names else {}
+        near = LIMIT_SETS[limits]
+        if drafter == "lookup":
+            more, near = {"names": (*REPEATING_PARAMS,) * 2, "prompts": REPEATING}, tuple(limit + 4 for limit in near)
+        super().__init__(backend, limits=near, **more)  # type: ignore[arg-type]
         self.drafter = drafter
         self.token_ids = [[*tape.token_ids, last] for tape, last in zip(self.tapes, self.last, strict=True)]
         if drafter == "model":  # which has computed all but the last two tokens
@@ -77,11 +85,20 @@ class Drafted(Driven):
 
     def drafting(self, which: list[int], *, lengths: tuple[int, ...] = LENGTHS) -> Drafting:
         """Canonical drafts, whose bits do not depend on who else drafts."""
+        looks_up = self.drafter == "lookup"
         store, view = (1, View()) if self.drafter == "model" else (0, SKIP)
         every = np.arange(len(which), dtype=np.int32)
         least = -1.5 if self.drafter == "skip" else -np.inf
         return Drafting(
-            every, np.array([lengths[i] for i in which], np.int32), 16, 16, store, view, PassKind.CANONICAL, least
+            every,
+            np.array([lengths[i] for i in which], np.int32),
+            16,
+            16,
+            store,
+            view,
+            PassKind.CANONICAL,
+            least,
+            looks_up=looks_up,
         )
 
     def submit(self, which: list[int], num_rounds: int, *, drafts: tuple[Drafting, ...] | None = None) -> PassResult:
@@ -148,8 +165,9 @@ def one_by_one(driven: Drafted, num_rounds: int) -> list[list[Round]]:
 
 CASES = [
     (drafter, names, limits)
-    for drafter in ("skip", "model")
+    for drafter in ("skip", "model", "lookup")
     for names, limits in (((), "none near"), ((), "some near"), (NO_EDITS, "none near"), (NO_EDITS, "some near"))
+    if (drafter, names) != ("lookup", NO_EDITS)  # whose parameters are its own
 ]
 
 
@@ -208,26 +226,74 @@ def test_drafts_are_what_passes_of_the_draft_model_draw(make: Callable[[], Backe
         assert round_.draft == tuple(drafted)
 
 
-def test_two_drafters_and_none_in_one_burst(make: Callable[[], Backend]) -> None:
-    """Sequences 0 to 2 by a view, 3 to 5 by the second model, 6 and 7 not at all: the tokens of plain rounds."""
+def followed(tokens: list[int], length: int) -> tuple[int, ...]:
+    """What is looked up, by a search of its own."""
+    for n in (4, 3, 2):
+        for end in range(len(tokens) - 1, n - 1, -1):
+            if tokens[end - n : end] == tokens[-n:]:
+                return tuple(tokens[end : end + length])
+    return ()
+
+
+@pytest.mark.parametrize("limits", list(LIMIT_SETS))
+def test_drafts_are_what_followed_the_last_tokens(make: Callable[[], Backend], limits: str) -> None:
+    driven = Drafted(make(), "lookup", limits=limits)
+    texts = [list(ids) for ids in driven.token_ids]
+    num_found = num_cut = 0
+    for i, own in enumerate(driven.rounds(list(range(8)), 4)):
+        for round_ in own:
+            expected = followed(texts[i], min(LENGTHS[i], driven.bound[i].limit - len(texts[i]) - 1))
+            ends = [n for n, t in enumerate(expected, 1) if driven.ended(i, t, len(texts[i]) + n)]
+            assert round_.draft == expected[: ends[0] if ends else None]
+            num_found, num_cut = num_found + bool(expected), num_cut + (len(round_.draft) < len(expected))
+            texts[i] += round_.tokens
+    assert num_found > 3
+    assert num_cut > 0 or limits == "some near"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("xabcdPabcdQbcdRcdSabcd", "Qbc"),  # four tokens, although three and two occurred later; the last time of two
+        ("abcdxybcdPcdQbcd", "Pcd"),  # three
+        ("cdPQRScd", "PQR"),  # two, from the very beginning
+        ("dPQd", ""),  # one is not looked up
+        ("abcabc", "abc"),  # up to the end of the text
+        ("aaaaaa", "a"),  # which is not gone round
+        ("abab", "ab"),
+        ("ab", ""), ("a", ""), ("aa", ""), ("aaa", "a"),
+    ],
+)  # fmt: skip
+def test_what_is_looked_up(text: str, expected: str) -> None:
+    found = looked_up(np.array([ord(c) for c in text], np.int64), 3)
+    assert "".join(map(chr, found.tolist())) == expected
+    assert followed([ord(c) for c in text], 3) == tuple(found.tolist())
+
+
+def test_three_drafters_and_none_in_one_burst(make: Callable[[], Backend]) -> None:
+    """Sequences 0 to 2 by a view, 3 to 5 by the second model, 6 looks up, 7 does nothing: the tokens of plain rounds."""
     driven = Drafted(make(), "model")
     lengths = np.full(3, 2, np.int32)
     three = np.arange(3, dtype=np.int32)
-    parts = (Drafting(three, lengths, 16, 16, 0, SKIP), Drafting(3 + three, lengths, 16, 16, 1))
-    result = driven.submit(list(range(8)), 3, drafts=parts)
+    six = np.full(1, 6, np.int32)
+    parts = (
+        Drafting(three, lengths, 16, 16, 0, SKIP), Drafting(six, lengths[:1], 1, 1, looks_up=True),
+        Drafting(3 + three, lengths, 16, 16, 1),
+    )  # fmt: skip
+    result = driven.submit(list(range(8)), 6, drafts=parts)
     assert result.draw is not None
     assert result.burst is not None
-    plain = Drafted(make(), "model").round_by_round((16,) * 8)
+    plain = Drafted(make(), "model").round_by_round((17,) * 8)
     row = 0
     for i in range(8):
         count = 1 + int(result.burst.accepted[i, 0])
         tokens = [*result.draw.token_ids[row : row + count].tolist(), *result.burst.token_ids[i].tolist()]
-        row += 3 if i < 6 else 1
+        row += 3 if i < 7 else 1
         tokens = [t for t in tokens if t >= 0]
         expected = [t for t, _ in plain[i]][: len(tokens)]
         assert tokens[: len(expected)] == expected
         assert len(tokens) - len(expected) <= 1
-        assert (result.burst.drafts[i] >= 0).any() == (i < 6)
+        assert (result.burst.drafts[i] >= 0).any() == (i < 7)
 
 
 class Nan(FakeBackend):

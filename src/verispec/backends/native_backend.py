@@ -98,9 +98,10 @@ class NativeBackend:
         return ReadyTicket(run_rounds(self.resident, pass_, self.run, self._further))
 
     def _needs_python(self, pass_: Pass, burst: Burst) -> bool:
-        """Penalties and bias are kept there; drafts by two ways, or beside masks, are rare."""
+        """Penalties and bias are kept there; drafts by two ways, looked up, or beside masks, are rare."""
         has_edits = self.resident.has_edits[pass_.rows.seq_rows[burst.rows]].any()
-        return bool(has_edits) or len(burst.drafts) > (1 if burst.follow is None else 0)
+        looks_up = any(part.looks_up for part in burst.drafts)
+        return bool(has_edits) or looks_up or len(burst.drafts) > (1 if burst.follow is None else 0)
 
     def run(self, pass_: Pass) -> PassResult:
         """One round of a pass that was checked."""

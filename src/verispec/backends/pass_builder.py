@@ -90,13 +90,18 @@ class DraftRule(NamedTuple):
     shape: Callable[[int], int]
     least_logprob: float = -math.inf
     tree: Tree | None = None
+    looks_up: bool = False
 
     def drafting(self, sequences: Sequence[tuple[int, int]]) -> Drafting:
         """Of these sequences, by their index in the burst, and the lengths of their chains."""
         at, lengths = np.array(sequences, np.int32).T.copy()
         shape = self.shape(len(at) * (1 if self.tree is None else self.tree.most_rows))
-        found = Drafting(at, lengths, 0, shape, self.store, self.view, self.kind, self.least_logprob, self.tree)
+        who = self.store, self.view, self.kind, self.least_logprob, self.tree, self.looks_up
+        found = Drafting(at, lengths, 0, shape, *who)
         return found._replace(first_shape=self.shape(found.first_rows * len(at)))
+
+
+LOOK_UP = DraftRule(TARGET_STORE, FULL_VIEW, PassKind.FAST, int, looks_up=True)  # there is no pass to have a shape
 
 
 class PassBuilder:

@@ -205,6 +205,9 @@ class Drafting(NamedTuple):
     the last token; when a path was accepted, its slots change places with those of its positions, in every round. Only
     the backend's table knows: the next pass sends these entries once more. Whoever has not as many tokens left as the
     tree has nodes drafts nothing.
+
+    A chain that is looked up needs no pass and no model: it is what followed the sequence's last tokens before
+    (`rounds.looked_up`), and ends as others do.
     """
 
     sequences: Int32  # [D], indices of the burst's sequences
@@ -216,6 +219,7 @@ class Drafting(NamedTuple):
     kind: PassKind = PassKind.FAST
     least_logprob: float = -math.inf
     tree: Tree | None = None
+    looks_up: bool = False
 
     @property
     def first_rows(self) -> int:
@@ -371,6 +375,7 @@ class BackendLimits:
     prepares: bool = False  # the first pass of a shape takes long: it is compiled
     fast_weights: str = ""  # the name of cheaper ones that serve passes which only draft
     trees: bool = False  # bursts may draft trees
+    looks_up: bool = False  # chains that are looked up cost a burst next to nothing
 
 
 class Backend(Protocol):

@@ -1,7 +1,7 @@
 """Bursts, round by round, for every backend that can run one round: a burst of n rounds is n passes, bit for bit.
 
 A round is: draft (a pass per token), verify (one pass), keep what the target drew itself, go on behind it. Sequences
-that do not draft have rounds without the first part.
+that do not draft have rounds without the first part; chains that are looked up need no pass.
 """
 
 from collections.abc import Callable
@@ -29,6 +29,7 @@ from verispec.sampling.draw import NO_TOKEN, DrawResult
 Run = Callable[[Pass], PassResult]
 Further = Callable[[Pass, Burst, Fed], BurstResult]
 Tokens = NDArray[np.int64]
+LOOKED_UP = (4, 3, 2)  # how many of the last tokens are looked up: the most first
 
 
 def run_rounds(resident: Resident, pass_: Pass, run: Run, further: Further | None = None) -> PassResult:
@@ -158,6 +159,11 @@ def _draft(resident: Resident, burst: Burst, fed: Fed, going: NDArray[np.bool_],
             grow(resident, part, fed, part.sequences[lengths[part.sequences] == part.lengths], found, run)
             continue
         live, i = part.sequences[lengths[part.sequences] > 0], 0
+        if part.looks_up:
+            for s in live.tolist():
+                found_ids = _look_up(resident, Fed(*(column[s : s + 1] for column in fed)), int(lengths[s]))
+                drafts[s, : len(found_ids)] = found_ids
+            continue
         while len(live):
             pass_ = _draft_pass(resident, part, fed, live, drafts[:, :i])
             drawn = run(resident.take(pass_)).draw
@@ -167,6 +173,29 @@ def _draft(resident: Resident, burst: Burst, fed: Fed, going: NDArray[np.bool_],
             i += 1
             live = live[goes_on & (drawn.logprobs >= np.float32(part.least_logprob)) & (i < lengths[live])]
     return found
+
+
+def looked_up(token_ids: Tokens, length: int) -> Tokens:
+    """What followed the last 4, 3 or 2 tokens the last time they occurred before, the most of them that did.
+
+    Up to `length` tokens: fewer where the text ends, none where nothing is found.
+    """
+    for count in LOOKED_UP:
+        if len(token_ids) > count:
+            earlier = np.lib.stride_tricks.sliding_window_view(token_ids[:-1], count)
+            found = np.flatnonzero((earlier == token_ids[-count:]).all(axis=1))
+            if len(found):
+                return token_ids[found[-1] + count :][:length]
+    return token_ids[:0]
+
+
+def _look_up(resident: Resident, fed: Fed, length: int) -> Tokens:
+    """The chain of one sequence; it ends behind a stop id."""
+    seq_rows, last, t = fed
+    tokens = resident.slot_tokens[resident.table[seq_rows[0], : t[0]]]
+    found = looked_up(np.concatenate([tokens, last]), length)
+    goes_on = resident.goes_on(Fed(np.repeat(seq_rows, len(found)), found, t + 1 + np.arange(len(found))))
+    return found[: 1 + int(np.logical_and.accumulate(goes_on).sum())]
 
 
 def _draft_pass(resident: Resident, part: Drafting, fed: Fed, live: NDArray[np.int32], drafts: Tokens) -> Pass:

@@ -84,7 +84,7 @@ test_masks_that_do_not_fit = provisions.test_masks_that_do_not_fit_are_refused
 test_hidden = provisions.test_hidden_states_are_those_of_a_reference
 test_hidden_stay = provisions.test_hidden_states_stay_while_others_are_made
 test_hidden_start = provisions.test_a_row_may_start_from_a_hidden_state
-test_two_drafters = drafted.test_two_drafters_and_none_in_one_burst
+test_three_drafters = drafted.test_three_drafters_and_none_in_one_burst
 
 
 class Alone(CudaBackend):
@@ -119,7 +119,7 @@ def by_the_host(drafter: str, limits: str) -> list[list[drafted.Round]]:
 
 
 @pytest.mark.parametrize("limits", list(bursts.LIMIT_SETS))
-@pytest.mark.parametrize("drafter", ["skip", "model"])
+@pytest.mark.parametrize("drafter", ["skip", "model", "lookup"])
 def test_drafted_bursts_need_no_host(drafter: str, limits: str) -> None:
     """A burst of n drafted rounds is n single ones and n of the host's, bit for bit, whatever order threads run in."""
     drafted.test_a_burst_is_its_rounds(alone, drafter, drafted.NO_EDITS, limits)
@@ -144,13 +144,21 @@ FAULTS = {
     "no early end": ("chains.cu", "a.logprobs[i] >= pass.least_logprob &&", ""),
     "another slot": ("chains.cu", "record[kNext], position + n,", "record[kNext], position + n + 1,"),
 }
+FAULTS_OF_LOOKING_UP = {
+    "the first time": ("chains.cu", "n << kPositionBits | position", "n << kPositionBits | (last - position)"),
+    "two are enough": ("chains.cu", "constexpr int kMost = 4", "constexpr int kMost = 2"),
+    "behind the end": ("chains.cu", "min(end, last + 1 - first)", "end"),
+    "the last token is an old one": ("chains.cu", "position < last ?", "position <= last ?"),
+    "stops do not end": ("chains.cu", "if (!goes_on(record, drafted, last + 2 + i)) atomicMin(&end, i + 1);", ""),
+}
 
 
 def test_a_fault_in_the_chains_is_noticed() -> None:
     """The control."""
-    expected = by_the_host("skip", "some near")
-    for fault in FAULTS.values():
-        assert four_rounds(alone(changes=(fault,)), "skip", "some near") != expected, fault
+    for drafter, limits, faults in (("skip", "some near", FAULTS), ("lookup", "none near", FAULTS_OF_LOOKING_UP)):
+        expected = by_the_host(drafter, limits)
+        for fault in faults.values():
+            assert four_rounds(alone(changes=(fault,)), drafter, limits) != expected, fault
 
 
 TREE_FAULTS = {

@@ -116,7 +116,7 @@ class CudaBackend:
         self.limits = BackendLimits(
             arch.vocab_size, context_len, num_slots, num_seq_rows, max_tail, len(models), num_masks=NUM_MASKS,
             hidden=tuple(HiddenShape(m.architecture.num_layers, m.architecture.hidden_size) for m in models),
-            prepares=True, fast_weights=f"int{draft_bits}" if draft_bits else "", trees=True,
+            prepares=True, fast_weights=f"int{draft_bits}" if draft_bits else "", trees=True, looks_up=True,
         )  # fmt: skip
         self._device = device
         self._architectures = [m.architecture for m in models]
@@ -177,9 +177,9 @@ class CudaBackend:
         width = extra_at = 0
         if not is_cohort:
             arranged = arrange(pass_.rows, len(_drawn(pass_)), self._models[pass_.store].kernels.rows_per_group)
-            stage = Stage.PASS if chains is None else Stage.FIRST
-            key = self._key(pass_, arranged, spans, draw)
-            once.append(key._replace(masked=masked, stage=stage, children=_num_children(pass_)))
+            stage, looks_up = (Stage.PASS, False) if chains is None else (Stage.FIRST, chains.looks_up)
+            key = self._key(pass_, arranged, spans, draw)._replace(masked=masked, stage=stage, looks_up=looks_up)
+            once.append(key._replace(children=_num_children(pass_)))
             self._put_rows(parcel, arranged, pass_, _drawn(pass_))
             width = arranged.head
         if chains is not None:

@@ -1,21 +1,26 @@
 // Rounds that begin with a draft, without the host: a pass for each token drafted or level grown (trees.cu), one that verifies
-// them all, and what the target drew itself is kept. Every kernel is one block.
+// them all, and what the target drew itself is kept. Chains that are looked up need no pass: `look_up` stands before the pass that
+// verifies them. Every other kernel is one block.
 #include "chains.cuh"
+
+// Before anything is drafted: what is new, which the pass itself then is not told again, and where the members are.
+__device__ __forceinline__ void start_burst(const Args& a) {
+  take_news(a);
+  if (threadIdx.x == 0) a.sent[kBinds] = a.sent[kUpdates] = 0;
+  const Members m(a.sent);
+  for (int s = threadIdx.x; s < m.count; s += kThreads) {
+    int* record = record_of(a, m.seq_rows[s]);
+    if (m.tokens[s] >= 0) record[kNext] = m.tokens[s], record[kLength] = m.positions[s] + 1;
+  }
+  __syncthreads();
+}
 
 extern "C" __global__ void __launch_bounds__(kThreads) begin_draft(const ChainArgs c) {
   wait_for_previous();
   const Args& a = c.step;
-  int* sent = a.sent;
-  const int round = sent[kRound];
-  const bool is_start = round == 0 && sent[kPass] == 0;
-  if (is_start) take_news(a);
+  const int *sent = a.sent, round = sent[kRound];
+  if (round == 0 && sent[kPass] == 0) start_burst(a);
   const Members m(sent);
-  if (is_start)
-    for (int s = threadIdx.x; s < m.count; s += kThreads) {
-      int* record = record_of(a, m.seq_rows[s]);
-      if (m.tokens[s] >= 0) record[kNext] = m.tokens[s], record[kLength] = m.positions[s] + 1;
-    }
-  __syncthreads();
   const DraftPass pass(sent);
   for (int i = threadIdx.x; i < a.head_rows; i += kThreads) {
     const int s = i < pass.count ? pass.members[i] : 0, seq_row = i < pass.count ? m.seq_rows[s] : 0;
@@ -36,7 +41,6 @@ extern "C" __global__ void __launch_bounds__(kThreads) begin_draft(const ChainAr
     else set_padding(a, row);
     set_draw(a, i, row, a.seq_rows[row], -1, 0, 0);
   }
-  if (is_start && threadIdx.x == 0) sent[kBinds] = sent[kUpdates] = 0;  // the pass itself has no news any more
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads) end_draft(const ChainArgs c) {
@@ -55,6 +59,50 @@ extern "C" __global__ void __launch_bounds__(kThreads) end_draft(const ChainArgs
                 count < most_drafted(record, m.lengths[s]);
   }
   if (threadIdx.x == 0) ++a.sent[kPass];
+}
+
+// Before the first look_up; behind passes that drafted for others it changes nothing.
+extern "C" __global__ void __launch_bounds__(kThreads) begin_look_up(const ChainArgs c) {
+  wait_for_previous();
+  start_burst(c.step);
+}
+
+// A block for each member: its chain is what followed its last 4, 3 or 2 tokens the last time they occurred before, the most of
+// them that did; up to the end of what is known.
+extern "C" __global__ void __launch_bounds__(kThreads) look_up(const ChainArgs c) {
+  constexpr int kMost = 4, kLeast = 2, kPositionBits = 28;
+  wait_for_previous();
+  const Args& a = c.step;
+  const Members m(a.sent);
+  const int s = blockIdx.x;
+  if (s >= m.count || !m.looks_up[s]) return;
+  const int seq_row = m.seq_rows[s], *record = record_of(a, seq_row), *slots = a.table + seq_row * a.table_width;
+  const int last = record[kLength] - 1;  // the position of the last token, which has had no row yet
+  const auto token = [&](int position) { return position < last ? a.slot_tokens[slots[position]] : record[kNext]; };
+  __shared__ int best, end;
+  if (threadIdx.x == 0) {
+    best = 0;
+    end = a.sent[kRound] <= m.rounds[s] && record[kNext] >= 0 ? max(0, most_drafted(record, m.lengths[s])) : 0;
+  }
+  int tokens[kMost], found = 0;  // found: how many agree, then where
+  for (int n = 0; n < kMost; ++n) tokens[n] = n <= last ? token(last - n) : -1;
+  __syncthreads();
+  for (int position = threadIdx.x; position < last; position += kThreads) {
+    int n = 0;
+    while (n < kMost && n <= position && token(position - n) == tokens[n]) ++n;
+    if (n >= kLeast) found = max(found, n << kPositionBits | position);
+  }
+  if (found) atomicMax(&best, found);
+  __syncthreads();
+  const int first = (best & ((1 << kPositionBits) - 1)) + 1, count = best ? min(end, last + 1 - first) : 0;
+  __syncthreads();
+  for (int i = threadIdx.x; i < count; i += kThreads) {
+    const int drafted = token(first + i);
+    c.drafts[m.base[s] + 1 + i] = drafted;
+    if (!goes_on(record, drafted, last + 2 + i)) atomicMin(&end, i + 1);
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) c.counts[s] = min(count, end);
 }
 
 // Behind begin_round, which has made padding of the rows to be drafted: those that were.

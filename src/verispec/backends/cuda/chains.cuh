@@ -21,12 +21,13 @@ struct ChainArgs {
 // What the host says of the members; `rounds` are further ones, `first` is a member's first draw of the pass itself, `base` its
 // first row of a further one. A token below 0 is one that the host does not know.
 struct Members {
-  const int *seq_rows, *rounds, *tokens, *positions, *lengths, *first, *base, *is_tree;
+  const int *seq_rows, *rounds, *tokens, *positions, *lengths, *first, *base, *is_tree, *looks_up;
   int count;
   __device__ explicit Members(const int* sent) : count(sent[kChains]) {
     const int* column = sent + sent[kChainsAt];
     seq_rows = column, rounds = column + count, tokens = column + 2 * count, positions = column + 3 * count;
     lengths = column + 4 * count, first = column + 5 * count, base = column + 6 * count, is_tree = column + 7 * count;
+    looks_up = column + 8 * count;
   }
 };
 

@@ -44,10 +44,14 @@ class _Draft(NamedTuple):
         return at_least(ROW_SIZES, self.num_sequences * self.width)
 
 
+def _by_passes(burst: Burst) -> list[Drafting]:
+    return [part for part in burst.drafts if not part.looks_up]
+
+
 def _passes(burst: Burst) -> list[tuple[Drafting, _Draft]]:
     """Those of a round that draft, one after the other."""
     found, end = list[tuple[Drafting, _Draft]](), 0
-    for part in burst.drafts:
+    for part in _by_passes(burst):
         least, count, tree = int(np.float32(part.least_logprob).view(np.int32)), len(part.sequences), part.tree
         width = before = place = 0
         for token in range(int(part.lengths.max()) if tree is None else len(tree.keep)):
@@ -94,6 +98,11 @@ class Chains(NamedTuple):
         deepest = max(int(self.lengths[~self.is_tree].max(initial=0)), *trees, 0)
         return (1 + self.burst.num_rounds) * (1 + deepest)
 
+    @property
+    def looks_up(self) -> bool:
+        """Whether some chains are looked up."""
+        return any(part.looks_up for part in self.burst.drafts)
+
     def fit(self, pass_: Pass) -> bool:
         """Whether the device can do it alone: each row draws, with the target's noise, and all fit the head."""
         draw = pass_.wanted.draw
@@ -119,16 +128,21 @@ class Chains(NamedTuple):
     def verifying(self, pass_: Pass, spans: int, draw: Draw) -> GraphKey:
         """The pass that verifies in a further round."""
         rows = at_least(ROW_SIZES, len(self.owners))
-        return GraphKey(pass_.store, pass_.view, StepSizes(rows, rows), rows, spans, draw, stage=Stage.VERIFY)
+        sizes = StepSizes(rows, rows)
+        return GraphKey(
+            pass_.store, pass_.view, sizes, rows, spans, draw, stage=Stage.VERIFY, looks_up=self.looks_up
+        )  # fmt: skip
 
     def put(self, parcel: Parcel, rows: Rows, drawn: Int32, extra_at: int) -> int:
         """What the kernels read. Returns the width of what they write: tokens, and the rest from `extra_at` on."""
         burst, at = self.burst, self.burst.rows
         first = np.searchsorted(drawn, at)
-        tokens = np.maximum(rows.token_ids[at], -1)
+        tokens, looks_up = np.maximum(rows.token_ids[at], -1), np.zeros(len(at), np.int32)
+        for part in burst.drafts:
+            looks_up[part.sequences] = part.looks_up
         parcel.put(
             "chains", rows.seq_rows[at], burst.rounds, tokens, rows.positions[at], self.lengths, first, self.base,
-            self.is_tree.astype(np.int32),
+            self.is_tree.astype(np.int32), looks_up,
         )  # fmt: skip
         parcel.set("chains", len(at))
         parcel.put("owners", self.owners)
@@ -136,7 +150,7 @@ class Chains(NamedTuple):
         passes = [pass_ for _, pass_ in _passes(burst)]
         parcel.put("passes", np.array(passes, np.int32).T)
         parcel.set("passes", len(passes))
-        parcel.put("drafters", *(part.sequences for part in burst.drafts))
+        parcel.put("drafters", *(part.sequences for part in _by_passes(burst)))
         parcel.set("extra_at", extra_at)
         return extra_at + len(self.owners) + len(at)
 

@@ -39,6 +39,7 @@ class GraphKey(NamedTuple):
     stage: Stage = Stage.PASS
     edited: bool = False  # some rows change their logits before they draw
     children: int = 0  # that each row offers, in place of a draw
+    looks_up: bool = False  # some chains that it verifies
 
     @property
     def sends_rows(self) -> bool:
@@ -90,6 +91,8 @@ class Graphs:
             groups=state.groups[: sizes.num_groups] if sizes.num_groups else None, head_rows=sizes.head_rows or -1,
             view=key.view, starts=model.starts() if key.starts else None, hidden=self._hidden.get(key),
         )  # fmt: skip
+        if key.looks_up:
+            self._steps.look_up(state, sizes, key.stage)
         self._steps.begin(state, sizes, key.stage)
         every_row = not key.sends_rows and sizes.rows == sizes.head_rows
         logits = model.forward(state.inputs, plan, None if every_row else state.row_ids[: sizes.head_rows])

@@ -88,7 +88,7 @@ class StepState:
             return torch.zeros(size, dtype=dtype, device=device)
 
         count, rows = limits.num_seq_rows + 1, max_rows
-        self.max_words = len(HEADER) + count * (RECORD_WORDS + 13) + rows * (21 + limits.max_tail) + 3 * MAX_UPDATES
+        self.max_words = len(HEADER) + count * (RECORD_WORDS + 14) + rows * (21 + limits.max_tail) + 3 * MAX_UPDATES
         self.sent = zeros(self.max_words)
         self.records = zeros(count, RECORD_WORDS)
         self.slot_tokens = zeros(limits.num_slots + NUM_RESERVED)
@@ -133,6 +133,13 @@ class StepKernels:
         step = filled(_arguments(state, sizes), not_finite=not_finite)
         args = filled(_ChildrenArgs(step=step, k=offered.shape[2]), offered=offered)
         self.launch("steps.cu", "end_children", args)
+
+    def look_up(self, state: StepState, sizes: StepSizes, stage: Stage) -> None:
+        """The chains that are looked up, before the pass that verifies them."""
+        args = filled(_ChainArgs(step=_arguments(state, sizes)), **state.chains)
+        if stage is Stage.FIRST:
+            self.launch("chains.cu", "begin_look_up", args)
+        self.launch("chains.cu", "look_up", args, blocks=sizes.head_rows)
 
     def edit(self, state: StepState, sizes: StepSizes, logits: torch.Tensor) -> torch.Tensor:
         """A copy of the logits [R, V] with penalties, bias and bans of the rows that draw."""
