@@ -32,7 +32,10 @@ STEEP_COST = CostTable((1, 64), (1.0, 64.0), (0.0, 0.0))  # a pass costs its row
 
 @pytest.fixture(scope="module", params=thinned(["llama", "gemma3"]))
 def world(request: pytest.FixtureRequest) -> World:
-    return numpy_world(request.param)
+    """It looks drafts up, too."""
+    world = numpy_world(request.param)
+    world.backend.limits = replace(world.backend.limits, looks_up=True)
+    return world
 
 
 @pytest.mark.parametrize("drafter", DRAFTER_NAMES)
@@ -54,7 +57,7 @@ def test_a_crowd_changes_nothing(world: World, drafter: str, config: dict[str, i
         assert bits(found) == bits(world.alone(request))
     if config.get("num_slots"):
         assert sum(o.stats.preemptions for outs in outputs for o in outs) > 0
-    if drafter in ("suffix", "decode") and not config:
+    if drafter in ("suffix", "lookup", "decode") and not config:
         assert sum(o.stats.accepted for outs in outputs for o in outs) > 0
     if drafter != "auto":
         assert (engine.totals.replays > 15) is (drafter == "decode")

@@ -102,7 +102,7 @@ def refusal(engine: Engine, drafter: str, tree: str, accept: str, *, determinist
 
 
 def test_a_drafter_that_is_not_there_is_refused(engine: Engine) -> None:
-    message = "unknown drafter 'magic'; known: none, suffix, grammar, decode, skip, model, auto"
+    message = "unknown drafter 'magic'; known: none, suffix, lookup, grammar, decode, skip, model, auto"
     assert refusal(engine, "magic", "", "match", deterministic=True) == message
 
 
@@ -190,7 +190,8 @@ def plain(folder: Path, model: Path) -> Iterator[LLM]:
     ("options", "message"),
     [
         ({"drafter": "model"}, "drafter model needs a draft_model"),
-        ({"drafter": "magic"}, "unknown drafter 'magic'; known: none, suffix, grammar, decode, skip, model, auto"),
+        ({"drafter": "magic"}, "unknown drafter 'magic'; known: none, suffix, lookup, grammar, decode, skip, model, "
+                               "auto"),
         ({"tree": "chain"}, "tree must be chain:N, branch:b1,b2,... or beam:W,L with whole numbers from 1 to 999, "
                             "not 'chain'"),
         ({"accept": "magic"}, "unknown accept 'magic'; known: match, rejection, recursive"),

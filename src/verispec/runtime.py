@@ -45,7 +45,15 @@ from verispec.model.load import load_tokenizer
 from verispec.model.tokenizer import Tokenizer, check_same_vocabulary
 from verispec.sampling.constraint import Grammar
 from verispec.spec.drafter import Drafter
-from verispec.spec.registry import DRAFTER_NAMES, MODEL_DRAFTER, SKIP_DRAFTER, DraftSetup, check_method, make_drafters
+from verispec.spec.registry import (
+    DRAFTER_NAMES,
+    LOOKUP_DRAFTER,
+    MODEL_DRAFTER,
+    SKIP_DRAFTER,
+    DraftSetup,
+    check_method,
+    make_drafters,
+)
 from verispec.spec.skip_menu import MenuKey, SkipMenu, has_menus, read_menu
 from verispec.spec.speculation import Speculation
 from verispec.text.chat_prompt import ChatPrompts
@@ -230,8 +238,10 @@ class Runtime:
 
     @property
     def drafter_names(self) -> tuple[str, ...]:
-        """The drafters that can draft here: `skip` needs a menu, `model` a draft model."""
+        """The drafters that can draft here: `skip` needs a menu, `model` a draft model, `lookup` a backend for it."""
         missing = {MODEL_DRAFTER} if self.calibration.draft_cost is None else set()
+        if not self._backend.limits.looks_up:
+            missing.add(LOOKUP_DRAFTER)
         if self.skip_menu() is None:
             missing.add(SKIP_DRAFTER)
         return tuple(name for name in DRAFTER_NAMES if name not in missing)

@@ -271,7 +271,7 @@ def test_what_is_looked_up(text: str, expected: str) -> None:
 
 
 def test_three_drafters_and_none_in_one_burst(make: Callable[[], Backend]) -> None:
-    """Sequences 0 to 2 by a view, 3 to 5 by the second model, 6 looks up, 7 does nothing: the tokens of plain rounds."""
+    """Sequences 0 to 2 by a view, 3 to 5 by the second model, 6 looks up, 7 does nothing: tokens of plain rounds."""
     driven = Drafted(make(), "model")
     lengths = np.full(3, 2, np.int32)
     three = np.arange(3, dtype=np.int32)

@@ -27,7 +27,7 @@ from verispec.kv import DRAFT_STORE, NUM_RESERVED, TARGET_STORE, RadixPrefixCach
 from verispec.spec.decode import DecodeConfig, DecodeDrafter
 from verispec.spec.drafter import Drafter, Held
 from verispec.spec.none import NoDrafter
-from verispec.spec.registry import MODEL_DRAFTER, SKIP_DRAFTER, make_drafters
+from verispec.spec.registry import LOOKUP_DRAFTER, MODEL_DRAFTER, SKIP_DRAFTER, make_drafters
 from verispec.spec.speculation import AUTO
 from verispec.spec.suffix import SuffixDrafter
 from verispec.text.detokenizer import TextStream
@@ -150,7 +150,7 @@ class Watched:
     """An engine whose drafter `decode` has windows of `window_len` tokens, stepped by hand and checked every step.
 
     `agreeing` makes fast passes equal to canonical ones, `redraw` spoils what they draw, `apart` keeps fast rows out of
-    canonical passes. `deep` compares K/V as well. With a `draft_len` there are drafters `skip` and `model` too. `wrap`
+    canonical passes. `deep` compares K/V as well. With a `draft_len` there are `skip`, `model` and `lookup` too. `wrap`
     puts something between the engine and the backend that is watched, `device` something behind it, `wrap_drafter`
     something around drafter `decode`.
     """
@@ -175,8 +175,9 @@ class Watched:
         **options: int,
     ) -> None:
         self.fake = FakeBackend(
-            vocab_size=VOCAB_SIZE, context_len=MAX_LEN, num_slots=num_slots, num_stores=2 if draft_len else 1
-        )
+            vocab_size=VOCAB_SIZE, context_len=MAX_LEN, num_slots=num_slots, num_stores=2 if draft_len else 1,
+            looks_up=draft_len > 0,
+        )  # fmt: skip
         backend: Backend = AgreeingFastPasses(self.fake) if agreeing else self.fake
         backend = device(backend)
         self.backend = Recording(backend if redraw is None else FaultyFastPasses(backend, redraw), family)
@@ -190,7 +191,7 @@ class Watched:
         if draft_len:
             self.fake.markov[DRAFT_STORE] += 4 * self.fake.markov[TARGET_STORE]  # right now and then
             made = make_drafters(cheap_setup(engine_side, draft_len))
-            drafters |= {name: made[name] for name in (SKIP_DRAFTER, MODEL_DRAFTER)}
+            drafters |= {name: made[name] for name in (SKIP_DRAFTER, MODEL_DRAFTER, LOOKUP_DRAFTER)}
         config = EngineConfig(num_slots=num_slots, **{"max_len": min(MAX_LEN, num_slots), **options})
         self.engine = Engine(
             engine_side,

@@ -57,13 +57,15 @@ class FakeBackend:
         num_stores: int = 1,
         num_masks: int = 8,
         follows: bool = True,
+        looks_up: bool = False,
         model_seed: int = 0,
         sabotage: str = "",
         nan_token: int | None = None,
     ) -> None:
         self.limits = BackendLimits(
-            vocab_size, context_len, num_slots, num_seq_rows, max_tail, num_stores, num_masks=num_masks, follows=follows
-        )
+            vocab_size, context_len, num_slots, num_seq_rows, max_tail, num_stores, num_masks=num_masks,
+            follows=follows, looks_up=looks_up,
+        )  # fmt: skip
         rng = np.random.default_rng(model_seed)
         self.markov = rng.standard_normal((num_stores, vocab_size, vocab_size)).astype(np.float32) * 3
         self.kv = np.zeros((num_stores, num_slots + NUM_RESERVED), np.uint64)

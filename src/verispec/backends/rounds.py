@@ -161,8 +161,8 @@ def _draft(resident: Resident, burst: Burst, fed: Fed, going: NDArray[np.bool_],
         live, i = part.sequences[lengths[part.sequences] > 0], 0
         if part.looks_up:
             for s in live.tolist():
-                found_ids = _look_up(resident, Fed(*(column[s : s + 1] for column in fed)), int(lengths[s]))
-                drafts[s, : len(found_ids)] = found_ids
+                chain = _look_up(resident, fed, s, int(lengths[s]))
+                drafts[s, : len(chain)] = chain
             continue
         while len(live):
             pass_ = _draft_pass(resident, part, fed, live, drafts[:, :i])
@@ -189,12 +189,12 @@ def looked_up(token_ids: Tokens, length: int) -> Tokens:
     return token_ids[:0]
 
 
-def _look_up(resident: Resident, fed: Fed, length: int) -> Tokens:
+def _look_up(resident: Resident, fed: Fed, s: int, length: int) -> Tokens:
     """The chain of one sequence; it ends behind a stop id."""
-    seq_rows, last, t = fed
-    tokens = resident.slot_tokens[resident.table[seq_rows[0], : t[0]]]
-    found = looked_up(np.concatenate([tokens, last]), length)
-    goes_on = resident.goes_on(Fed(np.repeat(seq_rows, len(found)), found, t + 1 + np.arange(len(found))))
+    seq_row, t = fed.seq_rows[s], fed.t[s]
+    tokens = resident.slot_tokens[resident.table[seq_row, :t]]
+    found = looked_up(np.append(tokens, fed.token_ids[s]), length)
+    goes_on = resident.goes_on(Fed(np.full(len(found), seq_row), found, t + 1 + np.arange(len(found))))
     return found[: 1 + int(np.logical_and.accumulate(goes_on).sum())]
 
 

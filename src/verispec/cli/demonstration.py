@@ -16,7 +16,7 @@ from verispec.backends.blas import LibraryRow, rows_beside_others
 from verispec.engine import Engine, Request
 from verispec.errors import InputError, VerispecError
 from verispec.llm import LLM
-from verispec.spec.registry import MODEL_DRAFTER, SKIP_DRAFTER
+from verispec.spec.registry import LOOKUP_DRAFTER, MODEL_DRAFTER, SKIP_DRAFTER
 from verispec.spec.speculation import GRAMMAR, OFF, Speculation
 from verispec.text.prompts import Prompt
 from verispec.types import SampleOutput, SamplingParams, SequenceStats
@@ -24,6 +24,7 @@ from verispec.types import SampleOutput, SamplingParams, SequenceStats
 ALONE, WARM, MIDDLE, FIRST, LAST = "alone", "warm cache", "amid a crowd", "first of crowd", "last of crowd"
 PREEMPTED, CHUNKED, IN_BURSTS, AHEAD = "preempted", "small chunks", "in bursts", "two steps ahead"
 
+_DRAFTED_IN_BURSTS = (LOOKUP_DRAFTER, SKIP_DRAFTER, MODEL_DRAFTER)
 _MAX_CHUNKS = 64  # of a long prompt: more would take longer than they show
 _STEPS_BETWEEN_ARRIVALS = 3
 _HEAD_START = 16  # tokens that others may have before the request begins
@@ -129,7 +130,7 @@ class Demonstration:
         self._crowd = self._others[:crowd]
         idle = (OFF,) if self._request.grammar is not None else (OFF, GRAMMAR)
         self._drafters = [name for name in llm.drafter_names if name not in idle]
-        self._in_bursts = [OFF, *(name for name in self._drafters if name in (SKIP_DRAFTER, MODEL_DRAFTER))]
+        self._in_bursts = [OFF, *(name for name in self._drafters if name in _DRAFTED_IN_BURSTS)]
         # One other, half the crowd, all of it; and one more, as a library may compute the row behind a block apart.
         self._crowd_sizes = sorted({1, max(1, crowd // 2), crowd, crowd + 1})
         self.num_prompt_tokens = len(self._request.prompt_ids)

@@ -83,12 +83,13 @@ class Drafting:
     title: ClassVar = "Drafting (changes the speed, never the output)"
     drafter: str | None = option(
         None, metavar="NAME", values=drafters,
-        help="none: plain decoding. suffix: what followed the last words before. decode: batches of any shape, "
-        "verified later. grammar: what a schema or grammar forces. skip: the model with sub-layers skipped. model: "
-        "--draft-model. auto: what is predicted to be fastest. Default: suffix; model with --draft-model",
+        help="none: plain decoding. suffix: what followed the last words before. lookup: the same, by the GPU itself. "
+        "decode: batches of any shape, verified later. grammar: what a schema or grammar forces. skip: the model with "
+        "sub-layers skipped. model: --draft-model. auto: what is predicted to be fastest. Default: suffix; model with "
+        "--draft-model",
     )  # fmt: skip
     draft_len: int | None = option(
-        None, help="the most tokens of one draft. Default: suffix 32, grammar 32, decode 32, skip 12, model 8"
+        None, help="the most tokens of one draft. Default: suffix 32, lookup 8, grammar 32, decode 32, skip 12, model 8"
     )
     draft_model: str | None = option(
         None, metavar="NAME", values=known_models, help="a smaller model with the same vocabulary; named like --model"

@@ -97,7 +97,7 @@ def _round(turn: Turn, recipe: Recipe, first: int, drafted: _Drafted, path: list
         choice=turn.choice._replace(num_nodes=min(recipe.num_nodes, room)) if room > 0 else NO_ROOM,
         num_rounds=1,
         draft=replace(drafted.draft, stored=Stored(store, start + 1, drafted.computed) if has_stored else None),
-        num_draft_passes=drafted.num_passes if room > 0 else 0,
+        num_draft_passes=drafted.num_passes if room > 0 and not recipe.rule.looks_up else 0,
         score=score,
         verdict=Verdict(tuple(nodes), drawn.token_ids[-1]),
         path_places=None if recipe.rule.tree is None else path,

@@ -12,6 +12,7 @@ from verispec.spec.decode import DecodeConfig, DecodeDrafter
 from verispec.spec.drafter import Drafter
 from verispec.spec.grammar import GrammarDrafter
 from verispec.spec.growth import DraftModel
+from verispec.spec.lookup import NO_LOOK_UP, LookupDrafter
 from verispec.spec.model_drafter import ModelDrafter, ModelDrafterConfig, Source
 from verispec.spec.none import NoDrafter
 from verispec.spec.skip import NOT_TUNED, skip_drafter
@@ -19,9 +20,9 @@ from verispec.spec.skip_menu import MAX_DRAFT, SkipMenu
 from verispec.spec.speculation import AUTO, GRAMMAR
 from verispec.spec.suffix import SuffixConfig, SuffixDrafter
 
-SKIP_DRAFTER, MODEL_DRAFTER = "skip", "model"
+SKIP_DRAFTER, MODEL_DRAFTER, LOOKUP_DRAFTER = "skip", "model", "lookup"
 NO_DRAFT_MODEL = "there is no draft model; --draft-model names one"
-_MODEL_DRAFT_LEN = 8
+_MODEL_DRAFT_LEN = _LOOKUP_DRAFT_LEN = 8
 _BELIEVED_AGREEMENT = 0.75  # of a draft model, until some of its drafts were judged
 _CHEAP_WINDOW_LEN, _CHEAP_AGREEMENT = 5, 0.85  # of `decode` by cheaper weights
 
@@ -84,9 +85,16 @@ def _suffix(setup: DraftSetup) -> Drafter:
     return SuffixDrafter(config)
 
 
+def _lookup(setup: DraftSetup) -> Drafter:
+    if setup.backend is None or not setup.backend.limits.looks_up:
+        return NoDrafter(NO_LOOK_UP)
+    return LookupDrafter(setup.length(_LOOKUP_DRAFT_LEN))
+
+
 DRAFTERS: dict[str, Callable[[DraftSetup], Drafter]] = {
     "none": lambda setup: NoDrafter(),
     "suffix": _suffix,
+    LOOKUP_DRAFTER: _lookup,
     GRAMMAR: lambda setup: GrammarDrafter(setup.length(GrammarDrafter.MAX_DRAFT)),
     "decode": _decode,
     SKIP_DRAFTER: _skip,

@@ -78,16 +78,19 @@ class Drafted(Driven):
             for p, token in enumerate([self.ids[i][-1], *[FROM_DRAFT] * LENGTHS[i]], start):
                 builder.add(token_id=token, position=p, slot=tape.slot(p), seq_row=tape.seq_row, prefix_len=p + 1)
         at, drawn = np.array(first, np.int32), np.arange(len(builder), dtype=np.int32)
+        burst = Burst(at, np.full(len(at), num_rounds - 1, np.int32), 64, self.drafts(which))
+        wanted = Wanted(draw=DrawWanted(drawn), top_k=TopKWanted(at[:1], 2) if by_host else None)
+        pass_ = Pass(PassKind.CANONICAL, builder.build(64), wanted, NO_UPDATE, 64, burst=burst)
+        return self.backend.submit(pass_).result()
+
+    def drafts(self, which: list[int]) -> tuple[Drafting, ...]:
         drafting = np.array([s for s, i in enumerate(which) if LENGTHS[i]], np.int32)
         store, view = (1, View()) if self.drafter == "model" else (0, View.without({1}))
         part = Drafting(
             drafting, np.array([LENGTHS[which[s]] for s in drafting], np.int32), 32, 16, store, view,
             PassKind.CANONICAL, -3.0 if self.drafter == "skip" else -np.inf,
         )  # fmt: skip
-        burst = Burst(at, np.full(len(at), num_rounds - 1, np.int32), 64, (part,))
-        wanted = Wanted(draw=DrawWanted(drawn), top_k=TopKWanted(at[:1], 2) if by_host else None)
-        pass_ = Pass(PassKind.CANONICAL, builder.build(64), wanted, NO_UPDATE, 64, burst=burst)
-        return self.backend.submit(pass_).result()
+        return (part,)
 
     def rounds(self, which: list[int], num_rounds: int, *, by_host: bool = False) -> list[list[Round]]:
         """The same, cut into rounds; sequences move on."""
@@ -219,11 +222,11 @@ def time_rounds(device, name: str, results: list[Timing], num_rounds: int = 16, 
             print(f"{name}, {count} sequences, {what}: {alone:.3f} ms a round, with the host {host:.3f}", flush=True)
 
 
-def by_the_host(backend: CudaBackend, pass_: Pass) -> float:
+def by_the_host(backend: CudaBackend, pass_: Pass, take: Callable[[PassResult], object] = lambda result: None) -> float:
     """The same by the loop of `backends/rounds.py`."""
     started = backend._started
     backend._started = lambda p, lane: None if p.burst is not None else started(p, lane)
-    took = milliseconds(lambda: backend.submit(pass_).result())
+    took = milliseconds(lambda: take(backend.submit(pass_).result()))
     backend._started = started
     return took
 

@@ -17,7 +17,7 @@ from tests.backends import test_bursts as bursts  # noqa: E402
 from tests.backends import test_conformance as conformance  # noqa: E402
 from tests.backends import test_drafted_bursts as drafted  # noqa: E402
 from tests.backends import test_provisions as provisions  # noqa: E402
-from tests.backends.cuda import backend_check, chains_check, draw_check, trees_check  # noqa: E402
+from tests.backends.cuda import backend_check, chains_check, draw_check, lookup_check, trees_check  # noqa: E402
 from tests.support.cuda_stand_in import EmulatedDraws, StandIn  # noqa: E402
 from tests.support.passes import Tape  # noqa: E402
 from tests.support.skipping import cheap_setup  # noqa: E402
@@ -213,9 +213,10 @@ def test_tree_rows_equal_plain_decoding(shape_of_tree: str) -> None:
 
 def test_what_the_gpu_check_compares(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend_check, "FAILED", [])
-    monkeypatch.setattr(chains_check, "FAILED", backend_check.FAILED)
+    for module in (chains_check, lookup_check):
+        monkeypatch.setattr(module, "FAILED", backend_check.FAILED)
     checks = (backend_check.check_bursts, backend_check.check_draws, backend_check.check_not_finite)
-    for check in (*checks, chains_check.check_chains):
+    for check in (*checks, chains_check.check_chains, lookup_check.check_look_up):
         check("qwen3", StandIn())
     assert backend_check.FAILED == []
 
@@ -286,7 +287,7 @@ WAYS = {
     "batch": {"max_burst": 1}, "bursts": {"max_burst": 6}, "two flights": {"depth": 2, "max_burst": 5},
     "preemption": {"depth": 2, "num_slots": 90, "prefix_cache": False}, "chunks": {"depth": 2, "row_budget": 16},
     "suffix": {"depth": 2}, "skip": {"depth": 2, "max_burst": 6}, "model": {"depth": 2, "max_burst": 6},
-    "trees": {"depth": 2, "max_burst": 6},
+    "trees": {"depth": 2, "max_burst": 6}, "lookup": {"depth": 2, "max_burst": 6},
 }  # fmt: skip
 
 
@@ -318,7 +319,7 @@ def test_the_engine_gives_the_same_whatever_runs_beside() -> None:
     assert len(set(alone)) > len(requests) // 2
     for name, changes in WAYS.items():
         engine = make(**changes)
-        method = name if name in ("suffix", "skip", "model", "trees") else "none"
+        method = name if name in ("suffix", "skip", "model", "trees", "lookup") else "none"
         assert outputs(engine, requests, method) == alone, name
         assert outputs(engine, requests[::-1], method)[-1] == alone[0], name  # the cache is warm
     # What drafted rounds count is the same in a burst and one by one.

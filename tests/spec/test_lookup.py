@@ -1,0 +1,137 @@
+"""Drafts that the backend looks up: promised by what came true, offered where a backend does it, and in bursts."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from tests.support.fake_backend import FakeBackend
+from verispec.backends.cost import CostTable
+from verispec.backends.pass_builder import LOOK_UP
+from verispec.backends.protocol import Pass, Ticket
+from verispec.config import EngineConfig
+from verispec.engine import Engine, Request
+from verispec.spec.drafter import Refusal
+from verispec.spec.lookup import NO_LOOK_UP, LookupDrafter
+from verispec.spec.registry import DraftSetup, make_drafters
+from verispec.spec.speculation import AUTO, Speculation
+from verispec.spec.turn import Recipe
+from verispec.types import SampleOutput, SamplingParams, Verdict
+
+CHEAP_ROWS = CostTable((1, 64), (1e-4, 1.05e-4), (0.0, 0.0))
+STEEP_ROWS = CostTable((1, 64), (1e-4, 64e-4), (0.0, 0.0))
+
+
+def sequence(num_tokens: int = 50, **changes: Any) -> Any:
+    values = {"sequence_id": 1, "token_ids": [0] * num_tokens, "computed_len": num_tokens - 1, "needs_host": False}
+    return SimpleNamespace(**values | changes)
+
+
+def promised(drafter: LookupDrafter, seen: Any) -> list[float]:
+    """The chances of the tokens of a chain."""
+    (curve,) = drafter.curves(drafter.state(seen))
+    assert curve.by_backend
+    assert curve.cost is None
+    return [level.tokens for level in curve.levels]
+
+
+def after(drafter: LookupDrafter, seen: Any, counts: list[int], num_nodes: int = 8) -> None:
+    """Rounds that accepted so many tokens."""
+    for count in counts:
+        choice = SimpleNamespace(num_nodes=num_nodes)
+        drafter.observe(SimpleNamespace(sequence=seen, choice=choice, verdict=Verdict(tuple(range(count)), 0)))
+
+
+def test_what_came_true_is_promised() -> None:
+    """Rounds that found nothing count; each sequence has its own rates, and begins with hope."""
+    drafter, quoting, telling = LookupDrafter(8), sequence(), sequence(sequence_id=2)
+    fresh = promised(drafter, quoting)
+    assert len(fresh) == 8
+    assert 0.2 < fresh[0] < 0.4
+    assert promised(drafter, telling) == fresh
+    after(drafter, quoting, [8, 6, 8, 8, 7] * 4)
+    after(drafter, telling, [0] * 20)
+    assert promised(drafter, quoting)[7] > 0.3 > 0.1 > promised(drafter, telling)[0] > 0
+    after(drafter, quoting, [1] * 20)  # the first token still comes true, and none behind it
+    assert promised(drafter, quoting)[0] > 0.8
+    assert promised(drafter, quoting)[2] < 0.3
+    drafter.forget(quoting)
+    after(drafter, quoting, [8])  # of a sequence that has ended
+    assert promised(drafter, quoting) == fresh
+
+
+def test_what_was_learned_fades_as_the_text_grows() -> None:
+    drafter, seen = LookupDrafter(8), sequence()
+    fresh = promised(drafter, seen)
+    after(drafter, seen, [0] * 20)
+    chances = [promised(drafter, sequence(50 + n))[0] for n in (0, 1000, 5000)]
+    assert chances[0] < chances[1] < chances[2]
+    assert promised(drafter, sequence(100_000)) == fresh
+
+
+def test_who_cannot_be_looked_up_for_is_told_why() -> None:
+    drafter = LookupDrafter(8)
+    for changes, says in (({"needs_host": True}, "the host"), ({"computed_len": 3}, "not computed")):
+        state = drafter.state(sequence(**changes))
+        assert isinstance(state, Refusal)
+        assert says in state
+    backend = FakeBackend(looks_up=False)
+    for setup in (DraftSetup(), DraftSetup(backend=backend)):
+        assert make_drafters(setup)["lookup"].state(sequence()) == Refusal(NO_LOOK_UP)
+
+
+def test_chains_are_recipes() -> None:
+    drafter, choice = LookupDrafter(8), SimpleNamespace(num_nodes=5)
+    turns: list[Any] = [SimpleNamespace(choice=choice, is_resident=is_resident) for is_resident in (True, False)]
+    chain, nothing = drafter.draft(turns)
+    assert chain == Recipe(5, LOOK_UP)
+    assert len(nothing) == 0
+
+
+class Counting(FakeBackend):
+    """Keeps what was submitted. The next token is mostly the same one's: texts repeat themselves."""
+
+    def __init__(self, *, looks_up: bool) -> None:
+        super().__init__(looks_up=looks_up)
+        self.markov *= 4
+        self.submitted: list[Pass] = []
+
+    def submit(self, pass_: Pass) -> Ticket:
+        self.submitted.append(pass_)
+        return super().submit(pass_)
+
+
+def finished(method: str, *, looks_up: bool, cost: CostTable = CHEAP_ROWS) -> tuple[SampleOutput, Counting]:
+    backend = Counting(looks_up=looks_up)
+    engine = Engine(
+        backend, family=(1, 16, 64), drafters=make_drafters(DraftSetup(backend=backend)), cost=cost,
+        config=EngineConfig(num_slots=256, max_len=120),
+    )  # fmt: skip
+    engine.add(Request([1, 2, 3], SamplingParams(max_tokens=90), Speculation(method), is_streamed=False))
+    events = [event for _ in iter(lambda: engine.has_work, False) for event in engine.step()]
+    (output,) = [event.output for event in events if event.output is not None]
+    assert not getattr(engine._drafters._drafters["lookup"], "_seen", {})
+    return output, backend
+
+
+def test_bursts_look_up_and_change_no_token() -> None:
+    plain, _ = finished("none", looks_up=True)
+    output, backend = finished("lookup", looks_up=True)
+    assert (output.token_ids, output.logprobs) == (plain.token_ids, plain.logprobs)
+    stats = output.stats
+    assert stats.drafted >= stats.accepted > 30
+    assert stats.draft_passes == 0
+    assert stats.passes < 60
+    assert len(backend.submitted) < 10
+    without, _ = finished("lookup", looks_up=False)
+    assert (without.token_ids, without.stats.drafted) == (plain.token_ids, 0)
+    assert without.stats.no_draft_reason == NO_LOOK_UP
+
+
+def test_auto_looks_up_where_the_backend_does() -> None:
+    """And only where rows cost little."""
+    plain, _ = finished("none", looks_up=True)
+    for looks_up, cost in ((True, CHEAP_ROWS), (True, STEEP_ROWS), (False, CHEAP_ROWS)):
+        output, _ = finished(AUTO, looks_up=looks_up, cost=cost)
+        assert output.token_ids == plain.token_ids
+        assert (output.stats.chosen.get("lookup", 0) > 0) is (looks_up and cost is CHEAP_ROWS)
