@@ -272,15 +272,21 @@ class Engine:
         self._roster.void()
 
     def _note_host_seconds(self, start: float, waited: float, step: Step) -> None:
-        """Of all steps; and of those in which the host drafted, without passes, or looked whether to."""
+        """Of all steps; of those in which the host drafted, without passes, or looked whether to; and of rounds that
+        the backend drafted."""
         total = self._clock() - start
         seconds = max(0.0, total - max((r.seconds for part in step for r in part), default=0.0))
         self._scheduler.host_seconds += (1 - _HOST_MEMORY) * (seconds - self._scheduler.host_seconds)
+        if not self._cost.learns:  # its seconds are not those of a clock
+            return
         by_host = [t for t in step.turns if isinstance(t.draft, Draft) and len(t.draft)]
         has_looked = bool(by_host) or any(cohort.choices for cohort in step.cohorts)
         if has_looked and not any(t.choice.draft_seconds for t in by_host):
             beyond = total - waited + self._cost.trip if self._cost.trip else seconds
             self._policy.host_seconds += (1 - _HOST_MEMORY) * (beyond - self._policy.host_seconds)
+        num_rounds = sum(len(t.rounds) for t in step.turns)
+        if num_rounds:
+            self._policy.note_rounds((total - waited if self._cost.trip else seconds) / num_rounds)
 
     @property
     def totals(self) -> Totals:

@@ -23,6 +23,7 @@ from verispec.spec.turn import NO_ROOM, PLAIN, Choice, States, Turn
 _MOST_ENTRIES = 4096
 _WINDOWS_WORTH_IT = 1.03  # times the tokens of plain decoding: not all windows are opened and replayed together
 _LOOKS, _LONGEST_REST = 0.02, 128  # the share of time for looking whether to draft, in which no draft is made; rounds
+_ROUND_STEP = 0.2  # towards what the host last took for a round
 _NOTICEABLE_HOST = 0.15  # a change of the host's time, as a logarithm, that entries are made anew for
 _NOT_WORTH_IT = "verifying a draft was not predicted to pay at this load"
 _LONGEST_WAIT = 0.025  # seconds that a stream may wait for a burst: 40 frames a second
@@ -90,6 +91,7 @@ class Policy:
         self._max_draft = max_draft
         self.max_burst = max_burst
         self.host_seconds = cost.trip / 2  # of a round that the host drafts, beyond T; the engine measures it
+        self._round_seconds = 0.0  # of the host, for a sequence's round that the backend drafts
         self._cost_versions = (0, 0, 0)
         self._entries: dict[Hashable, _Entry] = {}
         self._canonical_shapes: dict[int, int] = {}
@@ -131,6 +133,13 @@ class Policy:
                 turn.choice = _within(choice, turn.room) if turn.room > 0 else NO_ROOM
         if drafts > self._row_budget - rows:
             _ration([turn for turn in turns if _held(turn.states) is None], self._row_budget - rows)
+
+    def note_rounds(self, seconds: float) -> None:
+        """What the host took for each round that the backend drafted, of each sequence."""
+        before = self._round_seconds
+        self._round_seconds += (seconds - before) * (_ROUND_STEP if before else 1.0)
+        if abs(self._round_seconds - before) > _NOTICEABLE_HOST * before:
+            self._entries.clear()
 
     def _replay(self, turns: Sequence[Turn], partial: set[int], left: int) -> int:
         """Choices of windows under way; returns the rows of those that are verified now.
@@ -243,7 +252,7 @@ class Policy:
             width = level.num_nodes
             if crowd.rows + nodes > self._row_budget:
                 break
-            host = self._host_seconds(is_needed=not curve.by_backend)
+            host = drafting * self._round_seconds if curve.by_backend else self._host_seconds(is_needed=True)
             rate = self._rate(crowd, drafting * nodes, drafting * tokens, seconds + host)
             saved = (crowd.tokens + crowd.beside + drafting * tokens) * (1 / plain - 1 / rate)
             gain = saved if curve.stays else rate

@@ -165,7 +165,7 @@ class Scheduler:
         """
         plain: dict[bool, list[Sequence]] = {True: [], False: []}
         parts = _Parts(plain, [], [])
-        has_family, only_drafts = self._has_family, self._only_drafts
+        has_family, all_canonical = self._has_family, self._all_canonical
         if not self._roster.make_room(len(sequences)):
             return parts._replace(others=list(sequences))
         for sequence in sequences:
@@ -174,7 +174,7 @@ class Scheduler:
             if not sequence.prompt_len <= num_held == len(sequence.token_ids) - 1 == kv.synced_len:
                 parts.others.append(sequence)
             elif sequence.is_plain:
-                plain[has_family and (only_drafts or sequence.params.deterministic)].append(sequence)
+                plain[has_family and (all_canonical or sequence.params.deterministic)].append(sequence)
             elif sequence.has_single_rows:
                 parts.single.append(sequence)
             else:
