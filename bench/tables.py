@@ -18,8 +18,9 @@ Cells = list[dict[str, Any]]
 SYSTEMS = {
     "auto": ("auto: the policy chooses", "#222222"),
     "suffix": ("suffix matching", "#1b7837"),
+    "lookup": ("looked up in the text", "#7fbf7b"),
     "model, beam": ("draft model, tree (RSD, shared noise)", "#762a83"),
-    "model, forced": ("draft model, chain", "#af8dc3"),
+    "model": ("draft model, chain", "#af8dc3"),
     "skip, forced": ("draft and verify (layers skipped)", "#2166ac"),
     "decode": ("decode, verify, rollback", "#d6604d"),
 }
