@@ -1,7 +1,8 @@
 """Rounds that a backend drafted and judged by itself, cut out of a burst's result: each becomes a turn of its own."""
 
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import fields, replace
+from operator import attrgetter
 from typing import NamedTuple
 
 from verispec.backends.protocol import BurstResult, Tree
@@ -10,9 +11,12 @@ from verispec.sampling.draw import NO_TOKEN
 from verispec.spec.turn import NO_ROOM, Recipe, Score, Turn
 from verispec.types import NO_PARENT, Draft, Stored, Verdict
 
+_NOTHING: frozenset[int] = frozenset()
+_fields_of = attrgetter(*(field.name for field in fields(Turn)))
+
 
 class _Drafted(NamedTuple):
-    """What a round drafted, the nodes' places, which of them the drafter has computed, and in how many passes."""
+    """What a round drafted, the places of a tree's nodes, which the drafter has computed, and in how many passes."""
 
     draft: Draft
     places: list[int]
@@ -33,6 +37,7 @@ def rounds_of(turn: Turn, recipe: Recipe, burst: BurstResult, index: int) -> lis
     Draws of the first are the pass's own, one for each row; those of the others stand in the order of their paths.
     """
     tree, found, first, begin = recipe.rule.tree, list[Turn](), 0, 0
+    is_stored = recipe.rule.store != TARGET_STORE
     rows, later = turn.score, _Drawn(burst.token_ids[index].tolist(), burst.logprobs[index].tolist())
     for i, (ids, count) in enumerate(zip(burst.drafts[index].tolist(), burst.accepted[index].tolist(), strict=True)):
         if count < 0:
@@ -49,7 +54,9 @@ def rounds_of(turn: Turn, recipe: Recipe, burst: BurstResult, index: int) -> lis
         else:
             at = [0, *(1 + place for place in path)]
             drawn = _Drawn([rows.draws[j] for j in at], [rows.logprobs[j] for j in at])
-        drafted = _chain(ids) if tree is None else _tree(tree, ids, parents, turn.sequence.stopping_ids)
+        drafted = (
+            _chain(ids, is_stored=is_stored) if tree is None else _tree(tree, ids, parents, turn.sequence.stopping_ids)
+        )
         found.append(_round(turn, recipe, first, drafted, path, drawn))
         first += count + 1
     return found
@@ -66,10 +73,11 @@ def _path(ids: list[int], parents: list[int], draws: list[int], *, by_row: bool)
     return path
 
 
-def _chain(ids: list[int]) -> _Drafted:
+def _chain(ids: list[int], *, is_stored: bool) -> _Drafted:
     """The last token never had a row of its own."""
-    draft = Draft.chain(token_id for token_id in ids if token_id >= 0)
-    return _Drafted(draft, list(range(len(draft))), frozenset(range(len(draft) - 1)), max(1, len(draft)))
+    draft = Draft.chain([token_id for token_id in ids if token_id >= 0])
+    computed = frozenset(range(len(draft) - 1)) if is_stored else _NOTHING
+    return _Drafted(draft, [], computed, max(1, len(draft)))
 
 
 def _tree(tree: Tree, ids: list[int], parents: list[int], stopping_ids: Collection[int]) -> _Drafted:
@@ -84,21 +92,28 @@ def _tree(tree: Tree, ids: list[int], parents: list[int], stopping_ids: Collecti
 
 def _round(turn: Turn, recipe: Recipe, first: int, drafted: _Drafted, path: list[int], drawn: _Drawn) -> Turn:
     """One round, which began `first` tokens behind the turn."""
-    start, room, store = turn.start + first, turn.room - first, recipe.rule.store
-    has_stored = store != TARGET_STORE and room > 0
-    nodes = [drafted.places.index(place) for place in path]
-    score = Score([NO_TOKEN] * (2 + max(nodes, default=NO_PARENT)), [0.0] * (2 + max(nodes, default=NO_PARENT)))
+    room, store, choice, is_tree = turn.room - first, recipe.rule.store, turn.choice, recipe.rule.tree is not None
+    found = Turn(*_fields_of(turn))  # there are many rounds: `dataclasses.replace` would take most of the time
+    found.start, found.room, found.num_rounds = turn.start + first, room, 1
+    found.draft, found.rounds = drafted.draft, []
+    found.num_draft_passes = drafted.num_passes if room > 0 and not recipe.rule.looks_up else 0
+    if room <= 0:
+        found.choice = NO_ROOM
+    elif choice.num_nodes != min(recipe.num_nodes, room):
+        found.choice = choice._replace(num_nodes=min(recipe.num_nodes, room))
+    if store != TARGET_STORE and room > 0:
+        found.draft = replace(drafted.draft, stored=Stored(store, found.start + 1, drafted.computed))
+    nodes = [drafted.places.index(place) for place in path] if is_tree else path
+    found.score, found.verdict = _scored(nodes, drawn), Verdict(tuple(nodes), drawn.token_ids[-1])
+    found.path_places = path if is_tree else None
+    return found
+
+
+def _scored(nodes: list[int], drawn: _Drawn) -> Score:
+    """Draws by row: the first token's, then the nodes' up to the last on the path."""
+    if len(nodes) == max(nodes, default=NO_PARENT) + 1:
+        return Score(*drawn)
+    score = Score([NO_TOKEN] * (2 + max(nodes)), [0.0] * (2 + max(nodes)))
     for node, token_id, logprob in zip((NO_PARENT, *nodes), *drawn, strict=True):
         score.draws[1 + node], score.logprobs[1 + node] = token_id, logprob
-    return replace(
-        turn,
-        start=start,
-        room=room,
-        choice=turn.choice._replace(num_nodes=min(recipe.num_nodes, room)) if room > 0 else NO_ROOM,
-        num_rounds=1,
-        draft=replace(drafted.draft, stored=Stored(store, start + 1, drafted.computed) if has_stored else None),
-        num_draft_passes=drafted.num_passes if room > 0 and not recipe.rule.looks_up else 0,
-        score=score,
-        verdict=Verdict(tuple(nodes), drawn.token_ids[-1]),
-        path_places=None if recipe.rule.tree is None else path,
-    )
+    return score
