@@ -28,7 +28,7 @@ NUM_COMPARED = min(NUM_REQUESTS, scaled(NUM_REQUESTS))
 
 
 def run(requests: list[Request]) -> list[SampleOutput]:
-    backend = FakeBackend(vocab_size=VOCAB, model_seed=5, num_stores=2)
+    backend = FakeBackend(vocab_size=VOCAB, model_seed=5, num_stores=2, looks_up=True)
     engine = Engine(backend, family=(4, 8, 16, 32, 64), drafters=make_drafters(fake_setup(backend)))
     found: dict[int, SampleOutput] = {}
     ids = []

@@ -65,6 +65,7 @@ class CostTable:
     trip: float = field(default=0.0, kw_only=True)
     num_observed: int = field(default=0, init=False, compare=False)
     version: int = field(default=0, init=False, compare=False)
+    speed: float = field(default=1.0, init=False, compare=False)  # how much longer passes take than was timed
     # Logarithms of factors: of the fixed parts, then of those per context token. [2 * shapes]
     _moves: NDArray[np.float64] = field(init=False, repr=False, compare=False)  # not applied yet
     _drift: NDArray[np.float64] = field(init=False, repr=False, compare=False)  # applied since the version was raised
@@ -180,7 +181,9 @@ class CostTable:
 
     def _apply(self) -> None:
         """Take over what was observed; forget what was looked up."""
-        lines = np.exp(self._moves).reshape(2, -1) * (self.base, self.per_context_token)
+        factors = np.exp(self._moves).reshape(2, -1)
+        lines = factors * (self.base, self.per_context_token)
+        self.speed *= float(np.median(factors[0]))
         self.base, self.per_context_token = map(tuple, lines.tolist())
         self._drift += self._moves
         self._moves = np.zeros_like(self._moves)

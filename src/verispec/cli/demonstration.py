@@ -318,4 +318,5 @@ def _drafts(drafter: str, run: Run) -> str:
         return ""
     if stats.drafted:
         return f"drafts {stats.accepted}/{stats.drafted} accepted"
-    return f"nothing drafted ({stats.no_draft_reason})" if stats.no_draft_reason else "nothing drafted"
+    reason = (stats.no_draft_reason or "").partition(";")[0]  # not what to do about it
+    return f"nothing drafted ({reason})" if reason else "nothing drafted"

@@ -248,7 +248,8 @@ class Policy:
             tokens += level.tokens
             if curve.cost is not None:
                 trip = 0.0 if curve.by_backend else self._cost.trip
-                seconds += trip + _pass_seconds(curve.cost, drafting * width, crowd.context_len)
+                drafted = _pass_seconds(curve.cost, drafting * width, crowd.context_len)
+                seconds += trip + self._cost.speed * drafted  # timed beside the target's, on the same machine
             width = level.num_nodes
             if crowd.rows + nodes > self._row_budget:
                 break

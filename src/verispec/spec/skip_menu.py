@@ -54,7 +54,7 @@ class SkipProfile:
         return CostTable(self.full.shapes, left("base"), left("per_context_token"))
 
     def draft_cost(self, view: View, target: CostTable) -> CostTable:
-        """T of a pass of this view on the scale of `target`, which was measured at another time.
+        """T of a pass of this view on the scale of `target` when it was timed, which was at another time.
 
         What a pass of the view costs in passes of the whole model is the profile's; what that is in seconds, the
         other's: machines are not equally fast from day to day.
@@ -64,7 +64,7 @@ class SkipProfile:
             part.seconds(m, m * TYPICAL_CONTEXT) / self.full.seconds(m, m * TYPICAL_CONTEXT) for m in target.shapes
         ]
         scaled = [
-            tuple(value * share for value, share in zip(values, shares, strict=True))
+            tuple(value * share / target.speed for value, share in zip(values, shares, strict=True))
             for values in (target.base, target.per_context_token)
         ]
         return CostTable(target.shapes, *scaled)
