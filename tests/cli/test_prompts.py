@@ -17,7 +17,7 @@ from tests.cli.conftest import Cli, press_ctrl_c
 from verispec.batch.prompts import OBJECT_KEYS
 from verispec.cli.progress import CountDisplay, LoadingDisplay
 from verispec.cli.prompt_file import OrderedPrinter
-from verispec.engine import Engine
+from verispec.engine import Engine, Request
 from verispec.llm import LLM
 from verispec.strict_json import MAX_OBJECT_NBYTES
 
@@ -43,8 +43,15 @@ def test_a_line_alone_equals_the_line_in_the_file(cli: Cli, tmp_path: Path) -> N
     assert [line["index"] for line in together] == [0, 1, 2]
 
 
-def test_a_line_may_predict_its_answer(cli: Cli, tmp_path: Path) -> None:
-    """It is drafted from, changes no token and does not go through; what is neither text nor ids is a bad line."""
+def test_a_line_may_predict_its_answer(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafters get it, it changes no token and does not go through; what is neither text nor ids is a bad line."""
+    predicted, add = [], Engine.add
+
+    def recorded(self: Engine, request: Request, **options: Any) -> int:
+        predicted.append(list(request.prediction_ids))
+        return add(self, request, **options)
+
+    monkeypatch.setattr(Engine, "add", recorded)
     asked = {"prompt": "Name a river.", "max_tokens": 16}
     answer = cli("generate", "--prompts", jsonl(tmp_path / "a.jsonl", asked), "--stats").json_lines()[0]
     lines = [{**asked, "seed": 0, "prediction": answer[key]} for key in ("text", "token_ids")]
@@ -52,7 +59,7 @@ def test_a_line_may_predict_its_answer(cli: Cli, tmp_path: Path) -> None:
     *good, bad, slip = cli("generate", "--prompts", file, "--stats").json_lines()
     assert [line["digest"] for line in good] == [answer["digest"]] * 2
     assert all("prediction" not in line for line in good)
-    assert all(line["stats"]["accepted"] > answer["stats"]["accepted"] for line in good)
+    assert predicted == [[], answer["token_ids"], answer["token_ids"]]
     assert bad["error"] == "the line['prediction'] must be text or token ids, not int"
     assert slip["error"] == "unknown key 'predictions'; did you mean prediction?"
 
