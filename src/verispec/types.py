@@ -461,10 +461,8 @@ class SequenceStats:
             no_draft_reason=reason, **{name: getattr(self, name) for name in (*shown, "last_token_time")}
         )
 
-    def record_commit(self, now: float, num_tokens: int) -> None:
+    def record_commit(self, now: float) -> None:
         """Note that tokens became visible at `now`."""
-        if not num_tokens:
-            return
         if self.first_token_time is None:
             self.first_token_time = now
         elif self.last_token_time is not None:

@@ -152,7 +152,8 @@ def _raw(served: Served, data: bytes) -> bytes:
             while part := sock.recv(65536):
                 parts.append(part)
         except OSError as error:
-            assert error.errno in (errno.ECONNRESET, errno.EPIPE, errno.ENOTCONN), error
+            if error.errno not in (errno.ECONNRESET, errno.EPIPE, errno.ENOTCONN):
+                raise
     return b"".join(parts)
 
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from verispec.backends.protocol import (
     FROM_DRAFT,
+    FROM_STATE,
     FULL_VIEW,
     Backend,
     Burst,
@@ -65,6 +66,38 @@ def padded(
         columns[4, row] -= len(tail)
         columns[5, row] = len(tail)
     return Rows(columns[0], columns[1], columns[2], columns[3], columns[4], tail_slots, columns[5])
+
+
+def columns_pass(
+    kind: PassKind,
+    fit: Callable[[int], int],
+    *,
+    seq_rows: Sequence[int],
+    positions: Sequence[int],
+    token_ids: Sequence[int] | None,
+    slots: Sequence[int],
+    num_rounds: int,
+    feeds: bool,
+) -> Pass:
+    """One row of each of many sequences, which draws, and further rounds of them.
+
+    It is what `PassBuilder` would make of these columns, in a third of its time. Without tokens, the backend knows
+    those, and where the sequences are.
+    The slots are those of all rounds, one after the other; `positions` are those of the first, at most.
+    """
+    count = len(seq_rows)
+    shape = fit(count)
+    tokens, named = ([FROM_STATE] * count, [0] * count) if token_ids is None else (token_ids, positions)
+    rows = padded(tokens, named, slots[:count], seq_rows, shape=shape)
+    own_rows = rows.seq_rows[:count]
+    if num_rounds == 1 and token_ids is not None:
+        update = TableUpdate(own_rows, rows.positions[:count], rows.slots[:count])
+    else:
+        at = np.array(positions, np.int32) + np.arange(num_rounds, dtype=np.int32)[:, None]  # [rounds, sequences]
+        update = TableUpdate(np.tile(own_rows, num_rounds), at.ravel(), np.array(slots, np.int32))
+    drawn = np.arange(count, dtype=np.int32)
+    burst = Burst(drawn, np.full(count, num_rounds - 1, np.int32), shape) if num_rounds > 1 or feeds else None
+    return Pass(kind, rows, Wanted(DrawWanted(drawn)), update, head_shape=shape, burst=burst)
 
 
 class Wish:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
 from verispec.engine.roster import Roster
-from verispec.engine.sequence import NO_DRAW, Sequence
+from verispec.engine.sequence import NO_DRAW, DraftNews, Sequence
 from verispec.sampling.draw import NO_TOKEN
 from verispec.spec.turn import Choice, Cohort, Pending, Step, Turn
 from verispec.types import Draft, DraftTrace, FinishReason, Stored, TokenEvent, Verdict
@@ -53,21 +53,22 @@ class Committer:
     def _commit_cohort(self, cohort: Cohort) -> None:
         """Plain rounds: every draw is a token, and its row's slot the sequence's next."""
         count, size, is_canonical = cohort.num_rounds, len(cohort.sequences), cohort.is_canonical
-        slots = self._roster.pool.commit_all(cohort.lease)
+        pool = self._roster.pool
+        slots = pool.commit_all(cohort.lease)
         self._roster.cohorts.remove(cohort)
         interrupt: BaseException | None = None
         columns = zip(cohort.sequences, cohort.epochs, cohort.draws, cohort.logprobs, strict=True)
         for i, (sequence, epoch, draws, logprobs) in enumerate(columns):
-            own = slots[i::size]
-            kv, stats = sequence.kv, sequence.stats  # type: ignore[attr-defined]
-            if kv.epoch != epoch or not sequence.is_running:  # type: ignore[attr-defined]
-                self._roster.pool.release(own)
-                self._is_stale(sequence, epoch)  # type: ignore[arg-type]
+            assert isinstance(sequence, Sequence)
+            own, kv, stats = slots[i::size], sequence.kv, sequence.stats
+            if kv.epoch != epoch or not sequence.is_running:
+                pool.release(own)
+                self._is_stale(sequence, epoch)
                 continue
             num_drawn = count
             if draws[-1] < 0:
                 num_drawn = max(1, sum(token_id >= 0 for token_id in draws))
-                self._roster.pool.release(own[num_drawn:])
+                pool.release(own[num_drawn:])
                 del own[num_drawn:]
             num_held = len(kv.held)
             kv.held += own
@@ -80,15 +81,15 @@ class Committer:
                 stats.fast_passes += num_drawn
             stats.chosen["plain"] += 1
             if cohort.choices:
-                sequence.num_rested += num_drawn  # type: ignore[attr-defined]
-                _note_choice(sequence, cohort.choices[i])  # type: ignore[arg-type]
+                sequence.num_rested += num_drawn
+                _note_choice(sequence, cohort.choices[i])
             kv.num_flights -= 1
             if cohort.feeds:
                 kv.num_ahead -= count
             if not kv.num_flights:
                 kv.epoch += 1
             try:
-                self._commit_draws(sequence, draws, logprobs)  # type: ignore[arg-type]
+                self._commit_draws(sequence, draws, logprobs)
             except BaseException as error:  # it ended one sequence; the others' slots must not be lost
                 interrupt = error
         if interrupt is not None:
@@ -126,7 +127,8 @@ class Committer:
         for sequence in sequences:
             if sequence.finish_reason is not None:
                 sequence.stats.finish_time = now
-            sequence.stats.record_commit(now, len(sequence.logprobs) - sequence.outbox.next)
+            if len(sequence.logprobs) > sequence.outbox.next:
+                sequence.stats.record_commit(now)
             events.append(sequence.take_event())
         return events
 
@@ -212,10 +214,7 @@ class Committer:
             sequence.num_rested += num_passes if sequence.is_followed else 0
             return
         sequence.num_rested = 0
-        num_accepted, outbox = len(verdict.path), sequence.outbox
-        if sequence.tells_drafts:
-            outbox.num_accepted = num_accepted
-            outbox.rejected_ids = tuple(t for node, t in enumerate(draft.token_ids) if node not in verdict.path)
+        num_accepted = len(verdict.path)
         stats.accepted += num_accepted
         stats.accepted_by[choice.drafter] += num_accepted
         if choice.is_replay:
@@ -224,9 +223,8 @@ class Committer:
             stats.recomputed += len(draft) - num_accepted
         else:
             stats.drafted += len(draft)
-        if turn.score.node_logprobs:
-            probabilities = tuple(map(math.exp, turn.score.node_logprobs))
-            outbox.trace = DraftTrace(draft, verdict, probabilities, choice.drafter)
+        if sequence.tells_drafts:
+            sequence.outbox.draft = _news(turn, draft, verdict)
 
     def _note_stalls(self, step: Step) -> None:
         """What the replays of this step cost those who had nothing to do with them: rows of final fast passes."""
@@ -247,6 +245,15 @@ class Committer:
         for turn in replays:
             share = (turn.num_pending + turn.choice.num_nodes) / num_rows
             turn.sequence.stats.stall_caused += turn.seconds * share  # type: ignore[attr-defined]
+
+
+def _news(turn: Turn, draft: Draft, verdict: Verdict) -> DraftNews:
+    trace = None
+    if turn.score.node_logprobs:
+        probabilities = tuple(map(math.exp, turn.score.node_logprobs))
+        trace = DraftTrace(draft, verdict, probabilities, turn.choice.drafter)
+    rejected_ids = tuple([t for node, t in enumerate(draft.token_ids) if node not in verdict.path])
+    return DraftNews(len(verdict.path), rejected_ids, trace)
 
 
 def _num_drawn(turn: Turn) -> int:

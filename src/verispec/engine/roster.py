@@ -35,6 +35,7 @@ class Roster:
         self.free_seq_rows = list(range(max_running, 0, -1))  # row 0 of the table is the padding's
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self.version = 0  # moves when somebody comes or goes, or has to send everything again
         self.departing: list[Sequence] = []  # have ended; their slots wait for the flights that use them
         self.cohorts: list[Cohort] = []  # in the air
         self.changed: dict[int, Sequence] = {}  # by sequence id: to be told to clients
@@ -66,6 +67,7 @@ class Roster:
 
     def void(self) -> None:
         """Take back what was leased for turns that failed or were abandoned: their rows are planned again."""
+        self.version += 1
         for cohort in self.cohorts:
             self.pool.rollback(cohort.lease)
         self.cohorts.clear()
@@ -104,6 +106,7 @@ class Roster:
                 sequence.stats.cached_tokens = min(len(hit.slots), sequence.prompt_len - 1)  # the rest is output
             kv.seq_row, kv.lease, sequence.is_running = self.free_seq_rows.pop(), self.pool.lease(), True
             self._bind(kv.seq_row, _sampler(sequence))
+            self.version += 1
             self.running.append(sequence)
             if len(self.running) > 1 and self.running[-2].sequence_id > sequence.sequence_id:
                 self.running.sort(key=lambda s: s.sequence_id)
@@ -167,6 +170,7 @@ class Roster:
 
     def release(self, sequence: Sequence) -> None:
         """Take a sequence out of the running; its row and slots are given back once nothing in the air uses them."""
+        self.version += 1
         self.running.remove(sequence)
         sequence.is_running = False
         sequence.kv.epoch += 1

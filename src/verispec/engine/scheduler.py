@@ -63,20 +63,22 @@ class Scheduler:
         self.host_seconds = 0.0  # of a step, outside its passes
         self._lying: list[Sequence] = []  # plain for now, though they may draft
         self._rounds_left = 0  # until they look for drafts again
+        self._all_plain: tuple[int, _Plain] | None = None  # everybody, if nothing but decoding is left; by version
 
     def plan(self) -> Step:
         """The next step, with slots leased for all of its rows. Nothing is in the air."""
         self._roster.admit()
         self._wake()
+        if self._all_plain is not None and self._all_plain[0] == self._roster.version and self._has_rows():
+            return self._plan_plain(self._all_plain[1])
+        self._all_plain = None
         parts = self._part(self._roster.running)
         if self._prompts_come_first(parts.others):
             parts = parts._replace(plain=_NOBODY)
-        cohorts = self._cohorts(parts.plain)
         if not parts.single and not parts.others:
-            count = self._num_rounds(parts.plain)
-            for cohort in cohorts:
-                self._lengthen(cohort, count)
-            return Step((), cohorts)
+            self._all_plain = self._roster.version, parts.plain
+            return self._plan_plain(parts.plain)
+        cohorts = self._cohorts(parts.plain)
         granted = self._grants(parts)
         turns = [
             self._turn(sequence)
@@ -103,6 +105,16 @@ class Scheduler:
         count = 1 if 0 in granted.values() else self._num_rounds(parts.plain, turns, rested, patience)
         self._go_on(turns, cohorts, count, patience)
         return Step(turns, cohorts)
+
+    def _has_rows(self) -> bool:
+        return self._roster.make_room(len(self._roster.running))
+
+    def _plan_plain(self, plain: _Plain) -> Step:
+        """Everybody only decodes; that stays so until somebody comes or goes."""
+        cohorts, count = self._cohorts(plain), self._num_rounds(plain)
+        for cohort in cohorts:
+            self._lengthen(cohort, count)
+        return Step((), cohorts)
 
     def plan_ahead(self) -> Step:
         """A step behind those in the air: further rounds of their cohorts, and rows of whoever is in none of them.
@@ -224,6 +236,7 @@ class Scheduler:
             for sequence in self._lying:
                 sequence.is_plain = False
             self._lying.clear()
+            self._all_plain = None
 
     def _resting_cohort(self, resting: SequenceOf[tuple[Sequence, Choice]], *, is_canonical: bool) -> Cohort:
         cohort = self._cohort([sequence for sequence, _ in resting], is_canonical=is_canonical)

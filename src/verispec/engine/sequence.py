@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
 
 from verispec.kv import Lease, Node
 from verispec.sampling.constraint import Constraint
@@ -69,15 +71,25 @@ class Slots:
             raise AssertionError("a sequence's slots are out of order")
 
 
+class DraftNews(NamedTuple):
+    """What clients are told of a draft that was judged."""
+
+    num_accepted: int = 0
+    rejected_ids: tuple[int, ...] = ()
+    trace: DraftTrace | None = None
+
+
+NO_NEWS = DraftNews()
+_new_event = partial(tuple.__new__, TokenEvent)  # by its columns: a third of the time that its class takes
+
+
 @dataclass(slots=True)
 class Outbox:
     """What no event carries yet: output from entry `next` on, the text it released, and the draft it came from."""
 
     next: int = 0
     pieces: list[str] = field(default_factory=list)
-    num_accepted: int = 0
-    rejected_ids: tuple[int, ...] = ()
-    trace: DraftTrace | None = None
+    draft: DraftNews = NO_NEWS
 
 
 @dataclass(slots=True, eq=False)
@@ -124,6 +136,7 @@ class Sequence:
     is_plain: bool = field(init=False)  # the same, and there are no drafts: nothing of a round needs the host
     is_followed: bool = field(init=False)  # single rows, under a constraint whose masks the host gives between rounds
     _makes_text: bool = field(init=False)  # as tokens are committed; otherwise once, at the end
+    _is_silent: bool = field(init=False)  # nothing but a stopping token or its length ends it
 
     def __post_init__(self) -> None:
         self.token_ids = [*self.prompt_ids, *self.given_ids]
@@ -139,6 +152,7 @@ class Sequence:
         if self.speculation.method == OFF:
             self.stats.no_draft_reason = "drafter none"
         self._makes_text = self.text_sink.can_stop or (self.is_streamed and type(self.text_sink) is not NoText)
+        self._is_silent = not self._makes_text and not is_constrained
         for index, token_id in enumerate(self.given_ids):
             self._take_given(index, token_id)
 
@@ -228,15 +242,14 @@ class Sequence:
         self, token_ids: SequenceOf[int], logprobs: SequenceOf[float], alternatives: SequenceOf[Alternatives] = ()
     ) -> None:
         """Commit a block of draws up to the one that ends the sequence, as if one by one. -1 is a draw that failed."""
-        is_unseen = not (self._makes_text or alternatives or self.constraint)
-        is_unseen = is_unseen and self.stopping_ids.isdisjoint(token_ids)
-        room = self.max_len - len(self.token_ids)
-        if is_unseen and token_ids[min(room, len(token_ids)) - 1] >= 0:
-            self.token_ids += token_ids[:room]
-            self.logprobs += logprobs[:room]
-            if room <= len(token_ids):
-                self.finish(FinishReason.LENGTH)
-            return
+        if self._is_silent and not alternatives and self.stopping_ids.isdisjoint(token_ids):
+            room = self.max_len - len(self.token_ids)
+            if token_ids[min(room, len(token_ids)) - 1] >= 0:
+                self.token_ids += token_ids[:room]
+                self.logprobs += logprobs[:room]
+                if room <= len(token_ids):
+                    self.finish(FinishReason.LENGTH)
+                return
         for i, token_id in enumerate(token_ids):
             if token_id < 0:
                 self.fail(NO_DRAW)
@@ -277,27 +290,16 @@ class Sequence:
 
     def take_event(self) -> TokenEvent:
         """Everything committed since the last event, and the whole output if the sequence has ended."""
-        outbox, start = self.outbox, self.outbox.next
-        count = len(self.logprobs) - start
+        outbox = self.outbox
+        start, outbox.next = outbox.next, len(self.logprobs)
+        count = outbox.next - start
         pieces = self._take_pieces(count) if outbox.pieces else ("",) * count
-        if self.finish_reason is None:
-            output, entries = None, self._entries(start)
-        else:
-            output = self._sample_output(self.finish_reason)
-            entries = output.logprobs[start:] if start else output.logprobs
-        event = TokenEvent(
-            self.request_id,
-            self.sample_key.sample_index,
-            entries,
-            pieces,
-            min(outbox.num_accepted, count) if outbox.num_accepted else 0,
-            outbox.rejected_ids,
-            output,
-            outbox.trace,
-        )
-        outbox.next = start + count
-        outbox.num_accepted, outbox.rejected_ids, outbox.trace = 0, (), None
-        return event
+        output = None if self.finish_reason is None else self._sample_output(self.finish_reason)
+        about = self.request_id, self.sample_key.sample_index, self._entries(start), pieces
+        draft, outbox.draft = outbox.draft, NO_NEWS
+        if draft is NO_NEWS:
+            return _new_event((*about, 0, (), output, None))
+        return _new_event((*about, min(draft.num_accepted, count), draft.rejected_ids, output, draft.trace))
 
     def _take_pieces(self, count: int) -> tuple[str, ...]:
         """Text by the token that released it; what was held back comes with the last token, if there is one."""

@@ -153,13 +153,17 @@ class DrafterSet:
 
     def states(self, sequence: SequenceView) -> States:
         """Where a sequence stands with each of its drafters."""
-        found: list[tuple[str, Hashable]] = []
-        for name in self.members_of(sequence):
-            try:
-                found.append((name, self._drafters[name].state(sequence)))
-            except Exception:
-                found.append((name, _failed(name, _FAILED)))
-        return tuple(found)
+        members, drafters = self.members_of(sequence), self._drafters
+        try:
+            return tuple([(name, drafters[name].state(sequence)) for name in members])
+        except Exception:  # one of them failed: the others are asked again, one by one
+            return tuple([(name, self._state(name, sequence)) for name in members])
+
+    def _state(self, name: str, sequence: SequenceView) -> Hashable:
+        try:
+            return self._drafters[name].state(sequence)
+        except Exception:
+            return _failed(name, _FAILED)
 
     def curves(self, name: str, key: Hashable) -> tuple[Curve, ...]:
         """What a drafter promises, brought into range."""

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from verispec.backends.pass_builder import PassBuilder
+from verispec.backends.pass_builder import PassBuilder, columns_pass
 from verispec.backends.protocol import FROM_STATE, Backend, Pass, PassKind, PassResult, Ticket
 from verispec.spec.backend_rounds import rounds_of
 from verispec.spec.speculation import OFF
@@ -46,7 +46,7 @@ class _Part:
 
     turns: list[Turn]
     cohorts: list[Cohort]
-    builder: PassBuilder
+    builder: PassBuilder | None  # of a pass that has turns
     marks: list[_Mark]
     pass_: Pass
     submitted: float
@@ -157,15 +157,18 @@ class Passes:
         return self._joins(_num_rows(*canonical), _num_rows(*fast))
 
     def _submit(self, kind: PassKind, turns: list[Turn], cohorts: list[Cohort], fit: Fit) -> _Part:
-        builder = PassBuilder()
-        marks = [_Mark(0, 0, 0)]
-        for turn in turns:
-            add_turn(builder, turn)
-            marks.append(_Mark.of(builder))
-        for cohort in cohorts:
-            add_cohort(builder, cohort)
-        self._next_mask = builder.send_masks(self._backend, self._next_mask)
-        pass_ = builder.build(kind, fit, vocab_size=self._backend.limits.vocab_size)
+        builder, marks = None, [_Mark(0, 0, 0)]
+        if not turns and len(cohorts) == 1:
+            pass_ = cohort_pass(kind, fit, cohorts[0])
+        else:
+            builder = PassBuilder()
+            for turn in turns:
+                add_turn(builder, turn)
+                marks.append(_Mark.of(builder))
+            for cohort in cohorts:
+                add_cohort(builder, cohort)
+            self._next_mask = builder.send_masks(self._backend, self._next_mask)
+            pass_ = builder.build(kind, fit, vocab_size=self._backend.limits.vocab_size)
         if kind is PassKind.FAST and self._only_drafts:
             pass_ = replace(pass_, only_drafts=True)
         self.newest = pass_
@@ -186,6 +189,20 @@ def _fit_masks(turns: Sequence[Turn], num_masks: int) -> None:
 def _num_rows(turns: Sequence[Turn], cohorts: Sequence[Cohort]) -> int:
     rows = sum(1 if isinstance(t.draft, Pending) else t.num_pending + len(t.draft) for t in turns)
     return rows + sum(len(c.sequences) for c in cohorts)
+
+
+def cohort_pass(kind: PassKind, fit: Fit, cohort: Cohort) -> Pass:
+    """The pass of a cohort that nobody else takes part in."""
+    return columns_pass(
+        kind,
+        fit,
+        seq_rows=cohort.seq_rows,
+        positions=cohort.positions,
+        token_ids=None if cohort.is_ahead else [s.token_ids[-1] for s in cohort.sequences],
+        slots=cohort.lease.slots,
+        num_rounds=cohort.num_rounds,
+        feeds=cohort.feeds,
+    )
 
 
 def add_cohort(builder: PassBuilder, cohort: Cohort) -> None:
@@ -296,11 +313,12 @@ def _fill(part: _Part, result: PassResult) -> None:
             num_fed += end - first
         cohort.draws, cohort.logprobs = tokens.tolist(), logprobs.tolist()
         first = end
-    assert not part.cohorts or first == len(part.builder.draw.rows)
+    assert result.draw is None or first == len(result.draw.token_ids) or not part.cohorts
 
 
 def _fill_turns(part: _Part, result: PassResult) -> None:
     builder, num_fed = part.builder, 0
+    assert builder is not None
     tokens = result.draw.token_ids.tolist() if result.draw is not None else []
     logprobs = result.draw.logprobs.tolist() if result.draw is not None else []
     given = result.logprobs.tolist() if result.logprobs is not None else []
