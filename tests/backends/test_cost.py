@@ -202,3 +202,35 @@ def test_passes_by_fast_weights_are_timed_and_learned_apart(tmp_path: Path) -> N
         cost.observe_pass(drafting, 0.005)
     assert cost.seconds(4, 128) == pytest.approx(0.02, rel=0.1)
     assert cost.pass_seconds(drafting) == pytest.approx(0.005, rel=0.1)
+
+
+def test_what_a_draft_costs_beside_the_target_survives_restarts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The target's table learns that the machine is half as fast as it was timed; nobody observes the draft model's.
+    One that is timed afterwards, on the slow machine, is not taken for slower still."""
+    speed, backend = 1.0, FakeBackend(num_stores=2)
+
+    def timed(backend: object, shapes: tuple[int, ...], *, store: int = 0, **how: object) -> CostTable:
+        costs = tuple(speed * (0.4 if store else 1.0) * line(m, 0) for m in shapes)
+        return CostTable(shapes, costs, (0.0,) * len(shapes), learns=True)
+
+    def started() -> tuple[calibration.Calibration, float]:
+        """The share is by the costs that the policy takes for a draft pass and for one of the target."""
+        found = calibration.calibrate(backend, cache_dir=tmp_path)
+        assert found.draft_cost is not None
+        return found, found.cost.speed * found.draft_cost.seconds(1, 0) / found.cost.seconds(1, 0)
+
+    monkeypatch.setattr(calibration, "measure_cost", timed)
+    found, share = started()
+    assert share == pytest.approx(0.4)
+    for _ in range(400):
+        found.cost.observe(1, 0, line(1, 0, 2.0))
+    found.save()
+    found, share = started()
+    assert found.cost.seconds(1, 0) == pytest.approx(line(1, 0, 2.0), rel=0.05)
+    assert share == pytest.approx(0.4, rel=0.1)
+    speed = 2.0
+    for path in tmp_path.glob("draft-*"):
+        path.unlink()
+    assert started()[1] == pytest.approx(0.4, rel=0.1)

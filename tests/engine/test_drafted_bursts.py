@@ -13,14 +13,17 @@ import numpy as np
 import pytest
 
 from tests.engine.test_bursts import CHEAP, PLAIN, Bursts, ends, policy
+from tests.support.adversaries import collect, facts
 from tests.support.decoding import PROMPT, Watched, letters, oracle
+from tests.support.fake_backend import FakeBackend
 from tests.support.faulty_backends import WrappedBackend
 from tests.support.sabotages import Confirming, Rebound
 from tests.support.skipping import cheap_setup
 from tests.support.world import Second, World, bits, make_requests, native_world, numpy_world, run
 from verispec.backends.cost import CostTable
 from verispec.backends.protocol import Pass, PassKind, PassResult, ReadyTicket, Ticket
-from verispec.engine import Request
+from verispec.config import EngineConfig
+from verispec.engine import Engine, Request
 from verispec.engine.policy import RoundLoad
 from verispec.spec.registry import make_drafters
 from verispec.spec.speculation import Speculation
@@ -33,6 +36,30 @@ DRAFT_LEN = 3
 
 def bursts(num_rounds: int, **options: object) -> Bursts:
     return Bursts(num_rounds, draft_len=DRAFT_LEN, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("tree", ["branch:2", "beam:2,1", "branch:2,2", "beam:2,3"])
+@pytest.mark.parametrize("drafter", ["skip", "model"])
+def test_trees_that_the_backend_drafts_change_nothing(drafter: str, tree: str) -> None:
+    """Trees of one level, too: their only pass has no row but the last token's."""
+    shown = {}
+    for trees in (False, True):
+        backend = FakeBackend(vocab_size=16, num_stores=2)
+        backend.limits = replace(backend.limits, trees=trees)
+        backend.markov[1] = backend.markov[0]
+        engine = Engine(
+            backend,
+            family=(1, 2, 4, 8, 16, 32, 64),
+            drafters=make_drafters(cheap_setup(backend, DRAFT_LEN)),
+            cost=CHEAP,
+            config=EngineConfig(num_slots=256, max_len=100),
+        )
+        for i in range(3):
+            engine.add(Request((1, 2, i), PLAIN, Speculation(drafter, TreeShape.parse(tree))))
+        outputs = collect(engine)
+        assert sum(o.stats.accepted for o in outputs.values()) > 0
+        shown[trees] = [facts(outputs[key]) for key in sorted(outputs)]
+    assert shown[True] == shown[False]
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)

@@ -12,10 +12,10 @@ from tests.support.drafters import Eager
 from tests.support.fake_backend import FakeBackend
 from tests.support.faulty_backends import WrappedBackend
 from verispec.backends.cost import CostTable, measure_cost
-from verispec.backends.protocol import Pass, PassResult, Ticket
+from verispec.backends.protocol import Pass, PassKind, PassResult, Ticket
 from verispec.config import EngineConfig
 from verispec.engine import Engine, Request
-from verispec.spec.drafter import Curve
+from verispec.spec.drafter import Curve, Refusal
 from verispec.spec.none import NoDrafter
 from verispec.spec.speculation import AUTO, Speculation
 from verispec.spec.turn import SequenceView
@@ -122,3 +122,47 @@ def test_calibration_finds_the_trip_and_what_passes_take_without_it() -> None:
     as_one = measure_cost(near, SHAPES, clock=lambda: near.now, budget_seconds=1e6)
     assert as_one.base == pytest.approx([seconds(m) + TRIP for m in SHAPES], rel=0.05)  # control
     assert CostTable.from_data(cost.to_data()) == replace(cost, learns=False)
+
+
+class Quiet(Eager):
+    """Has nothing to draft, ever; counts how often a request of two tokens is looked at."""
+
+    num_looks = 0
+
+    def state(self, sequence: SequenceView) -> Refusal:
+        self.num_looks += sequence.prompt_len == 2
+        return Refusal("nothing")
+
+
+@pytest.mark.parametrize("arrivals", [False, True])
+def test_who_rests_looks_again_also_while_others_come_and_go(arrivals: bool) -> None:
+    backend, quiet = Far(), Quiet()
+    engine = Engine(
+        backend, family=SHAPES, drafters={"none": NoDrafter(), "suffix": quiet}, cost=table(),
+        clock=lambda: backend.now,
+        config=EngineConfig(num_slots=4096, max_running=32, max_len=600, depth=2, prefix_cache=False),
+    )  # fmt: skip
+    request_id = engine.add(Request([1, 2], SamplingParams(max_tokens=500), Speculation("suffix")))
+    num_steps, ended = 0, False
+    while not ended:
+        if arrivals and num_steps % 2 == 0:
+            engine.add(Request([3, 4, 5], SamplingParams(max_tokens=4), Speculation("none")))
+        ended = any(event.output is not None and event.request_id == request_id for event in engine.step())
+        num_steps += 1
+    assert 6 <= quiet.num_looks <= 20, "about every 64 rounds"
+
+
+def test_all_shapes_are_canonical_if_those_in_use_are() -> None:
+    """Passes have at most 16 rows: that the family has no larger shape says nothing. Control: one that is missing."""
+    for missing in ((), (8,)):
+        backend = FakeBackend(vocab_size=VOCAB_SIZE)
+        backend.shapes = (1, 2, 4, 8, 16, 32, 64)
+        family = tuple(m for m in backend.shapes if m <= 16 and m not in missing)
+        engine = Engine(
+            backend, family=family, drafters={"none": NoDrafter()}, config=EngineConfig(num_slots=256, row_budget=16)
+        )
+        engine.add(Request([1, 2, 3], SamplingParams(max_tokens=8, deterministic=False), Speculation("none")))
+        collect(engine)
+        assert {pass_.kind for pass_ in backend.passes} == (
+            {PassKind.CANONICAL, PassKind.FAST} if missing else {PassKind.CANONICAL}
+        )

@@ -77,6 +77,8 @@ class Asking:
     computed_len: int = 2
     params: SamplingParams = SAMPLED
     constraint: None = None
+    needs_host: bool = False
+    is_followed: bool = False
 
 
 def turn(sequence_id: int, method: str, *, room: int = 100, **speculation: object) -> Turn:
@@ -119,6 +121,41 @@ def nodes(
 def tree(*levels: tuple[int, float], passes: CostTable | None = None, forced: bool = False) -> Promising:
     """A drafter that promises levels (nodes, expected tokens)."""
     return Promising(Curve(tuple(Level(*x) for x in levels), cost=passes, what="it", is_forced=forced))
+
+
+# What the host costs.
+
+
+def test_what_needs_the_host_anyway_loses_nothing_by_a_draft_of_the_host() -> None:
+    """And gains nothing by the backend's: the host has to draft it, with a trip for every level."""
+    costs = replace(cost(m1=1.0, m64=1.0), trip=0.5)
+    for by_backend, curve_cost in ((False, None), (True, cost(m1=0.2, m64=0.2))):
+        one = Promising(Curve((Level(1, 0.4),), cost=curve_cost, by_backend=by_backend))
+        found = {}
+        for needs_host in (False, True):
+            chosen = policy(one, (1, 64), costs)
+            chosen.host_seconds = 0.6
+            asked = turn(0, "it")
+            asked.sequence.needs_host = needs_host  # type: ignore[misc]
+            chosen.choose([asked], is_canonical=True, other_rows=0, other_tokens=0, beside=0)
+            found[needs_host] = asked.choice
+        assert (found[False].num_nodes, found[True].num_nodes) == ((1, 0) if by_backend else (0, 1))
+        assert found[False].by_backend is by_backend
+
+
+def test_choices_follow_the_hosts_time_for_rounds_that_the_backend_drafts() -> None:
+    """However slowly it moves, and where the first reading was far off."""
+    one = Promising(Curve((Level(1, 0.5),), cost=cost(m1=0.1, m64=0.1), by_backend=True))
+    drifting = policy(one, (1, 64), cost(m1=1.0, m64=1.0))
+    assert choose(drifting, ["it"])[0].num_nodes == 1
+    for i in range(60):
+        drifting.note_rounds(0.01 * 1.1**i)
+        choose(drifting, ["it"])
+    assert choose(drifting, ["it"])[0].num_nodes == 0
+    for _ in range(60):
+        drifting.note_rounds(0.001)
+        choose(drifting, ["it"])
+    assert choose(drifting, ["it"])[0].num_nodes == 1
 
 
 # Windows, where replays are cheaper.

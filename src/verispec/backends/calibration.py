@@ -102,6 +102,9 @@ def calibrate(
         _measured(backend, store, cache_dir, audits=audits and store == TARGET_STORE, fresh=fresh, progress=progress)
         for store in stores
     ]
+    if len(records) > 1 and records[DRAFT_STORE].is_new:  # its costs stand beside the target's, as first timed
+        draft = records[DRAFT_STORE]
+        records[DRAFT_STORE] = replace(draft, cost=draft.cost.slower(1 / records[TARGET_STORE].cost.speed))
     found = records[TARGET_STORE].audit or Audit((), (backend.shapes,))
     if wrong:
         found, records = replace(found, families=()), [replace(record, path=None) for record in records]

@@ -96,10 +96,19 @@ class CostTable:
             raise ValueError("a cost table has a line for every shape")
         if not all(isinstance(x, float) and 0 <= x < math.inf for x in (*base, *slope)):
             raise ValueError("costs are finite numbers of seconds")
-        return cls(tuple(map(int, shapes)), base, slope, learns=learns, trip=max(0.0, float(data["trip"][0])))
+        table = cls(tuple(map(int, shapes)), base, slope, learns=learns, trip=max(0.0, float(data["trip"][0])))
+        table.speed = float(data["speed"][0])
+        if not 0 < table.speed < math.inf:
+            raise ValueError("a speed is a finite factor")
+        return table
 
     def to_data(self) -> dict[str, tuple[float, ...]]:
-        return {name: getattr(self, name) for name in _FIELDS} | {"trip": (self.trip,)}
+        return {name: getattr(self, name) for name in _FIELDS} | {"trip": (self.trip,), "speed": (self.speed,)}
+
+    def slower(self, factor: float) -> CostTable:
+        """What a machine would take that is so much slower."""
+        base, slope = (tuple(value * factor for value in values) for values in (self.base, self.per_context_token))
+        return CostTable(self.shapes, base, slope, learns=self.learns, fast=self.fast, trip=self.trip)
 
     def seconds(self, num_rows: int, context_tokens: int) -> float:
         found = self._known.get(num_rows)

@@ -189,7 +189,7 @@ class Tree(NamedTuple):
     @property
     def most_rows(self) -> int:
         """Of one sequence in a pass that drafts: nodes of the last level have no children."""
-        return max(1, *self.keep[:-1])
+        return max((1, *self.keep[:-1]))
 
 
 class Drafting(NamedTuple):

@@ -132,8 +132,9 @@ class Engine:
         if self._default.method not in self._drafters.names:
             raise InputError(f"unknown drafter {default_drafter!r}; known: {', '.join(self._drafters.names)}")
         self._policy = policy = Policy(
-            shapes, cost, self._drafters, row_budget=row_budget, max_draft=config.max_draft, max_burst=config.max_burst
-        )
+            shapes, cost, self._drafters, row_budget=row_budget, max_draft=config.max_draft, max_burst=config.max_burst,
+            follows=backend.limits.follows,
+        )  # fmt: skip
         only_drafts = bool(shapes) and bool(backend.limits.fast_weights)
         max_running = min(config.max_running, row_budget, backend.limits.num_seq_rows)
         self._roster = Roster(self._pool, self._cache, backend.bind, clock, max_running=max_running)
@@ -142,7 +143,7 @@ class Engine:
             policy,
             row_budget=row_budget,
             has_family=bool(shapes),
-            all_canonical=only_drafts or set(shapes) >= set(backend.shapes),
+            all_canonical=only_drafts or set(shapes) >= {m for m in backend.shapes if m <= row_budget},
             feeds=config.depth > 1,
             follows=backend.limits.follows,
         )

@@ -32,13 +32,14 @@ _LONGEST_BURST = 0.5  # seconds of any burst: aborts, Ctrl-C and newcomers wait 
 
 class Crowd(NamedTuple):
     """What runs anyway: rows of the canonical pass, or of the fast one; the tokens they will commit; the rows of the
-    other pass; and the average context of a row."""
+    other pass; the average context of a row; and whether those that may draft need the host in every round anyway."""
 
     rows: int
     tokens: int
     beside: int
     context_len: int
     is_canonical: bool
+    needs_host: bool = False
 
 
 class RoundLoad(NamedTuple):
@@ -70,7 +71,10 @@ class _Best:
 
 
 class Policy:
-    """Chooses among the canonical shapes `family`, which may be empty, and the shapes of fast passes."""
+    """Chooses among the canonical shapes `family`, which may be empty, and the shapes of fast passes.
+
+    `follows`: the backend asks for masks between rounds, so that a constraint alone needs no host.
+    """
 
     def __init__(
         self,
@@ -81,7 +85,9 @@ class Policy:
         row_budget: int,
         max_draft: int | None,
         max_burst: int,
+        follows: bool = False,
     ) -> None:
+        self._follows = follows
         self._family = tuple(family)
         self._cost = cost
         self._fast_cost = cost.fast or cost
@@ -92,7 +98,7 @@ class Policy:
         self.max_burst = max_burst
         self.host_seconds = cost.trip / 2  # of a round that the host drafts, beyond T; the engine measures it
         self._round_seconds = 0.0  # of the host, for a sequence's round that the backend drafts
-        self._cost_versions = (0, 0, 0)
+        self._cost_versions = (0, 0, 0, 0)
         self._entries: dict[Hashable, _Entry] = {}
         self._canonical_shapes: dict[int, int] = {}
 
@@ -103,19 +109,20 @@ class Policy:
 
         `other_rows` run in the same pass and give `other_tokens`; `beside` rows run in the step's other pass.
         """
-        host = round(math.log(max(1e-6, self.host_seconds)) / _NOTICEABLE_HOST)
-        versions = (self._cost.version, self._fast_cost.version, host)
+        versions = (
+            self._cost.version, self._fast_cost.version, _rough(self.host_seconds), _rough(self._round_seconds)
+        )  # fmt: skip
         if versions != self._cost_versions:
             self._cost_versions = versions
             self._entries.clear()
             self._canonical_shapes.clear()
-        groups: dict[States, list[Turn]] = {}  # sequences in the same state draft alike
+        groups: dict[tuple[States, bool], list[Turn]] = {}  # sequences in the same state draft alike
         for turn in turns:
             turn.states = turn.states or self.states(turn.sequence)
-            groups.setdefault(turn.states, []).append(turn)
-        free = {found: group for found, group in groups.items() if _held(found) is None}
+            groups.setdefault((turn.states, self._needs_host(turn)), []).append(turn)
+        free = {key: group for key, group in groups.items() if _held(key[0]) is None}
         drafting: Counter[str] = Counter()
-        for found, group in free.items():
+        for (found, _), group in free.items():
             for name, state in found:
                 drafting[name] += 0 if isinstance(state, Refusal) else len(group)
         num_free = sum([len(group) for group in free.values()])
@@ -126,20 +133,22 @@ class Policy:
         context_len = sum([turn.start for turn in turns]) // len(turns)
         crowd = Crowd(rows, other_tokens + num_free, beside, _bucket(context_len), is_canonical)
         drafts = 0
-        for found, group in free.items():
-            choice = self._choice(found, drafting, crowd)
+        for (found, needs_host), group in free.items():
+            choice = self._choice(found, drafting, crowd._replace(needs_host=needs_host))
             drafts += 0 if choice.grows else choice.num_nodes * len(group)
             for turn in group:
                 turn.choice = _within(choice, turn.room) if turn.room > 0 else NO_ROOM
         if drafts > self._row_budget - rows:
             _ration([turn for turn in turns if _held(turn.states) is None], self._row_budget - rows)
 
+    def _needs_host(self, turn: Turn) -> bool:
+        """Whether its next round needs the host, whatever is drafted."""
+        return turn.sequence.needs_host and not (self._follows and turn.sequence.is_followed)
+
     def note_rounds(self, seconds: float) -> None:
         """What the host took for each round that the backend drafted, of each sequence."""
         before = self._round_seconds
         self._round_seconds += (seconds - before) * (_ROUND_STEP if before else 1.0)
-        if abs(self._round_seconds - before) > _NOTICEABLE_HOST * before:
-            self._entries.clear()
 
     def _replay(self, turns: Sequence[Turn], partial: set[int], left: int) -> int:
         """Choices of windows under way; returns the rows of those that are verified now.
@@ -199,7 +208,7 @@ class Policy:
 
     def _made(self, name: str, key: Hashable, drafting: int, crowd: Crowd, is_free: bool, version: int) -> _Entry:
         """The best curve, if it is worth its passes; plain decoding otherwise."""
-        plain = self._rate(crowd, 0, 0.0, self._host_seconds(is_needed=False))
+        plain = self._rate(crowd, 0, 0.0, self._host_seconds(is_needed=crowd.needs_host))
         best = _Entry(PLAIN._replace(reason=_NOT_WORTH_IT), plain, version)
         for curve in self._drafters.curves(name, key):
             if curve.by_fast_rounds:
@@ -209,7 +218,9 @@ class Policy:
             predicted = found.rate / plain
             is_worth_it = curve.is_forced or predicted > (1.0 if curve.cost is None else WORTH_IT)
             if found.num_nodes and is_worth_it and (found.rate > best.rate or curve.is_forced):
-                choice = Choice(name, found.num_nodes, curve.shape, by_backend=curve.by_backend)
+                choice = Choice(
+                    name, found.num_nodes, curve.shape, by_backend=curve.by_backend and not crowd.needs_host
+                )
                 best = _Entry(choice._replace(draft_seconds=found.draft_seconds), found.rate, version)
             elif not best.choice.num_nodes and curve.cost is not None:
                 best = best._replace(choice=best.choice._replace(reason=_why_not(curve, predicted, found.num_nodes)))
@@ -228,7 +239,7 @@ class Policy:
         lengths = range(1, longest + 1) if is_free else range(longest, longest + 1)
         rates = {n: self._window_rate(curve, n, drafting, to_come) for n in lengths if n}
         num_nodes = max(rates, key=rates.__getitem__, default=0)
-        host = self._host_seconds(is_needed=False)
+        host = self._host_seconds(is_needed=crowd.needs_host)
         plain, rate = self._rate(to_come, 0, 0.0, host), rates.get(num_nodes, 0.0)
         plain_now = (crowd.tokens + crowd.beside) / (self._seconds(crowd, crowd.rows) + host)
         pays = rate > max(best.rate, _WINDOWS_WORTH_IT * plain)
@@ -241,19 +252,20 @@ class Policy:
     def _best_nodes(self, curve: Curve, drafting: int, crowd: Crowd) -> _Best:
         """Whole levels of the curve, at least one: as many as promise most, or if they are forced as many as fit."""
         best, most = _Best(0, 0.0), 0.0
-        plain = self._rate(crowd, 0, 0.0, self._host_seconds(is_needed=False))
+        plain = self._rate(crowd, 0, 0.0, self._host_seconds(is_needed=crowd.needs_host))
+        by_backend = curve.by_backend and not crowd.needs_host
         nodes, tokens, seconds, width = 0, 0.0, 0.0, 1
         for level in curve.levels[: self._limit(len(curve.levels))]:
             nodes += level.num_nodes
             tokens += level.tokens
             if curve.cost is not None:
-                trip = 0.0 if curve.by_backend else self._cost.trip
+                trip = 0.0 if by_backend else self._cost.trip
                 drafted = _pass_seconds(curve.cost, drafting * width, crowd.context_len)
                 seconds += trip + self._cost.speed * drafted  # timed beside the target's, on the same machine
             width = level.num_nodes
             if crowd.rows + nodes > self._row_budget:
                 break
-            host = drafting * self._round_seconds if curve.by_backend else self._host_seconds(is_needed=True)
+            host = drafting * self._round_seconds if by_backend else self._host_seconds(is_needed=True)
             rate = self._rate(crowd, drafting * nodes, drafting * tokens, seconds + host)
             saved = (crowd.tokens + crowd.beside + drafting * tokens) * (1 / plain - 1 / rate)
             gain = saved if curve.stays else rate
@@ -440,6 +452,11 @@ def _within(choice: Choice, room: int) -> Choice:
 
 def _pass_seconds(cost: CostTable, num_rows: int, context_len: int) -> float:
     return cost.seconds(cost.fast_shape(num_rows), num_rows * context_len)
+
+
+def _rough(seconds: float) -> int:
+    """Times of the host that differ by less change no choice."""
+    return round(math.log(max(1e-6, seconds)) / _NOTICEABLE_HOST)
 
 
 def _bucket(context_len: int) -> int:

@@ -111,9 +111,8 @@ class Scheduler:
 
     def _plan_plain(self, plain: _Plain) -> Step:
         """Everybody only decodes; that stays so until somebody comes or goes."""
-        cohorts, count = self._cohorts(plain), self._num_rounds(plain)
-        for cohort in cohorts:
-            self._lengthen(cohort, count)
+        cohorts = self._cohorts(plain)
+        self._go_on((), cohorts, self._num_rounds(plain))
         return Step((), cohorts)
 
     def plan_ahead(self) -> Step:
@@ -169,6 +168,7 @@ class Scheduler:
             self._freeze(turn)
         for cohort in cohorts:
             self._lengthen(cohort, min(count, patience) if cohort.choices else count)
+        self._rounds_left -= max([cohort.num_rounds for cohort in cohorts], default=1)
 
     def _part(self, sequences: SequenceOf[Sequence]) -> _Parts:
         """Sequences of which nothing is in the air, by what their next step is.
@@ -278,9 +278,7 @@ class Scheduler:
             draft_seconds=sum({t.choice.drafter: t.choice.draft_seconds for t in drafted}.values()),
         )
         count = self._policy.num_rounds(load, self.host_seconds)
-        count = min(count, patience) if patience > 1 else count
-        self._rounds_left -= count
-        return count
+        return min(count, patience) if patience > 1 else count
 
     def _cohorts(self, groups: _Plain, *, is_ahead: bool = False) -> list[Cohort]:
         found = [self._cohort(group, is_canonical=kind) for kind, group in groups.items() if group]

@@ -55,6 +55,8 @@ class SequenceView(Protocol):
     @property
     def needs_host(self) -> bool: ...
     @property
+    def is_followed(self) -> bool: ...
+    @property
     def draft_epoch(self) -> int: ...
     @property
     def prediction_ids(self) -> Sequence[int]: ...
@@ -213,7 +215,7 @@ class Cohort:
     Its slots belong to `lease` until they are committed: round by round, one for each sequence.
     `is_ahead`: planned while earlier rounds of the same sequences were in the air, so their tokens and positions are
     known to the backend alone. `feeds`: the backend remembers where it left the sequences. `choices`: why sequences do
-    not draft that may; these have one round.
+    not draft that may; these look again after a few rounds.
     """
 
     sequences: list[SequenceView]

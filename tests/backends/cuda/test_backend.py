@@ -179,7 +179,7 @@ def test_trees_are_those_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Grown by captured graphs alone, by every rule: tokens, log-probabilities and counters. A fault is noticed."""
     monkeypatch.setattr(backend_check, "FAILED", [])
     how = {"max_tokens": 16, "num_requests": 3}
-    trees_check.check_trees(StandIn(backwards=True), ["branch:3,2"], ["model"], **how)
+    trees_check.check_trees(StandIn(backwards=True), ["branch:3,2", "branch:2"], ["model"], **how)
     trees_check.check_trees(StandIn(), ["beam:2,3"], ["skip"], ["match"], **how)
     assert backend_check.FAILED == []
 

@@ -34,7 +34,7 @@ REQUESTS = [
     {}, {"temperature": 1.0}, {"temperature": 0.8, "top_k": 6}, {"temperature": 1.0, "top_p": 0.7},
     {"temperature": 0.6, "repetition_penalty": 1.2}, {"temperature": 1.0, "min_tokens": 9}, {"temperature": 1.3},
 ]  # fmt: skip
-TREES = ("branch:3,2,1", "branch:2,2", "beam:3,3")
+TREES = ("branch:3,2,1", "branch:2,2", "branch:2", "beam:3,3", "beam:2,1")
 COUNTED = ("passes", "fast_passes", "draft_passes", "drafted", "accepted")
 
 
