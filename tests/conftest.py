@@ -19,6 +19,7 @@ HIDDEN = "hidden-by-bare-"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shots", help="a folder to keep pictures of the page in")
+    parser.addoption("--need-browser", action="store_true", help="without a browser, tests of the page fail")
     parser.addoption("--times", type=float, default=1, help="run this many times as many generated cases")
     parser.addoption("--cases", type=int, help="of a test with many parameters run this many, spread evenly")
     parser.addoption("--bare", action="store_true", help="hide the models and the kernels; skip what looks for them")

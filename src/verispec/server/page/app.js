@@ -1,18 +1,24 @@
-// The page: conversations, kept in this browser; settings; and what can be seen of an answer.
+// The page: conversations, kept in this browser, and what can be seen of an answer while it comes and afterwards.
+import { addCalls, showCalls } from "./calls.js";
+import { digestOf } from "./digest.js";
+import { button, copyButton, make } from "./dom.js";
+import { draftTree } from "./draft.js";
+import { showMarkdown } from "./markdown.js";
+import { auditButtons, factLines, replayed } from "./proof.js";
+import { keep, kept, key, listDrafters, openSettings, request } from "./settings.js";
+import { why, whyStopped } from "./speed.js";
+import { addPass, beginAnswer } from "./strip.js";
 import { get, post, stream } from "./talk.js";
-import { addCalls, button, make, showCalls, showMarkdown, showStrip, showTokens, showTree } from "./show.js";
+import { showTokens, watchTokens } from "./tokens.js";
 
 const at = (id) => document.getElementById(id);
-const kept = (name, otherwise) => { try { return JSON.parse(localStorage.getItem(name)) ?? otherwise; } catch { return otherwise; } };
-const keep = (name, value) => localStorage.setItem(name, JSON.stringify(value));
-const FIELDS = ["system", "temperature", "top_p", "max_tokens", "seed", "drafter", "schema", "tools", "tool_choice"];
 const MOST_KEPT = 50;
+const NEAR = 60;  // pixels from the end at which an answer is followed as it grows
 
 let conversations = kept("conversations", []);
 let current = conversations[0] ?? begin();
 let running = null;
-let model = null;
-let passes = [];
+const traces = new WeakMap();  // by turn, until the page is loaded anew: the request, and the passes with their tokens
 
 function begin() {
   const made = { title: "New conversation", turns: [] };
@@ -21,34 +27,50 @@ function begin() {
   return made;
 }
 
-function key() { return sessionStorage.getItem("key") ?? ""; }
-
 async function connect() {
   try {
-    model = (await get("/v1/models", key())).data[0];
-    at("drafter").replaceChildren(...["", ...model.verispec.drafters].map((name) => make("option", name || "the server's default", { value: name })));
-    at("drafter").value = kept("settings", {}).drafter ?? "";
+    const model = (await get("/v1/models", key())).data[0];
+    listDrafters(model.verispec.drafters);
     at("state").textContent = `${model.id}, up to ${model.max_model_len} tokens, fingerprint ${model.verispec.system_fingerprint}`;
   } catch (error) {
     at("state").textContent = `${error.message} (the API key goes into the settings)`;
   }
 }
 
-function save() { keep("conversations", conversations); showList(); }
+function save() {
+  try { keep("conversations", conversations); } catch { say("this browser can keep no more: delete some conversations"); }
+  showList();
+}
+
+function say(text, good) {
+  at("said").textContent = text;
+  at("said").className = good === undefined ? "" : good ? "good" : "bad";
+}
+
+function isIdle() {
+  if (running) say("an answer is coming: Escape stops it");
+  return !running;
+}
+
+function open(conversation) {
+  current = conversation;
+  toggleMenu(false);
+  show();
+}
 
 function showList() {
   at("list").replaceChildren(...conversations.map((each) => {
     const item = make("li");
-    const open = button(each.title, () => { if (!running) { current = each; show(); } });
-    open.setAttribute("aria-current", each === current);
+    const choose = button(each.title, () => { if (isIdle()) open(each); });
+    choose.setAttribute("aria-current", each === current);
     const remove = button("×", () => {
-      if (running) return;
+      if (!isIdle()) return;
       conversations = conversations.filter((other) => other !== each);
       if (each === current) current = conversations[0] ?? begin();
-      save(); show();
+      save(); show(); at("new").focus();
     });
     remove.setAttribute("aria-label", `Delete ${each.title}`);
-    item.append(open, remove);
+    item.append(choose, remove);
     return item;
   }));
 }
@@ -61,19 +83,19 @@ function show() {
 
 function showTurn(turn, index) {
   const place = make("article", undefined, { class: `turn ${turn.role}` });
-  if (turn.role === "user") {
-    place.textContent = turn.content;
-    place.title = "Double click to edit";
-    place.addEventListener("dblclick", () => edit(index));
-    return place;
+  const said = make("div", turn.role === "tool" ? `result: ${turn.content}` : turn.content, { class: "said" });
+  place.append(said);
+  if (turn.role === "user") place.append(tools(button("Edit", () => edit(place, index))));
+  if (turn.role === "assistant") {
+    showMarkdown(said, turn.content);
+    place.append(...called(turn), ...below(turn, index, said));
   }
-  if (turn.role === "tool") {
-    place.textContent = `result: ${turn.content}`;
-    return place;
-  }
-  const said = make("div", undefined, { class: "said" });
-  showMarkdown(said, turn.content);
-  place.append(said, ...called(turn), ...proof(turn, index));
+  return place;
+}
+
+function tools(...buttons) {
+  const place = make("div", undefined, { class: "tools" });
+  place.append(...buttons);
   return place;
 }
 
@@ -89,7 +111,7 @@ function called(turn) {
     form.append(input, make("button", "Give the result", { type: "submit" }));
     form.addEventListener("submit", (event) => {
       event.preventDefault();
-      if (running) return;
+      if (!isIdle()) return;
       current.turns.push({ role: "tool", tool_call_id: call.id, content: input.value });
       save();
       if (open.length === 1) answer(); else show();
@@ -99,132 +121,132 @@ function called(turn) {
   return [calls];
 }
 
-// What an answer rests on, and the buttons that put it to the test.
-function proof(turn, index) {
-  const own = turn.own ?? {};
-  const parts = [make("p", turn.why ?? "", { class: "why" })];
-  if (own.digest) {
-    const line = make("p", "", { class: "proof" });
-    line.append("digest ", make("code", own.digest.slice(0, 16)), ` seed ${own.seed} profile ${own.profile}`);
-    parts.push(line);
-  }
-  const verdict = make("p", "", { class: "verdict", role: "status" });
-  const tools = make("div", undefined, { class: "tools" });
-  const told = (text, good) => { verdict.textContent = text; verdict.className = `verdict ${good === undefined ? "" : good ? "good" : "bad"}`; };
-  const audit = (path, say) => async () => {
-    told("running ...");
-    try { say(await post(path, { id: own.receipt }, key())); } catch (error) { told(error.message, false); }
-  };
-  if (own.receipt) {
-    tools.append(
-      button("Replay", audit("/verispec/replay", (r) => told(...replayed(r)))),
-      button("Check", audit("/verispec/check", (r) => told(
-        `${r.equal ? "✓ one digest" : "✗ different digests"}: ${r.runs.map((run) => `${run.circumstance} ${run.digest.slice(0, 8)}`).join(", ")}`, r.equal))),
-      button("Receipt", async () => download(await get(`/verispec/receipts/${own.receipt}`, key()))));
-  }
-  tools.append(button("Copy", () => navigator.clipboard.writeText(turn.content)));
-  if (index === current.turns.length - 1) tools.append(button("Regenerate", () => { if (!running) { current.turns.pop(); answer(); } }));
-  return [...parts, tools, verdict];
+// The last draft, facts and buttons of an answer whose text is in `said`.
+function below(turn, index, said) {
+  const trace = traces.get(turn);
+  const facts = make("div");
+  const showFacts = () => facts.replaceChildren(...factLines(turn));
+  showFacts();
+  const { buttons, verdict } = auditButtons(turn, trace?.asked, key, () => { save(); showFacts(); });
+  if (trace?.passes.length) buttons.push(tokensButton(turn, trace, said));
+  buttons.push(copyButton("Copy", turn.content));
+  if (index === current.turns.length - 1) buttons.push(button("Regenerate", () => { if (isIdle()) { current.turns.pop(); answer(); } }));
+  return [...(turn.draft ? [draftTree(turn.draft)] : []), facts, tools(...buttons), verdict];
 }
 
-function replayed(result) {
-  const first = result.first_token_difference;
-  if (result.reproduced) return [`✓ reproduced: ${result.num_tokens} tokens with log-probabilities`, true];
-  return [first ? `✗ position ${first.position} differs` : `✗ not reproduced${result.error ? `: ${result.error}` : ""}`, false];
+function tokensButton(turn, trace, said) {
+  const toggle = button("Tokens", () => {
+    const showing = toggle.getAttribute("aria-pressed") !== "true";
+    toggle.setAttribute("aria-pressed", showing);
+    if (!showing) { showMarkdown(said, turn.content); return; }
+    said.replaceChildren();
+    for (const pass of trace.passes) showTokens(said, pass);
+  });
+  toggle.setAttribute("aria-pressed", "false");
+  return toggle;
 }
 
-function download(receipt) {
-  const link = make("a", "", { download: "receipt.json" });
-  link.href = URL.createObjectURL(new Blob([JSON.stringify(receipt)], { type: "application/json" }));
-  link.click();
-  URL.revokeObjectURL(link.href);
+// Asks again from a message that is written anew; what came after it is dropped only then.
+function edit(place, index) {
+  if (!isIdle()) return;
+  const form = make("form", undefined, { class: "edit" });
+  const text = make("textarea", current.turns[index].content, { rows: "3", "aria-label": "Message, to be edited" });
+  form.append(text, make("button", "Send again", { type: "submit" }), button("Cancel", show));
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    if (!text.value.trim() || !isIdle()) return;
+    current.turns = current.turns.slice(0, index);
+    ask(text.value.trim());
+  });
+  text.addEventListener("keydown", (event) => {
+    sendOnEnter(event, form);
+    if (event.key === "Escape") show();
+  });
+  place.replaceChildren(form);
+  text.focus();
 }
 
-function edit(index) {
-  if (running) return;
-  at("text").value = current.turns[index].content;
-  current.turns = current.turns.slice(0, index);
-  save(); show(); at("text").focus();
+function sendOnEnter(event, form) {
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  form.requestSubmit();
 }
 
-function request() {
-  const number = (id) => (at(id).value === "" ? undefined : Number(at(id).value));
-  const system = at("system").value.trim();
-  const [schema, tools] = [json("schema", "the schema"), json("tools", "the list of tools")];
-  return {
-    messages: [...(system ? [{ role: "system", content: system }] : []), ...current.turns.map(({ role, content, calls, tool_call_id }) =>
-      ({ role, content, tool_call_id, tool_calls: calls?.length ? calls : undefined }))],
-    response_format: schema && { type: "json_schema", json_schema: { name: "answer", schema, strict: true } },
-    tools, tool_choice: tools && at("tool_choice").value,
-    temperature: number("temperature"), top_p: number("top_p"), max_tokens: number("max_tokens"), seed: number("seed"),
-    stream: true, logprobs: true, top_logprobs: 3, stream_options: { include_usage: true },
-    verispec: { trace: true, receipt: true, ...(at("drafter").value ? { speculative: { method: at("drafter").value } } : {}) },
-  };
+function ask(text) {
+  if (!current.turns.length) current.title = text.slice(0, 40);
+  current.turns.push({ role: "user", content: text });
+  save();
+  answer();
 }
 
-function json(id, what) {
-  const text = at(id).value.trim();
-  try { return text ? JSON.parse(text) : undefined; } catch (error) { throw new Error(`${what} in the settings is not JSON: ${error.message}`); }
-}
-
+// Asks the server; what comes is shown as tokens, and as text once it has ended.
 async function answer() {
   const turn = { role: "assistant", content: "", calls: [] };
+  const trace = { asked: undefined, passes: [] };
   running = new AbortController();
-  passes = [];
+  traces.set(turn, trace);
+  beginAnswer();
+  say("");
   at("send").hidden = true; at("stop").hidden = false;
   show();
   const place = make("article", undefined, { class: "turn assistant" });
-  const said = make("div", undefined, { class: "said" });
-  const calls = make("div");
-  const tree = make("div", undefined, { class: "tree", "aria-hidden": "true" });
-  place.append(said, calls, tree);
+  const parts = { said: make("div", undefined, { class: "said" }), calls: make("div"), draft: make("div"), digest: make("p", "", { class: "growing" }) };
+  place.append(...Object.values(parts));
   at("talk").append(place);
+  at("talk").scrollTop = at("talk").scrollHeight;
+  const last = { told: {}, finish: null, ids: [], logprobs: [] };
   try {
-    await stream("/v1/chat/completions", request(), key(), running.signal, (frame) => {
-      const choice = frame.choices[0];
-      if (!choice) { turn.metrics = frame.metrics; return; }
-      const told = frame.verispec ?? {};
-      turn.content += choice.delta.content ?? "";
-      if (choice.delta.tool_calls) {
-        addCalls(turn.calls, choice.delta.tool_calls);
-        showCalls(calls, turn.calls);
-      }
-      if (told.pieces) {
-        showTokens(said, told, choice.logprobs?.content, tip);
-        passes.push({ tokens: told.pieces.length, turn: current.turns.length });
-        if (told.draft) showTree(tree, told.draft);
-      }
-      if (told.digest) turn.own = { digest: told.digest, seed: told.seed, profile: told.profile, receipt: told.receipt };
-      if (choice.finish_reason) turn.why = reason(told, choice.finish_reason);
-      showStrip(at("strip"), passes);
-      at("talk").scrollTop = at("talk").scrollHeight;
+    trace.asked = request(current.turns);
+    await stream("/v1/chat/completions", trace.asked, key(), running.signal, (frame) => {
+      const talk = at("talk");
+      const follows = talk.scrollHeight - talk.scrollTop - talk.clientHeight < NEAR;
+      take(frame, turn, trace, last);
+      showFrame(frame, turn, trace, last, parts);
+      if (follows) talk.scrollTop = talk.scrollHeight;
     });
-    turn.why = [turn.why, speed(turn.metrics)].filter(Boolean).join("; ");
+    turn.why = why({ ...last, metrics: turn.metrics, passes: trace.passes });
   } catch (error) {
-    turn.why = error.name === "AbortError" ? "stopped" : error.message;
+    turn.why = error.name === "AbortError" ? whyStopped(trace.passes) : error.message;
   }
   running = null;
   at("send").hidden = false; at("stop").hidden = true;
   current.turns.push(turn);
   save();
-  tree.remove();
-  calls.replaceWith(...called(turn));
-  place.append(...proof(turn, current.turns.length - 1));  // tokens stay tinted until the page is shown anew
+  tip(null);
+  showMarkdown(parts.said, turn.content);
+  place.replaceChildren(parts.said, ...called(turn), ...below(turn, current.turns.length - 1, parts.said));
   at("talk").scrollTop = at("talk").scrollHeight;
   at("text").focus();
 }
 
-function reason(told, finish) {
-  const drafts = told.no_draft_reason ? `nothing was drafted: ${told.no_draft_reason}` : `${told.tokens_per_pass} tokens per pass`;
-  return finish === "length" ? `${drafts}; it reached the most tokens` : drafts;
+// What a frame adds to an answer. `last` is what the newest frames told, and all tokens so far.
+function take(frame, turn, trace, last) {
+  const choice = frame.choices[0];
+  if (!choice) { turn.metrics = frame.metrics; return; }
+  last.told = { ...last.told, ...frame.verispec };
+  last.finish = choice.finish_reason;
+  turn.content += choice.delta.content ?? "";
+  addCalls(turn.calls, choice.delta.tool_calls ?? []);
+  if (!frame.verispec?.pieces) return;
+  const { pieces, accepted, draft, digest } = frame.verispec;
+  const entries = choice.logprobs.content;
+  trace.passes.push({ pieces, accepted, draft, entries, ms: performance.now() });
+  last.ids.push(...choice.token_ids);
+  last.logprobs.push(...entries.map((entry) => entry.logprob));
+  last.digest = digestOf(last.ids, last.logprobs);
+  turn.draft = draft ?? turn.draft;
+  const { seed, profile, receipt } = last.told;
+  if (digest) turn.own = { digest, agrees: digest === last.digest, seed, profile, receipt, fingerprint: frame.system_fingerprint };
 }
 
-function speed(metrics) {
-  const spec = metrics?.speculative_decoding;
-  const parts = [];
-  if (metrics?.tokens_per_second) parts.push(`${metrics.tokens_per_second.toFixed(1)} tokens/s`);
-  if (spec) parts.push(`${spec.num_accepted_draft_tokens} of ${spec.num_draft_tokens} drafted tokens accepted`);
-  return parts.join(", ");
+function showFrame(frame, turn, trace, last, parts) {
+  if (!frame.choices[0] || !frame.verispec?.pieces) return;
+  if (turn.calls.length) showCalls(parts.calls, turn.calls);
+  const pass = trace.passes.at(-1);
+  showTokens(parts.said, pass);
+  if (pass.draft) parts.draft.replaceChildren(draftTree(pass.draft));
+  addPass(at("strip"), pass.pieces.length);
+  parts.digest.replaceChildren("digest ", make("code", last.digest.slice(0, 16)), ` of ${last.ids.length} tokens, seed ${last.told.seed}`);
 }
 
 function tip(element, text) {
@@ -232,49 +254,45 @@ function tip(element, text) {
   if (!element) return;
   const box = element.getBoundingClientRect();
   at("tip").textContent = text;
-  at("tip").style.left = `${Math.min(box.left, innerWidth - 240)}px`;
-  at("tip").style.top = `${box.bottom + 4}px`;
+  const { width, height } = at("tip").getBoundingClientRect();
+  at("tip").style.left = `${Math.max(4, Math.min(box.left, innerWidth - width - 4))}px`;
+  at("tip").style.top = `${box.bottom + height + 8 > innerHeight ? box.top - height - 4 : box.bottom + 4}px`;
 }
 
 async function checkFile(file) {
-  at("state").textContent = `checking ${file.name} ...`;
+  say(`checking ${file.name} ...`);
   try {
-    const [text] = replayed(await post("/verispec/replay", { receipt: JSON.parse(await file.text()) }, key()));
-    at("state").textContent = `${file.name}: ${text}`;
+    const [text, good] = replayed(await post("/verispec/replay", { receipt: JSON.parse(await file.text()) }, key()));
+    say(`${file.name}: ${text}`, good);
   } catch (error) {
-    at("state").textContent = `${file.name}: ${error.message}`;
+    say(`${file.name}: ${error.message}`, false);
   }
+}
+
+function toggleMenu(opens) {
+  at("side").classList.toggle("open", opens);
+  at("menu").setAttribute("aria-expanded", opens);
 }
 
 at("ask").addEventListener("submit", (event) => {
   event.preventDefault();
   const text = at("text").value.trim();
-  if (!text || running) return;
+  if (!text || !isIdle()) return;
   at("text").value = "";
-  if (!current.turns.length) current.title = text.slice(0, 40);
-  current.turns.push({ role: "user", content: text });
-  save();
-  answer();
+  ask(text);
 });
-at("text").addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); at("ask").requestSubmit(); }
+at("text").addEventListener("keydown", (event) => sendOnEnter(event, at("ask")));
+document.addEventListener("keydown", (event) => {
+  if (event.key !== "Escape") return;
+  running?.abort();
+  tip(null);
+  toggleMenu(false);
 });
-document.addEventListener("keydown", (event) => { if (event.key === "Escape" && running) running.abort(); });
 at("stop").addEventListener("click", () => running?.abort());
-at("new").addEventListener("click", () => { if (!running) { current = begin(); save(); show(); at("text").focus(); } });
-at("menu").addEventListener("click", () => {
-  at("menu").setAttribute("aria-expanded", at("side").classList.toggle("open"));
-});
-at("theme").addEventListener("click", () => {
-  const dark = document.documentElement.classList.contains("dark") || (!document.documentElement.classList.contains("light") && matchMedia("(prefers-color-scheme: dark)").matches);
-  setTheme(dark ? "light" : "dark");
-});
-function setTheme(name) { document.documentElement.className = name; keep("theme", name); }
-at("key").addEventListener("change", () => { sessionStorage.setItem("key", at("key").value); connect(); });
-for (const id of FIELDS) {
-  at(id).value = kept("settings", {})[id] ?? at(id).value;
-  at(id).addEventListener("change", () => keep("settings", Object.fromEntries(FIELDS.map((each) => [each, at(each).value]))));
-}
+at("new").addEventListener("click", () => { if (isIdle()) { open(begin()); save(); at("text").focus(); } });
+at("menu").addEventListener("click", () => toggleMenu(!at("side").classList.contains("open")));
+at("talk").addEventListener("click", () => toggleMenu(false));
+watchTokens(at("talk"), tip);
 at("file").addEventListener("change", () => at("file").files[0] && checkFile(at("file").files[0]));
 for (const name of ["dragover", "dragleave", "drop"]) {
   document.addEventListener(name, (event) => {
@@ -283,6 +301,6 @@ for (const name of ["dragover", "dragleave", "drop"]) {
     if (name === "drop" && event.dataTransfer.files[0]) checkFile(event.dataTransfer.files[0]);
   });
 }
-if (kept("theme", "")) document.documentElement.className = kept("theme", "");
+openSettings(connect);
 show();
 connect();
