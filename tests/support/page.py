@@ -75,10 +75,11 @@ def talking(browser: Any, url: str, *, width: int = 1200, **options: Any) -> Ite
 
 
 class Pass(NamedTuple):
-    """A pass that never was: its tokens, and the draft they are from as (drafter, tokens, parents, path)."""
+    """A pass that never was: its tokens, the draft that they are from as (drafter, tokens, parents, path), its time."""
 
     pieces: Sequence[str]
     draft: tuple[str, Sequence[str], Sequence[int], Sequence[int]] | None = None
+    ms: int = 10
 
 
 def made_up_stream(passes: Sequence[Pass], *, digest: str | None = None) -> bytes:
@@ -89,13 +90,15 @@ def made_up_stream(passes: Sequence[Pass], *, digest: str | None = None) -> byte
     ]
     ids: list[int] = []
     logprobs: list[float] = []
+    ms = 0
     for told in passes:
+        ms += told.ms
         new_ids = list(range(len(ids), len(ids) + len(told.pieces)))
         ids += new_ids
-        logprobs += [-0.1 * (i + 1) for i in new_ids]
-        entries = [_entry(piece, -0.1 * (i + 1)) for piece, i in zip(told.pieces, new_ids, strict=True)]
+        logprobs += [-0.1 * (token_id + 1) for token_id in new_ids]
+        entries = [_entry(piece, logprobs[token_id]) for piece, token_id in zip(told.pieces, new_ids, strict=True)]
         choice = {"index": 0, "delta": {"content": "".join(told.pieces)}, "logprobs": {"content": entries}}
-        own: dict[str, Any] = {"pieces": list(told.pieces), "accepted": 0}
+        own: dict[str, Any] = {"pieces": list(told.pieces), "accepted": 0, "ms": ms}
         if told.draft is not None:
             drafter, tokens, parents, path = told.draft
             own["accepted"] = len(path)

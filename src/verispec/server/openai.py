@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import secrets
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -128,6 +129,7 @@ async def _frames(answer: Answer, shape: Shape, head: dict[str, Any], options: S
     is_plain = not (shape.has_details or usage or answer.call.extension.trace)
     before = _encode({**head, "choices": []})[:-2] + b'{"index":'
     ends = [0] * len(answer.choices)
+    began = time.perf_counter()
 
     def named(commit: Commit) -> str:
         ends[commit.choice] = commit.end
@@ -143,7 +145,9 @@ async def _frames(answer: Answer, shape: Shape, head: dict[str, Any], options: S
         more: dict[str, Any] = dict(usage)
         if options.continuous_usage_stats:
             more["usage"] = answer.usage()
-        own = traced(answer, commit) if answer.call.extension.trace else {}
+        own: dict[str, Any] = {}
+        if answer.call.extension.trace:
+            own = {**traced(answer, commit), "ms": round(1000 * (time.perf_counter() - began), 3)}
         if commit.event.output is not None:
             own |= answer.extension(commit.choice)
         if own:

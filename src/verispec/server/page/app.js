@@ -228,9 +228,9 @@ function take(frame, turn, trace, last) {
   turn.content += choice.delta.content ?? "";
   addCalls(turn.calls, choice.delta.tool_calls ?? []);
   if (!frame.verispec?.pieces) return;
-  const { pieces, accepted, draft, digest } = frame.verispec;
+  const { pieces, accepted, draft, digest, ms } = frame.verispec;
   const entries = choice.logprobs.content;
-  trace.passes.push({ pieces, accepted, draft, entries, ms: performance.now() });
+  trace.passes.push({ pieces, accepted, draft, entries, ms });
   last.ids.push(...choice.token_ids);
   last.logprobs.push(...entries.map((entry) => entry.logprob));
   last.digest = digestOf(last.ids, last.logprobs);

@@ -13,6 +13,9 @@ export function button(text, onClick) {
   return element;
 }
 
+// A token on one line.
+export function inLine(text) { return text.replaceAll("\n", "⏎").replaceAll("\t", "⇥"); }
+
 export function copyButton(label, text) {
   const element = button(label, async () => {
     await copy(text);

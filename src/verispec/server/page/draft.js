@@ -1,5 +1,5 @@
 // A draft as a tree, from left to right: each node with both probabilities, the accepted path marked.
-import { make } from "./dom.js";
+import { inLine, make } from "./dom.js";
 
 export function draftTree(draft) {
   const { drafter, tokens, parents, path } = draft;
@@ -12,7 +12,7 @@ export function draftTree(draft) {
     place(line, depth, `${rowAbove} / ${row + 1}`);
     const taken = path.includes(node);
     const box = make("div", undefined, { class: taken ? "node accepted" : "node dropped" });
-    box.append(make("code", JSON.stringify(tokens[node]).slice(1, -1)), make("span", taken ? " accepted" : " rejected", { class: "hidden" }),
+    box.append(make("code", inLine(tokens[node])), make("span", taken ? " accepted" : " rejected", { class: "hidden" }),
       ...share("draft", draft.draft_probabilities, node), ...share("target", draft.target_probabilities, node));
     place(box, depth, row);
     tree.append(line, box);

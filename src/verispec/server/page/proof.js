@@ -23,10 +23,14 @@ export function auditButtons(turn, asked, key, onMeasured) {
     verdict.textContent = text;
     verdict.className = `verdict ${good === undefined ? "" : good ? "good" : "bad"}`;
   };
-  const audit = (name, run) => button(name, async () => {
-    tell("running ...");
-    try { tell(...await run()); } catch (error) { tell(error.message, false); }
-  });
+  const audit = (name, what, run) => {
+    const made = button(name, async () => {
+      tell("running ...");
+      try { tell(...await run()); } catch (error) { tell(error.message, false); }
+    });
+    made.title = what;
+    return made;
+  };
   const compare = async () => {
     const { metrics, verispec } = await post("/v1/chat/completions", { ...asked, seed: own.seed, stream: false, stream_options: undefined, verispec: { trace: true, speculative: false } }, key());
     turn.measured = compared(turn.metrics, metrics);
@@ -37,11 +41,11 @@ export function auditButtons(turn, asked, key, onMeasured) {
   const buttons = [];
   if (own?.receipt) {
     buttons.push(
-      audit("Replay", async () => replayed(await post("/verispec/replay", { id: own.receipt }, key()))),
-      audit("Check", async () => checked(await post("/verispec/check", { id: own.receipt }, key()))),
-      audit("Receipt", async () => { download(await get(`/verispec/receipts/${own.receipt}`, key())); return ["the receipt is downloaded"]; }));
+      audit("Replay", "draws the answer again and compares every token", async () => replayed(await post("/verispec/replay", { id: own.receipt }, key()))),
+      audit("Check", "draws it with every drafter, in a crowd and interrupted: one digest", async () => checked(await post("/verispec/check", { id: own.receipt }, key()))),
+      audit("Receipt", "downloads what anybody can replay", async () => { download(await get(`/verispec/receipts/${own.receipt}`, key())); return ["the receipt is downloaded"]; }));
   }
-  if (own?.digest && asked) buttons.push(audit("Compare", compare));
+  if (own?.digest && asked) buttons.push(audit("Compare", "draws it without drafts, and measures how much faster it was with them", compare));
   return { buttons, verdict };
 }
 

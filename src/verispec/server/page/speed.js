@@ -2,7 +2,7 @@
 
 const FEWEST_PLAIN = 4;  // passes without a draft that an estimate needs
 
-// Of an answer that has come to its end. `passes` are its passes, each with `ms`, the time it came at.
+// Of an answer that has come to its end. `passes` are its passes, each with the server's time, `ms`.
 export function why({ told, finish, metrics, passes }) {
   const spec = metrics?.speculative_decoding;
   const parts = [told.no_draft_reason ? `nothing was drafted, so as fast as none: ${told.no_draft_reason}` : `${told.tokens_per_pass} tokens per pass`];
@@ -18,15 +18,14 @@ export function whyStopped(passes) {
   return passes.length ? `stopped after ${numTokens} tokens; ${(numTokens / passes.length).toFixed(2)} tokens per pass so far` : "stopped";
 }
 
-// With every token as slow as those of the passes without a draft, how long the answer would have taken.
+// How much longer it would have taken if every token took the median time of the passes without a draft.
 function estimated(passes) {
-  const timed = passes.slice(1).map((pass, i) => ({ ...pass, ms: pass.ms - passes[i].ms }));
-  const plain = timed.filter((pass) => !pass.draft);
-  const sum = (list, value) => list.reduce((total, pass) => total + value(pass), 0);
-  const perToken = (list) => sum(list, (pass) => pass.ms) / sum(list, (pass) => pass.pieces.length);
-  const ratio = perToken(plain) / perToken(timed);
-  if (plain.length < FEWEST_PLAIN || !Number.isFinite(ratio)) return "speed-up not known: hardly a pass was without a draft (Compare measures it)";
-  return `about ${ratio.toFixed(2)}× as fast as none, going by its ${plain.length} passes without a draft (Compare measures it)`;
+  const timed = passes.slice(1).map(({ pieces, draft, ms }, i) => ({ numTokens: pieces.length, draft, ms: ms - passes[i].ms }));
+  const plain = timed.filter(({ draft, numTokens }) => !draft && numTokens).map(({ ms, numTokens }) => ms / numTokens).sort((a, b) => a - b);
+  const sum = (name) => timed.reduce((total, pass) => total + pass[name], 0);
+  const ratio = plain[plain.length >> 1] / (sum("ms") / sum("numTokens"));
+  if (plain.length < FEWEST_PLAIN || !Number.isFinite(ratio)) return "speed-up not known: hardly a pass was without a draft";
+  return `about ${ratio.toFixed(2)}× as fast as none, going by its ${plain.length} passes without a draft`;
 }
 
 // Two measured rates of the same request.

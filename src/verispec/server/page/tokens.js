@@ -1,6 +1,6 @@
 // Tokens by where they came from. A pass is what one frame tells: `pieces` of text, of which the first `accepted` were
 // drafted, the `draft` they are from, and `entries` of log-probabilities.
-import { make } from "./dom.js";
+import { inLine, make } from "./dom.js";
 
 const MOST_STRUCK = 8;
 const tips = new WeakMap();  // what there is to tell of a token, by its element
@@ -27,14 +27,14 @@ function rejected({ tokens, parents, path }) {
 }
 
 function shortened(tokens) {
-  const text = tokens.slice(0, MOST_STRUCK).join("").replaceAll("\n", "⏎");
+  const text = inLine(tokens.slice(0, MOST_STRUCK).join(""));
   return tokens.length > MOST_STRUCK ? `${text}…` : text;
 }
 
 function likeliest(entry) {
   const others = entry.top_logprobs.filter(({ token }) => token !== entry.token);
   return [entry, ...others].sort((a, b) => b.logprob - a.logprob).map((each) =>
-    `${each === entry ? "▸" : " "} ${Math.exp(each.logprob).toFixed(3)}  ${JSON.stringify(each.token)}`);
+    `${each === entry ? "▸" : " "} ${Math.exp(each.logprob).toFixed(3)}  "${inLine(each.token)}"`);
 }
 
 // Shows what there is to tell of the token that is pointed at, tapped or focused; arrow keys go through those of its answer.
