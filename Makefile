@@ -6,6 +6,7 @@ FOLDER ?= build
 VENV := .venv
 BIN := $(VENV)/bin
 HF_BIN := .venv-hf/bin
+CHROMIUM := $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
 
 .PHONY: help run serve check test-page judges test test-hf test-scale test-scale-core test-cuda gpu-test test-long test-wheel wheel native native-asan native-aarch64 native-digests lint goldens model setup clean
 
@@ -22,12 +23,11 @@ check: setup lint ## Lint, types, and the engine's tests that need neither the m
 	$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder --durations 5 -m "not hf and not cuda and not long and not slow" --bare --times 0.02 --cases 1 \
 	  --ignore tests/server --ignore tests/batch --ignore tests/ray
 
-test: setup model lint ## The whole test suite
+test: setup model lint $(if $(CHROMIUM),$(BIN)/.page) ## The whole test suite; the page too, where there is a Chromium
 	$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder --durations 15 -m "not hf and not cuda and not long"
 
-test-page: setup ## The server's page in a real browser; needs Chromium (pictures with SHOTS=FOLDER)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,judges]'
-	$(BIN)/pytest tests/server/test_page.py --shots=$(or $(SHOTS),build/shots)
+test-page: $(BIN)/.page ## The server's page in a real browser; needs Chromium (pictures with SHOTS=FOLDER)
+	$(BIN)/pytest tests/server/test_page.py --need-browser --shots=$(or $(SHOTS),build/shots)
 
 judges: setup model ## Clients and checkers of others against a running server; docs/server.md has what they said
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,judges]'
@@ -113,6 +113,11 @@ $(HF_BIN)/.installed: pyproject.toml hatch_build.py $(wildcard native/*)
 
 $(BIN)/.ray: $(BIN)/.installed
 	$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["ray"][:1])' \
+	  | xargs $(BIN)/python -m pip install --quiet --disable-pip-version-check
+	@touch $@
+
+$(BIN)/.page: $(BIN)/.installed
+	$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["judges"])' \
 	  | xargs $(BIN)/python -m pip install --quiet --disable-pip-version-check
 	@touch $@
 
