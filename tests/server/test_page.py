@@ -35,6 +35,8 @@ COLOURS = """() => {
   return found.size;
 }"""
 
+IN_SIGHT = "e => e.getBoundingClientRect().bottom <= document.getElementById('talk').getBoundingClientRect().bottom"
+
 
 def test_the_page_is_small_and_refers_to_nothing_outside(served: Served) -> None:
     assert sum(map(len, PAGE.values())) < MAX_NBYTES
@@ -148,6 +150,7 @@ def test_an_answer_is_put_to_the_test(talk: Talk, tmp_path: Path, shots: Path) -
     answer.locator(".verdict.good", has_text="✓ one digest: drafter none").wait_for()
     talk.press("Compare")
     answer.locator(".verdict.good", has_text="✓ the same digest").wait_for()
+    assert talk.page.locator(".verdict").evaluate(IN_SIGHT)
     assert re.search(r"[\d.]+× as fast as none, measured: [\d.]+ against [\d.]+ tokens/s", _why(answer))
     talk.page.screenshot(path=shots / "tested.png")
     with talk.page.expect_download() as started:
@@ -247,6 +250,20 @@ def test_tokens_tell_their_alternatives_to_pointer_and_keyboard(talk: Talk) -> N
     assert tip.is_hidden()
 
 
+def test_the_tip_stays_with_a_focused_token_that_scrolls(talk: Talk) -> None:
+    answer = show_stream(talk, [Pass([f"line {i}\n"]) for i in range(60)])
+    talk.press("Tokens")
+    answer.locator(".token").first.hover()
+    answer.locator('.token[tabindex="0"]').focus()
+    talk.page.keyboard.press("End")
+    tip = talk.page.locator("#tip", has_text="line 59")
+    tip.wait_for()
+    token, box = answer.locator(".token").last.bounding_box(), tip.bounding_box()
+    assert token is not None
+    assert box is not None
+    assert min(abs(token["y"] - box["y"] - box["height"]), abs(box["y"] - token["y"] - token["height"])) < 30
+
+
 MARKDOWN = """# Title
 
 Some **bold**, *slanted* and `code`, a [name](javascript:alert(1)) and <img src=x onerror=alert(1)>.
@@ -344,6 +361,17 @@ def test_conversations_are_kept_chosen_and_deleted(talk: Talk) -> None:
     assert talk.page.locator(".turn.user .said").inner_text() == "the first"
     talk.page.reload()
     assert names.all_inner_texts() == ["the first"]
+
+
+def test_the_strip_has_the_last_200_passes(talk: Talk) -> None:
+    show_stream(talk, [Pass(["a "])] * 250)
+    assert talk.page.locator("#strip").get_attribute("aria-label") == "The last 200 passes, of 1 answers: 200 tokens"
+
+
+def test_a_browser_that_is_full_says_so(talk: Talk) -> None:
+    talk.page.evaluate("() => { Storage.prototype.setItem = () => { throw new DOMException('it is full'); }; }")
+    show_stream(talk, [Pass(["one"])])
+    talk.page.locator("#said", has_text="this browser can keep no more").wait_for()
 
 
 def test_a_call_of_a_tool_on_the_page(talk: Talk, shots: Path) -> None:

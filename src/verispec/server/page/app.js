@@ -52,7 +52,7 @@ function isIdle() {
   return !running;
 }
 
-function open(conversation) {
+function goTo(conversation) {
   current = conversation;
   toggleMenu(false);
   show();
@@ -61,7 +61,7 @@ function open(conversation) {
 function showList() {
   at("list").replaceChildren(...conversations.map((each) => {
     const item = make("li");
-    const choose = button(each.title, () => { if (isIdle()) open(each); });
+    const choose = button(each.title, () => { if (isIdle()) goTo(each); });
     choose.setAttribute("aria-current", each === current);
     const remove = button("×", () => {
       if (!isIdle()) return;
@@ -211,6 +211,7 @@ async function answer() {
   running = null;
   at("send").hidden = false; at("stop").hidden = true;
   current.turns.push(turn);
+  say("");
   save();
   tip(null);
   showMarkdown(parts.said, turn.content);
@@ -289,7 +290,7 @@ document.addEventListener("keydown", (event) => {
   toggleMenu(false);
 });
 at("stop").addEventListener("click", () => running?.abort());
-at("new").addEventListener("click", () => { if (isIdle()) { open(begin()); save(); at("text").focus(); } });
+at("new").addEventListener("click", () => { if (isIdle()) { goTo(begin()); save(); at("text").focus(); } });
 at("menu").addEventListener("click", () => toggleMenu(!at("side").classList.contains("open")));
 at("talk").addEventListener("click", () => toggleMenu(false));
 watchTokens(at("talk"), tip);

@@ -22,6 +22,7 @@ export function auditButtons(turn, asked, key, onMeasured) {
   const tell = (text, good) => {
     verdict.textContent = text;
     verdict.className = `verdict ${good === undefined ? "" : good ? "good" : "bad"}`;
+    verdict.scrollIntoView({ block: "nearest" });
   };
   const audit = (name, what, run) => {
     const made = button(name, async () => {

@@ -41,8 +41,10 @@ function likeliest(entry) {
 export function watchTokens(place, tip) {
   const show = ({ target }) => tip(tips.has(target) ? target : null, tips.get(target));
   const around = (token) => [...token.closest(".said").querySelectorAll(".token")];
-  place.addEventListener("mouseover", show);
-  place.addEventListener("mouseout", () => tip(null));
+  const showFocused = () => show({ target: document.activeElement });
+  place.addEventListener("mousemove", show);  // not mouseover, which scrolling causes too
+  place.addEventListener("mouseout", showFocused);
+  place.addEventListener("scroll", showFocused);
   place.addEventListener("focusout", () => tip(null));
   place.addEventListener("focusin", (event) => {
     if (!tips.has(event.target)) return;
