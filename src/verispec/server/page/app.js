@@ -6,7 +6,7 @@ import { draftTree } from "./draft.js";
 import { showMarkdown } from "./markdown.js";
 import { auditButtons, factLines, replayed } from "./proof.js";
 import { keep, kept, key, listDrafters, openSettings, request } from "./settings.js";
-import { why, whyStopped } from "./speed.js";
+import { estimated, why, whyStopped } from "./speed.js";
 import { addPass, beginAnswer } from "./strip.js";
 import { get, post, stream } from "./talk.js";
 import { showTokens, watchTokens } from "./tokens.js";
@@ -204,7 +204,8 @@ async function answer() {
       showFrame(frame, turn, trace, last, parts);
       if (follows) talk.scrollTop = talk.scrollHeight;
     });
-    turn.why = why({ ...last, metrics: turn.metrics, passes: trace.passes });
+    turn.why = why({ ...last, metrics: turn.metrics });
+    turn.speedUp = estimated(trace.passes);
   } catch (error) {
     turn.why = error.name === "AbortError" ? whyStopped(trace.passes) : error.message;
   }

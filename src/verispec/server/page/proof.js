@@ -4,8 +4,8 @@ import { compared } from "./speed.js";
 import { get, post } from "./talk.js";
 
 // The lines below an answer that has come to its end.
-export function factLines({ why = "", measured, own }) {
-  const lines = [make("p", [why, measured].filter(Boolean).join("; "), { class: "why" })];
+export function factLines({ why, speedUp, own }) {
+  const lines = [make("p", [why, speedUp].filter(Boolean).join("; "), { class: "why" })];
   if (!own?.digest) return lines;
   const line = make("p", "digest ", { class: "proof" });
   const mark = make("span", own.agrees ? " ✓" : " ✗ not what this page computed from the stream", {
@@ -34,10 +34,10 @@ export function auditButtons(turn, asked, key, onMeasured) {
   };
   const compare = async () => {
     const { metrics, verispec } = await post("/v1/chat/completions", { ...asked, seed: own.seed, stream: false, stream_options: undefined, verispec: { trace: true, speculative: false } }, key());
-    turn.measured = compared(turn.metrics, metrics);
+    turn.speedUp = compared(turn.metrics, metrics);
     onMeasured();
     const same = verispec.digest === own.digest;
-    return [`${turn.measured}; ${same ? "✓ the same digest" : `✗ another digest: ${verispec.digest.slice(0, 16)}`}`, same];
+    return [`${turn.speedUp}; ${same ? "✓ the same digest" : `✗ another digest: ${verispec.digest.slice(0, 16)}`}`, same];
   };
   const buttons = [];
   if (own?.receipt) {

@@ -2,12 +2,11 @@
 
 const FEWEST_PLAIN = 4;  // passes without a draft that an estimate needs
 
-// Of an answer that has come to its end. `passes` are its passes, each with the server's time, `ms`.
-export function why({ told, finish, metrics, passes }) {
+// Of an answer that has come to its end.
+export function why({ told, finish, metrics }) {
   const spec = metrics?.speculative_decoding;
-  const parts = [told.no_draft_reason ? `nothing was drafted, so as fast as none: ${told.no_draft_reason}` : `${told.tokens_per_pass} tokens per pass`];
+  const parts = [told.no_draft_reason ? `nothing was drafted: ${told.no_draft_reason}` : `${told.tokens_per_pass} tokens per pass`];
   if (spec) parts.push(`${spec.num_accepted_draft_tokens} of ${spec.num_draft_tokens} drafted tokens accepted`);
-  if (!told.no_draft_reason) parts.push(estimated(passes));
   if (metrics?.tokens_per_second) parts.push(`${metrics.tokens_per_second.toFixed(1)} tokens/s`);
   if (finish === "length") parts.push("it reached the most tokens");
   return parts.join("; ");
@@ -18,8 +17,10 @@ export function whyStopped(passes) {
   return passes.length ? `stopped after ${numTokens} tokens; ${(numTokens / passes.length).toFixed(2)} tokens per pass so far` : "stopped";
 }
 
-// How much longer it would have taken if every token took the median time of the passes without a draft.
-function estimated(passes) {
+// How much longer it would have taken if every token took the median time of the passes without a draft. Passes have the
+// server's time, `ms`.
+export function estimated(passes) {
+  if (!passes.some(({ draft }) => draft)) return "as fast as none";
   const timed = passes.slice(1).map(({ pieces, draft, ms }, i) => ({ numTokens: pieces.length, draft, ms: ms - passes[i].ms }));
   const plain = timed.filter(({ draft, numTokens }) => !draft && numTokens).map(({ ms, numTokens }) => ms / numTokens).sort((a, b) => a - b);
   const sum = (name) => timed.reduce((total, pass) => total + pass[name], 0);

@@ -18,5 +18,5 @@ export function addPass(canvas, numTokens) {
   });
   const shown = new Set(passes.map((pass) => pass.answer)).size;
   const total = passes.reduce((sum, pass) => sum + pass.numTokens, 0);
-  canvas.setAttribute("aria-label", `The last ${passes.length} passes, of ${shown} answers: ${total} tokens`);
+  canvas.setAttribute("aria-label", `The last ${passes.length} passes, of ${shown} ${shown === 1 ? "answer" : "answers"}: ${total} tokens`);
 }
