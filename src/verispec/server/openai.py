@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import re
 import secrets
-import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import msgspec
@@ -129,7 +129,7 @@ async def _frames(answer: Answer, shape: Shape, head: dict[str, Any], options: S
     is_plain = not (shape.has_details or usage or answer.call.extension.trace)
     before = _encode({**head, "choices": []})[:-2] + b'{"index":'
     ends = [0] * len(answer.choices)
-    began = time.perf_counter()
+    began = perf_counter()
 
     def named(commit: Commit) -> str:
         ends[commit.choice] = commit.end
@@ -147,7 +147,7 @@ async def _frames(answer: Answer, shape: Shape, head: dict[str, Any], options: S
             more["usage"] = answer.usage()
         own: dict[str, Any] = {}
         if answer.call.extension.trace:
-            own = {**traced(answer, commit), "ms": round(1000 * (time.perf_counter() - began), 3)}
+            own = {**traced(answer, commit), "ms": round(1000 * (perf_counter() - began), 3)}
         if commit.event.output is not None:
             own |= answer.extension(commit.choice)
         if own:
