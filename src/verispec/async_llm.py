@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
@@ -29,7 +29,8 @@ class SlowReaderError(VerispecError):
 class Stream:
     """The events of some requests as they come; iterate over it, or `take` what there is. `abort` ends it early.
 
-    Whoever reads too slowly loses it: with `max_pending` events unread it is aborted, and reading raises.
+    Whoever reads too slowly loses it: with `max_pending` events unread it is aborted, and reading raises. `on_close` is
+    called when it is closed, be that by its reader or by a failure that the reader has not seen yet.
     """
 
     def __init__(self, llm: AsyncLLM, max_pending: int | None) -> None:
@@ -40,6 +41,7 @@ class Stream:
         self._num_left: dict[int, int] = {}  # samples that have not ended, by request id
         self._error: Exception | None = None
         self.request_ids: list[int] = []
+        self.on_close: Callable[[], None] = lambda: None
 
     @property
     def has_ended(self) -> bool:
@@ -71,6 +73,7 @@ class Stream:
         self._llm._forget(self)
         self._num_left.clear()
         self._wake()
+        self.on_close()
 
     def fail(self, error: Exception) -> None:
         """`close`, and raise this to whoever reads."""

@@ -13,8 +13,6 @@ import pytest
 
 from tests.support.served import Served, chat_body, frames, serving
 from verispec.llm import LLM
-from verispec.server import run
-from verispec.server.settings import Settings
 
 CHAT = "/v1/chat/completions"
 ENDLESS: dict[str, Any] = {"max_tokens": 900, "ignore_eos": True}
@@ -130,33 +128,6 @@ def test_a_client_that_goes_away_frees_its_slots(served: Served, stream: bool, s
     wait_for(lambda: is_idle(served))
     assert served.core.llm.status().totals.committed - before < 900
     served.core.llm.engine.check()
-
-
-def test_a_slow_reader_is_ended_and_others_go_on(chat_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    def listening(settings: Settings) -> socket.socket:
-        listener = listen(settings)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)  # the system's own buffers take megabytes
-        return listener
-
-    listen = run._listening
-    monkeypatch.setattr(run, "_listening", listening)
-    with serving(chat_llm, max_pending=64) as served:
-        host, port = served.url.removeprefix("http://").split(":")
-        fields = {**ENDLESS, "n": 4, "logprobs": True, "top_logprobs": 4, "verispec": {"speculative": False}}
-        body = httpx.Request("POST", served.url, json=chat_body(stream=True, **fields)).content
-        with socket.socket() as sock:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
-            sock.connect((host, int(port)))
-            head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-            sock.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-            wait_for(lambda: served.core.llm.status().num_running)
-            assert served.chat()["choices"][0]["finish_reason"]
-            wait_for(lambda: served.core.llm.status().num_running == 0, 60)
-            data = b""
-            while b"[DONE]" not in data:
-                data += sock.recv(1 << 16)
-        assert b"slow_reader" in data
-        wait_for(lambda: is_idle(served))
 
 
 def test_stopping_lets_short_requests_end_and_tells_long_ones(chat_llm: LLM, slow_steps: None) -> None:

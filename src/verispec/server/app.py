@@ -119,6 +119,7 @@ def make_app(core: Core) -> ASGIApp:
                 partial(_with_room, route, core),
                 max_nbytes=settings.max_body_nbytes,
                 body_timeout=settings.body_timeout,
+                ping_seconds=settings.ping,
                 on_error=partial(on_error, route.body),
             ),
             methods=["GET"] if route.body is None else ["POST"],

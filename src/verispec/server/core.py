@@ -80,6 +80,7 @@ class Answer:
         seconds = core.settings.timeout
         timeout = ApiError(504, f"the answer was not complete after {seconds:g} seconds", code="timeout")
         self._timer = asyncio.get_running_loop().call_later(seconds, stream.fail, timeout)
+        stream.on_close = self._leave
         for i, ids in enumerate(call.extension.committed_ids or ()):
             text = core.text_of(call, ids)
             for choice in self.choices[i :: call.params.n]:
@@ -137,8 +138,11 @@ class Answer:
 
     def close(self) -> None:
         """Abort what has not ended."""
-        self._timer.cancel()
         self._stream.close()
+
+    def _leave(self) -> None:
+        """Make room for others. Whoever writes this answer may be stuck with a client that does not read."""
+        self._timer.cancel()
         self.core.leave(self)
 
     def abort(self) -> None:

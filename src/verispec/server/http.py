@@ -21,7 +21,6 @@ from verispec.server.errors import ApiError
 
 T = TypeVar("T")
 MAX_DEPTH = 32
-PING_SECONDS = 15.0
 JSON = b"application/json"
 EVENTS = b"text/event-stream; charset=utf-8"
 _encode = msgspec.json.encode
@@ -127,11 +126,18 @@ class Endpoint:
     """A handler as an ASGI application."""
 
     def __init__(
-        self, handler: Handler, *, max_nbytes: int, body_timeout: float, on_error: Callable[[Exception], ApiError]
+        self,
+        handler: Handler,
+        *,
+        max_nbytes: int,
+        body_timeout: float,
+        ping_seconds: float,
+        on_error: Callable[[Exception], ApiError],
     ) -> None:
         self._handler = handler
         self._max_nbytes = max_nbytes
         self._body_timeout = body_timeout
+        self._ping_seconds = ping_seconds
         self._on_error = on_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -185,7 +191,7 @@ class Endpoint:
         async def ping() -> None:
             while True:
                 before = num_sent
-                await asyncio.sleep(PING_SECONDS)
+                await asyncio.sleep(self._ping_seconds)
                 if num_sent == before:
                     await send({"type": "http.response.body", "body": b": ping\n\n", "more_body": True})
 

@@ -28,17 +28,29 @@ _BACKLOG = 2048
 
 
 def make_protocol(settings: Settings) -> type[HttpToolsProtocol]:
-    """HTTP with bounds on headers: their size, their number, and the time they may take to come."""
+    """HTTP with bounds on headers: their size, their number, and the time they may take to come; and on the time in which
+    a client takes nothing of what is sent to it.
+    """
 
     class Protocol(HttpToolsProtocol):
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             self._header_timer: asyncio.TimerHandle | None = None
+            self._write_timer: asyncio.TimerHandle | None = None
             self._wait_for_headers()
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_waiting()
+            self._stop_watching()
             super().connection_lost(exc)
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._watch(self.transport.get_write_buffer_size())
+
+        def resume_writing(self) -> None:
+            self._stop_watching()
+            super().resume_writing()
 
         def on_message_begin(self) -> None:
             self._wait_for_headers()
@@ -70,6 +82,20 @@ def make_protocol(settings: Settings) -> type[HttpToolsProtocol]:
         def _stop_waiting(self) -> None:
             if self._header_timer is not None:
                 self._header_timer.cancel()
+
+        def _watch(self, nbytes: int) -> None:
+            """Cut the client off unless it takes some of these bytes in time. Closing would wait for it."""
+            self._stop_watching()
+
+            def look() -> None:
+                left = self.transport.get_write_buffer_size()
+                self._watch(left) if left < nbytes else self.transport.abort()
+
+            self._write_timer = self.loop.call_later(settings.write_timeout, look)
+
+        def _stop_watching(self) -> None:
+            if self._write_timer is not None:
+                self._write_timer.cancel()
 
     return Protocol
 

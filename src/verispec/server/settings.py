@@ -24,7 +24,9 @@ class Settings:
 
     Without `api_keys` a server answers requests that name a loopback host, and no others unless it `is_insecure`. Every
     key is a tenant: prefix caches and receipts are not shared. `timeout` bounds a whole request, `body_timeout` the
-    time its body may take to come, `drain` the time that running requests have when the server is told to stop.
+    time its body may take to come, `write_timeout` the time in which a client must take some of what is sent to it,
+    `drain` the time that running requests have when the server is told to stop. Streams without a frame for `ping`
+    seconds get a comment.
     `max_pending` bounds the events of a stream that its reader has not taken. Receipts are signed with `signing_key`.
     """
 
@@ -39,6 +41,8 @@ class Settings:
     timeout: float = 600.0
     body_timeout: float = 20.0
     header_timeout: float = 10.0
+    write_timeout: float = 30.0
+    ping: float = 15.0
     drain: float = 30.0
     max_pending: int = 1024
     max_body_nbytes: int = MAX_BODY_NBYTES
@@ -50,7 +54,7 @@ class Settings:
         check_int("port", self.port, 0, 65535)
         check_int("max_running", self.max_running, 1, 2**20)
         check_int("max_waiting", self.max_waiting, 0, 2**20)
-        for name in ("timeout", "body_timeout", "header_timeout"):
+        for name in ("timeout", "body_timeout", "header_timeout", "write_timeout", "ping"):
             check_number(name, getattr(self, name), 0, 1e6, low_open=True)
         check_number("drain", self.drain, 0, 1e6)
         if not _PREFIX.fullmatch(self.metrics_prefix):
