@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import socket
+import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
 import pytest
 
+from tests.server.test_load import ENDLESS, is_idle, wait_for
 from tests.support.served import Served, chat_body, serving
 from verispec.llm import LLM
 from verispec.receipt import parse, replay
+from verispec.receipt.rerun import Redrawing
+from verispec.server import audits
 
 KEYS = ("key-of-one-1", "key-of-two-2")
 
@@ -123,3 +130,89 @@ def test_audits_are_limited(keyed: Served, monkeypatch: pytest.MonkeyPatch) -> N
     receipt_id, _ = receipt_of(keyed)
     monkeypatch.setattr("verispec.server.audits._MAX_AUDITS", 0)
     assert keyed.post("/verispec/replay", {"id": receipt_id}).status_code == 429
+
+
+AUDITS = ("/verispec/replay", "/verispec/check")
+
+
+@pytest.fixture(scope="module")
+def long_receipt(keyed: Served) -> dict[str, Any]:
+    """Of an answer that takes much longer to draw again than the tests of it wait."""
+    return receipt_of(keyed, **ENDLESS)[1]
+
+
+@pytest.fixture
+def slow_steps(chat_llm: LLM, long_receipt: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    step = chat_llm.engine.step
+
+    def slow() -> Any:
+        time.sleep(0.05)
+        return step()
+
+    monkeypatch.setattr(chat_llm.engine, "step", slow)
+
+
+@contextmanager
+def sent(served: Served, path: str, body: dict[str, Any]) -> Iterator[None]:
+    """A client that leaves at the end of the block."""
+    host, port = served.url.removeprefix("http://").split(":")
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with socket.create_connection((host, int(port)), timeout=20) as sock:
+        sock.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        yield
+
+
+@pytest.mark.parametrize("path", AUDITS)
+def test_an_audit_ends_with_its_client(
+    served: Served, path: str, long_receipt: dict[str, Any], slow_steps: None
+) -> None:
+    for _ in range(8):  # more than may run at one time
+        with sent(served, path, {"receipt": long_receipt}):
+            wait_for(lambda: served.core.num_samples and served.core.llm.status().num_running)
+        wait_for(lambda: is_idle(served), 5)
+
+
+def test_what_is_prepared_for_a_client_that_left_still_counts(
+    served: Served, long_receipt: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads cannot be ended: whoever comes and leaves must not fill them with work that nobody counts."""
+    is_free = Future[None]()
+
+    def slow(*args: Any, **options: Any) -> Redrawing:
+        is_free.result(20)
+        return Redrawing(*args, **options)
+
+    monkeypatch.setattr(audits, "Redrawing", slow)
+    for count in range(1, audits._MAX_AUDITS + 1):
+        with sent(served, "/verispec/replay", {"receipt": long_receipt}):
+            wait_for(lambda count=count: served.core.num_samples == count)
+    time.sleep(0.2)  # until the server knows that they left
+    assert served.core.num_samples == audits._MAX_AUDITS
+    assert served.post("/verispec/replay", {"receipt": long_receipt}).status_code == 429
+    is_free.set_result(None)
+    wait_for(lambda: is_idle(served), 5)
+    monkeypatch.undo()
+    assert served.post("/verispec/replay", {"receipt": long_receipt}).json()["reproduced"] is True
+
+
+@pytest.mark.parametrize("path", AUDITS)
+def test_an_audit_may_take_no_longer_than_a_request(
+    chat_llm: LLM, path: str, long_receipt: dict[str, Any], slow_steps: None
+) -> None:
+    with serving(chat_llm, timeout=0.5) as served:
+        answer = served.post(path, {"receipt": long_receipt})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
+        wait_for(lambda: is_idle(served), 5)
+
+
+@pytest.mark.parametrize("path", AUDITS)
+def test_stopping_ends_audits(chat_llm: LLM, path: str, long_receipt: dict[str, Any], slow_steps: None) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        with serving(chat_llm, drain=0.3) as served:
+            asked = pool.submit(served.post, path, {"receipt": long_receipt})
+            wait_for(lambda: served.core.num_samples)
+            start = time.monotonic()
+        assert time.monotonic() - start < 5
+        answer = asked.result(5)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "aborted")

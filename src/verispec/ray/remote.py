@@ -13,9 +13,8 @@ import logging
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -279,19 +278,6 @@ class RemoteLLM(LLM):
     def drafter_names(self) -> tuple[str, ...]:
         """Those that can draft at the replicas."""
         return self._usable_drafters
-
-    def events(self, request: Request) -> Generator[TokenEvent, None, None]:
-        """The events of a request, for a thread that may wait."""
-        mail: SimpleQueue[list[TokenEvent]] = SimpleQueue()
-        request_id = self.thread.submit(request, mail.put)
-        num_left = request.params.n
-        try:
-            while num_left:
-                for event in mail.get():
-                    num_left -= event.output is not None
-                    yield event
-        finally:
-            self.thread.abort(request_id)
 
 
 class _Checker(Engine):

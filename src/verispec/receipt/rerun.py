@@ -8,7 +8,6 @@ different and where; what to make of it is the caller's business.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple
@@ -110,19 +109,65 @@ class ReplayResult:
 
 
 def replay(
-    llm: LLM, receipt: Receipt, prompt_ids: Sequence[int] | None = None, *, beside: str | None = None,
+    llm: LLM, receipt: Receipt, prompt_ids: Sequence[int] | None = None, *,
     first: int | None = None, progress: Callable[[int], None] = lambda num_tokens: None,
 ) -> ReplayResult:  # fmt: skip
     """Run the receipt's answer again on this model and compare. A private receipt needs its prompt's ids.
 
-    It has the engine alone, and leaves its prefix cache empty; with `beside`, a salt, it is drawn token by token among
-    the requests of others, which is slower and disturbs nobody. `first` is how many tokens to check (default: all, and
+    It has the engine alone, and leaves its prefix cache empty. `first` is how many tokens to check (default: all, and
     how the answer ended); `progress` is told how many were found, now and then. Raises InputError for a prompt that is
     not the receipt's, and for a receipt that this engine cannot run although nothing is wrong with it.
     """
-    _check_sampling(receipt.profile)
+    result = _without_running(llm, receipt)
     ids = known_prompt(receipt, prompt_ids)
-    result = ReplayResult(
+    try:
+        if first is not None and first < len(receipt.output.drawn_ids):
+            result, receipt = replace(result, num_checked=first), _beginning(receipt, first)
+        _check_runnable(llm, receipt, ids)
+        watch = _Watch(receipt.output.drawn_ids, result.num_checked is not None, progress)
+        return _compared(result, _rerun(llm, receipt, ids, watch), receipt, ids)
+    except InputError as error:
+        return _refused(result, error)
+
+
+class Redrawing:
+    """A replay that is drawn token by token among the requests of others: slower, and it disturbs nobody.
+
+    Give `take` every event of `request`, if there is one, until it says that it is over. What `replay` raises is raised
+    here at once.
+    """
+
+    def __init__(self, llm: LLM, receipt: Receipt, prompt_ids: Sequence[int] | None = None, *, salt: str) -> None:
+        self._receipt = receipt
+        self._result = _without_running(llm, receipt)
+        self._ids = known_prompt(receipt, prompt_ids)
+        watch = _Watch(receipt.output.drawn_ids, is_partial=False, progress=lambda num_tokens: None)
+        self._following = _Following(watch, _limit(receipt, self._ids))
+        self.request: Request | None = None
+        try:
+            _check_runnable(llm, receipt, self._ids)
+            request = drawn_request(llm, receipt, self._ids, salt=salt)
+            llm.thread.engine.validate(request)
+            self.request = request
+        except InputError as error:
+            self._result = _refused(self._result, error)
+
+    def take(self, event: TokenEvent) -> bool:
+        """Whether it has shown what it can."""
+        return self._following.take(event)
+
+    @property
+    def result(self) -> ReplayResult:
+        """What was found by now."""
+        if self.request is None:
+            return self._result
+        return _compared(self._result, self._following.found, self._receipt, self._ids)
+
+
+def _without_running(llm: LLM, receipt: Receipt) -> ReplayResult:
+    """What can be said before anything is run."""
+    _check_sampling(receipt.profile)
+    return ReplayResult(
         model=llm.identity.name,
         is_edited=receipt.is_edited,
         fields=receipt.contradictions() + _model_contradictions(llm, receipt),
@@ -132,17 +177,13 @@ def replay(
         recorded_finish=receipt.output.finish_reason,
         notes=_notes(llm, receipt),
     )
-    try:
-        if first is not None and first < len(receipt.output.drawn_ids):
-            result, receipt = replace(result, num_checked=first), _beginning(receipt, first)
-        _check_runnable(llm, receipt, ids)
-        watched = _Watch(receipt.output.drawn_ids, result.num_checked is not None, progress)
-        run = _rerun(llm, receipt, ids, watched) if beside is None else _drawn_again(llm, receipt, ids, watched, beside)
-        return _compared(result, run, receipt, ids)
-    except InputError as error:
-        if result.is_sound:
-            raise
-        return replace(result, refusal=str(error))
+
+
+def _refused(result: ReplayResult, error: InputError) -> ReplayResult:
+    """Why it cannot be run. Raises that where nothing else is wrong."""
+    if result.is_sound:
+        raise error
+    return replace(result, refusal=str(error))
 
 
 def _beginning(receipt: Receipt, num_drawn: int) -> Receipt:
@@ -298,7 +339,11 @@ def _rerun(llm: LLM, receipt: Receipt, prompt_ids: tuple[int, ...], watch: _Watc
         drafters={"recorded": drafter}, max_len=max_len, max_draft=_MAX_DRAFT, prefix_cache=False
     ) as engine:
         engine.add(_request(llm, receipt, prompt_ids))
-        return _followed(_events(engine), watch, limit=_limit(receipt, prompt_ids))
+        following = _Following(watch, _limit(receipt, prompt_ids))
+        for event in _events(engine):
+            if following.take(event):
+                break
+        return following.found
 
 
 def _events(engine: Engine) -> Iterator[TokenEvent]:
@@ -306,26 +351,27 @@ def _events(engine: Engine) -> Iterator[TokenEvent]:
         yield from engine.step()
 
 
-def _drawn_again(llm: LLM, receipt: Receipt, prompt_ids: tuple[int, ...], watch: _Watch, salt: str) -> _Found:
-    with closing(llm.events(drawn_request(llm, receipt, prompt_ids, salt=salt))) as events:
-        return _followed(events, watch, limit=_limit(receipt, prompt_ids))
+class _Following:
+    """What the engine gives, up to its end or until enough was seen."""
 
+    def __init__(self, watch: _Watch, limit: int) -> None:
+        self._watch = watch
+        self._limit = limit
+        self.found = _Found([], None, 0, None)
 
-def _followed(events: Iterable[TokenEvent], watch: _Watch, *, limit: int) -> _Found:
-    """What the engine gave up to its end, or until enough was seen."""
-    entries: list[TokenLogprob] = []
-    num_steps = 0
-    for event in events:
-        num_steps += 1
+    def take(self, event: TokenEvent) -> bool:
+        """Whether nothing more has to be seen."""
+        entries = self.found.entries
         entries += event.logprobs
         if (output := event.output) is not None:
             # The room here may have ended an answer that would have gone on.
             total_len = output.prompt_len + len(output.given_ids) + len(entries)
-            is_cut_off = output.finish_reason is FinishReason.LENGTH and total_len < limit
-            return _Found(entries, None if is_cut_off else output.finish_reason, output.stats.passes, output.error)
-        if watch.is_over(entries):
-            break
-    return _Found(entries, None, num_steps, None)
+            is_cut_off = output.finish_reason is FinishReason.LENGTH and total_len < self._limit
+            finish = None if is_cut_off else output.finish_reason
+            self.found = _Found(entries, finish, output.stats.passes, output.error)
+            return True
+        self.found = self.found._replace(num_passes=self.found.num_passes + 1)
+        return self._watch.is_over(entries)
 
 
 def drawn_request(llm: LLM, receipt: Receipt, prompt_ids: tuple[int, ...], *, salt: str) -> Request:

@@ -10,11 +10,10 @@ import asyncio
 import hashlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from verispec.async_llm import AsyncLLM, Stream
 from verispec.engine import Request
@@ -63,6 +62,13 @@ class Call:
         return len(self.prompts) * self.params.n
 
 
+class Work(Protocol):
+    """What counts against the server's limits."""
+
+    def abort(self) -> None:
+        """End it at once; whoever waits for it is told."""
+
+
 class Answer:
     """The events of a call, and what came of them so far."""
 
@@ -77,9 +83,7 @@ class Answer:
         self._first = {request_id: i * call.params.n for i, request_id in enumerate(stream.request_ids)}
         self._given = [len(ids) for ids in call.extension.committed_ids or [[]] * call.params.n]
         self._seen = dict(call.skip)
-        seconds = core.settings.timeout
-        timeout = ApiError(504, f"the answer was not complete after {seconds:g} seconds", code="timeout")
-        self._timer = asyncio.get_running_loop().call_later(seconds, stream.fail, timeout)
+        self._timer = core.after_timeout(stream.fail)
         stream.on_close = self._leave
         for i, ids in enumerate(call.extension.committed_ids or ()):
             text = core.text_of(call, ids)
@@ -174,7 +178,7 @@ class Answer:
         if output.finish_reason is FinishReason.ERROR:
             raise ApiError(500, f"the engine failed: {output.error}", code="engine_error")
         if output.finish_reason is FinishReason.ABORT:
-            raise ApiError(503, "the server ended the request: it is stopping", code="aborted")
+            raise stopping()
         if self.call.extension.receipt:
             request = self._requests[index // self.call.params.n]
             self.receipts[index] = self.core.receipt(request, output)
@@ -262,13 +266,16 @@ class Core:
         self.profile = llm.profile  # a hash, made anew whenever it is asked for
         self.fingerprint = _fingerprint(llm)
         self._async = engine or AsyncLLM(llm)
-        self._answers: dict[Answer, int] = {}
-        self._audits: dict[object, int] = {}
+        self._work: dict[Work, int] = {}
 
     @property
     def num_samples(self) -> int:
         """Samples that run or wait."""
-        return sum(self._answers.values()) + sum(self._audits.values())
+        return sum(self._work.values())
+
+    def num_of(self, kind: type[Work]) -> int:
+        """Pieces of work of this kind."""
+        return sum(isinstance(work, kind) for work in self._work)
 
     @property
     def failure(self) -> str | None:
@@ -287,7 +294,7 @@ class Core:
         self.check_room(call.num_choices)
         requests = [self._request(call, ids) for ids in call.prompts]
         answer = Answer(self, call, self._async.open(requests, max_pending=settings.max_pending), requests)
-        self._answers[answer] = call.num_choices
+        self.enter(answer, call.num_choices)
         return answer
 
     def check_room(self, num_samples: int = 1) -> None:
@@ -298,19 +305,6 @@ class Core:
             self.metrics.refused.inc()
             raise QueueFullError(f"{self.num_samples} samples run or wait already; try again later")
 
-    @contextmanager
-    def audit(self, num_samples: int, *, max_audits: int) -> Iterator[None]:
-        """Count an audit as so many samples, as long as it runs. Raises QueueFullError when there is no room."""
-        if len(self._audits) >= max_audits:
-            raise QueueFullError(f"{len(self._audits)} receipts are being checked already; try again later")
-        self.check_room(num_samples)
-        token = object()
-        self._audits[token] = num_samples
-        try:
-            yield
-        finally:
-            del self._audits[token]
-
     def open(self, requests: Sequence[Request]) -> Stream:
         """A stream over requests that are nobody's answer."""
         return self._async.open(requests)
@@ -320,9 +314,19 @@ class Core:
         found, key = self.llm.receipt_of(request, output), self.settings.signing_key
         return found if key is None else key.sign(found)
 
-    def leave(self, answer: Answer) -> None:
-        """An answer has come to its end."""
-        self._answers.pop(answer, None)
+    def enter(self, work: Work, num_samples: int) -> None:
+        """Count work as so many samples, until it leaves."""
+        self._work[work] = num_samples
+
+    def leave(self, work: Work) -> None:
+        """It has come to its end."""
+        self._work.pop(work, None)
+
+    def after_timeout(self, fail: Callable[[ApiError], None]) -> asyncio.TimerHandle:
+        """Call `fail` when a piece of work has taken as long as one may."""
+        seconds = self.settings.timeout
+        error = ApiError(504, f"the answer was not complete after {seconds:g} seconds", code="timeout")
+        return asyncio.get_running_loop().call_later(seconds, fail, error)
 
     def drain(self) -> None:
         """Take nothing more."""
@@ -330,8 +334,8 @@ class Core:
 
     def abort_all(self) -> None:
         """End every request; whoever waits for one is told."""
-        for answer in list(self._answers):
-            answer.abort()
+        for work in list(self._work):
+            work.abort()
 
     def check_model(self, name: str | None) -> str:
         """The name a client used, or the first one. Raises 404 for a name that is not served."""
@@ -370,6 +374,11 @@ class Core:
             grammar=call.grammar,
             prediction_ids=call.prediction_ids,
         )
+
+
+def stopping() -> ApiError:
+    """What is told of work that the server ends because it is stopping."""
+    return ApiError(503, "the server ended the request: it is stopping", code="aborted")
 
 
 def sampling_params(body: Sampling, defaults: Mapping[str, Any], **instead: Any) -> SamplingParams:

@@ -28,8 +28,8 @@ _BACKLOG = 2048
 
 
 def make_protocol(settings: Settings) -> type[HttpToolsProtocol]:
-    """HTTP with bounds on headers: their size, their number, and the time they may take to come; and on the time in which
-    a client takes nothing of what is sent to it.
+    """HTTP with bounds on headers: their size, their number, and the time they may take to come; and on the time in
+    which a client takes nothing of what is sent to it.
     """
 
     class Protocol(HttpToolsProtocol):
