@@ -231,28 +231,6 @@ def test_errors_are_the_clients_own(keyed: Served, client: openai.OpenAI, claude
         claude.messages.create(model="claude-9", messages=MESSAGES, max_tokens=1)
 
 
-def test_tokens_in_and_tokens_out(served: Served) -> None:
-    ids = served.post("/tokenize", {"prompt": "abc"}).json()["tokens"]
-    sampling = {"max_tokens": 5, "seed": 6, "temperature": 1.0}
-    body = {"prompt": ids, **sampling, "return_token_ids": True}
-    expected = served.post("/v1/completions", body).json()["choices"][0]
-    answer = served.post("/inference/v1/generate", {"token_ids": ids, "sampling_params": {**sampling, "logprobs": 1}})
-    (choice,) = answer.json()["choices"]
-    assert choice["token_ids"] == expected["token_ids"]
-    assert [e["token_id"] for e in choice["logprobs"]["content"]] == expected["token_ids"]
-    theirs = {"max_new_tokens": 5, "sampling_seed": 6, "temperature": 1.0}
-    for given in ({"text": "abc"}, {"input_ids": ids}):
-        found = served.post("/generate", {**given, "sampling_params": theirs, "return_logprob": True}).json()
-        assert found["output_ids"] == expected["token_ids"]
-        assert found["text"] == expected["text"]
-        assert [e[1] for e in found["meta_info"]["output_token_logprobs"]] == expected["token_ids"]
-    streamed = served.stream("/generate", {"text": "abc", "sampling_params": theirs, "stream": True})
-    assert streamed[-2].data["output_ids"] == expected["token_ids"]
-    bad = served.post("/generate", {"text": "abc", "sampling_params": {"max_new_tokens": "x"}})
-    assert bad.status_code == 400
-    assert bad.json()["error"]["param"] == "sampling_params.max_tokens"
-
-
 @pytest.mark.parametrize(("official", "ours"), [
     ("openai.types.chat.completion_create_params:CompletionCreateParamsBase", api.ChatRequest),
     ("openai.types.completion_create_params:CompletionCreateParamsBase", api.CompletionRequest),

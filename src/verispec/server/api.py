@@ -1,7 +1,7 @@
 """The requests that clients send, as types: what is not of such a type is refused, and the field is named.
 
 Every field is *honoured*, *inert* (taken and ignored, since it cannot change a token) or *refused* (known, and answered
-with 400 unless it is null). A field that no interface knows is refused too.
+with 400 unless it is null): each request says which are which. A field that no interface knows is refused too.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ MAX_TOKENS_GIVEN = 2**20
 MAX_MESSAGES = 4096
 MAX_PROMPTS = 1024
 MAX_N = 128
+MAX_DEPTH = 32  # of what a field holds
 
 Count = Annotated[int, Meta(ge=0, le=MAX_INT)]
 Positive = Annotated[int, Meta(ge=1, le=MAX_INT)]
@@ -68,7 +69,6 @@ class StructuredOutputs(Struct, kw_only=True, forbid_unknown_fields=True):
 class Sampling(Struct, kw_only=True, forbid_unknown_fields=True):
     """The fields that decide tokens, under the names most interfaces share."""
 
-    model: str | None = None
     max_tokens: Count | None = None
     min_tokens: Count | None = None
     ignore_eos: bool | None = None
@@ -86,17 +86,33 @@ class Sampling(Struct, kw_only=True, forbid_unknown_fields=True):
     n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
     seed: Annotated[int, Meta(ge=0)] | None = None
     prompt_logprobs: Alternatives | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    honoured: ClassVar[frozenset[str]] = frozenset((
+        "max_tokens", "min_tokens", "ignore_eos", "stop", "stop_token_ids", "include_stop_str_in_output", "temperature",
+        "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "n",
+        "seed", "prompt_logprobs", "response_format", "structured_outputs",
+    ))  # fmt: skip
+    inert: ClassVar[frozenset[str]] = frozenset()
+    refused: ClassVar[frozenset[str]] = frozenset()
+
+
+class Completing(Sampling, kw_only=True, forbid_unknown_fields=True):
+    """What chat completions and completions have in common."""
+
+    model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     add_special_tokens: bool | None = None
-    response_format: dict[str, Any] | None = None
-    structured_outputs: StructuredOutputs | None = None
     verispec: Extension | None = None
     user: Any = None
 
+    honoured: ClassVar[frozenset[str]] = Sampling.honoured | {
+        "model", "stream", "stream_options", "return_token_ids", "add_special_tokens", "verispec",
+    }  # fmt: skip
     inert: ClassVar[frozenset[str]] = frozenset(("user",))
-    refused: ClassVar[frozenset[str]] = frozenset()
 
 
 class Message(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -125,7 +141,7 @@ class Prediction(Struct, kw_only=True, forbid_unknown_fields=True):
     content: str | list[dict[str, Any]]
 
 
-class ChatRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
+class ChatRequest(Completing, kw_only=True, forbid_unknown_fields=True):
     """/v1/chat/completions"""
 
     messages: Messages
@@ -156,6 +172,11 @@ class ChatRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
     moderation: Any = None
     chat_template: Any = None
 
+    honoured: ClassVar[frozenset[str]] = Completing.honoured | {
+        "messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message",
+        "max_completion_tokens", "logprobs", "top_logprobs", "tool_choice", "parallel_tool_calls", "prediction",
+        "modalities",
+    }  # fmt: skip
     inert: ClassVar[frozenset[str]] = frozenset((
         "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
         "prompt_cache_options", "reasoning_effort", "verbosity",
@@ -165,7 +186,7 @@ class ChatRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
     )
 
 
-class CompletionRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
+class CompletionRequest(Completing, kw_only=True, forbid_unknown_fields=True):
     """/v1/completions"""
 
     prompt: str | Annotated[list[str | TokenId | TokenIds], Meta(min_length=1, max_length=MAX_TOKENS_GIVEN)]
@@ -174,6 +195,7 @@ class CompletionRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
     best_of: Positive | None = None
     suffix: Any = None
 
+    honoured: ClassVar[frozenset[str]] = Completing.honoured | {"prompt", "logprobs", "echo", "best_of"}
     refused: ClassVar[frozenset[str]] = frozenset(("suffix",))
 
 
@@ -193,12 +215,23 @@ class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     return_token_strs: bool | None = None
     with_pieces: bool | None = None
 
+    honoured: ClassVar[frozenset[str]] = frozenset((
+        "model", "prompt", "content", "messages", "tools", "chat_template_kwargs", "add_generation_prompt",
+        "continue_final_message", "add_special_tokens", "add_special", "return_token_strs", "with_pieces",
+    ))  # fmt: skip
+    inert: ClassVar[frozenset[str]] = frozenset()
+    refused: ClassVar[frozenset[str]] = frozenset()
+
 
 class DetokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     """/detokenize"""
 
     model: str | None = None
     tokens: TokenIds
+
+    honoured: ClassVar[frozenset[str]] = frozenset(("model", "tokens"))
+    inert: ClassVar[frozenset[str]] = frozenset()
+    refused: ClassVar[frozenset[str]] = frozenset()
 
 
 class TemplateRequest(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -210,6 +243,12 @@ class TemplateRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+
+    honoured: ClassVar[frozenset[str]] = frozenset((
+        "model", "messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message",
+    ))  # fmt: skip
+    inert: ClassVar[frozenset[str]] = frozenset()
+    refused: ClassVar[frozenset[str]] = frozenset()
 
 
 class ResponsesRequest(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -240,7 +279,7 @@ class ResponsesRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     prompt_cache_options: Any = None
     parallel_tool_calls: bool | None = None
     reasoning: Any = None
-    include: Any = None
+    include: list[str] | None = None
     truncation: Any = None
     client_metadata: Any = None
     max_tool_calls: Any = None
@@ -253,13 +292,18 @@ class ResponsesRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     previous_response_id: Any = None
     prompt: Any = None
 
+    honoured: ClassVar[frozenset[str]] = frozenset((
+        "input", "model", "instructions", "max_output_tokens", "temperature", "top_p", "top_logprobs", "include",
+        "stream", "tools", "tool_choice", "parallel_tool_calls", "text", "structured_outputs", "seed", "verispec",
+        "background",
+    ))  # fmt: skip
     inert: ClassVar[frozenset[str]] = frozenset((
         "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-        "prompt_cache_options", "reasoning", "include", "truncation", "client_metadata",
-        "max_tool_calls", "context_management", "stream_options", "access_programs",
+        "prompt_cache_options", "reasoning", "truncation", "client_metadata", "max_tool_calls", "stream_options",
+        "access_programs",
     ))  # fmt: skip
     refused: ClassVar[frozenset[str]] = frozenset(
-        ("conversation", "previous_response_id", "prompt", "moderation", "image")
+        ("conversation", "previous_response_id", "prompt", "moderation", "image", "context_management")
     )
 
 
@@ -284,7 +328,7 @@ class MessagesRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     thinking: Any = None
     output_config: dict[str, Any] | None = None
     cache_control: Any = None
-    context_management: Any = None
+    context_management: dict[str, Any] | None = None
     inference_geo: Any = None
     user_profile_id: Any = None
     workspace_id: Any = None
@@ -293,9 +337,13 @@ class MessagesRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     container: Any = None
     mcp_servers: Any = None
 
+    honoured: ClassVar[frozenset[str]] = frozenset((
+        "messages", "max_tokens", "model", "system", "temperature", "top_p", "top_k", "stop_sequences", "stream",
+        "tools", "tool_choice", "seed", "verispec", "output_config", "context_management",
+    ))  # fmt: skip
     inert: ClassVar[frozenset[str]] = frozenset((
-        "metadata", "service_tier", "thinking", "cache_control", "context_management", "inference_geo",
-        "user_profile_id", "workspace_id", "diagnostics", "speed",
+        "metadata", "service_tier", "thinking", "cache_control", "inference_geo", "user_profile_id", "workspace_id",
+        "diagnostics", "speed",
     ))  # fmt: skip
     refused: ClassVar[frozenset[str]] = frozenset(("container", "mcp_servers"))
 
@@ -311,23 +359,60 @@ class CountRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     thinking: Any = None
     output_config: Any = None
     cache_control: Any = None
-    context_management: Any = None
+    context_management: dict[str, Any] | None = None
     user_profile_id: Any = None
     workspace_id: Any = None
     speed: Any = None
 
+    honoured: ClassVar[frozenset[str]] = frozenset(
+        ("messages", "model", "system", "tools", "tool_choice", "context_management")
+    )
+    inert: ClassVar[frozenset[str]] = frozenset(
+        ("thinking", "output_config", "cache_control", "user_profile_id", "workspace_id", "speed")
+    )
+    refused: ClassVar[frozenset[str]] = frozenset()
+
+
+class GenerateSampling(Sampling, kw_only=True, forbid_unknown_fields=True):
+    """`sampling_params` of /generate, also under SGLang's own names. Control tokens are never put apart by spaces."""
+
+    max_new_tokens: Count | None = None
+    min_new_tokens: Count | None = None
+    sampling_seed: Annotated[int, Meta(ge=0)] | None = None
+    no_stop_trim: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: Any = None
+    custom_params: Any = None
+
+    honoured: ClassVar[frozenset[str]] = (Sampling.honoured - {"prompt_logprobs"}) | {
+        "max_new_tokens", "min_new_tokens", "sampling_seed", "no_stop_trim", "skip_special_tokens",
+    }  # fmt: skip
+    inert: ClassVar[frozenset[str]] = frozenset(("spaces_between_special_tokens",))
+    refused: ClassVar[frozenset[str]] = frozenset(("custom_params", "prompt_logprobs"))
+
 
 class GenerateRequest(Struct, kw_only=True, forbid_unknown_fields=True):
-    """/generate: text or tokens in, text and tokens out. `sampling_params` are the fields of /v1/completions."""
+    """/generate: text or tokens in, text and tokens out; of several prompts, a list. `logprob_start_len` is the first
+    token of the prompt that has a log-probability in the answer, -1 for none.
+    """
 
-    text: str | None = None
-    input_ids: TokenIds | None = None
-    sampling_params: dict[str, Any] | None = None
+    text: str | Annotated[list[str], Meta(min_length=1, max_length=MAX_PROMPTS)] | None = None
+    input_ids: Annotated[list[TokenId | TokenIds], Meta(min_length=1, max_length=MAX_TOKENS_GIVEN)] | None = None
+    sampling_params: GenerateSampling | None = None
     return_logprob: bool | None = None
+    logprob_start_len: Annotated[int, Meta(ge=-1, le=MAX_INT)] | None = None
     top_logprobs_num: Alternatives | None = None
+    return_text_in_logprobs: bool | None = None
     stream: bool | None = None
     rid: Any = None
     verispec: Extension | None = None
+
+    honoured: ClassVar[frozenset[str]] = frozenset((
+        "text", "input_ids", "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num",
+        "return_text_in_logprobs", "stream", "verispec",
+    ))  # fmt: skip
+    inert: ClassVar[frozenset[str]] = frozenset(("rid",))
+    refused: ClassVar[frozenset[str]] = frozenset()
 
 
 class ReplayRequest(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -337,15 +422,54 @@ class ReplayRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     receipt: dict[str, Any] | None = None
     prompt_ids: TokenIds | None = None
 
+    honoured: ClassVar[frozenset[str]] = frozenset(("id", "receipt", "prompt_ids"))
+    inert: ClassVar[frozenset[str]] = frozenset()
+    refused: ClassVar[frozenset[str]] = frozenset()
+
+
+class TokensSampling(Sampling, kw_only=True, forbid_unknown_fields=True):
+    """`sampling_params` of /inference/v1/generate. How text is written is of no interest where there is none."""
+
+    logprobs: Alternatives | None = None
+    detokenize: Any = None
+    skip_special_tokens: Any = None
+    spaces_between_special_tokens: Any = None
+    bad_words: Any = None
+    extra_args: Any = None
+
+    honoured: ClassVar[frozenset[str]] = Sampling.honoured | {"logprobs"}
+    inert: ClassVar[frozenset[str]] = frozenset(("detokenize", "skip_special_tokens", "spaces_between_special_tokens"))
+    refused: ClassVar[frozenset[str]] = frozenset(("bad_words", "extra_args"))
+
 
 class TokensRequest(Struct, kw_only=True, forbid_unknown_fields=True):
-    """/inference/v1/generate: tokens in, tokens out. `sampling_params` are the fields of /v1/completions."""
+    """/inference/v1/generate: tokens in, tokens out. Requests of the same `cache_salt` share cached prefixes."""
 
     token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_TOKENS_GIVEN)]
-    sampling_params: dict[str, Any] | None = None
+    sampling_params: TokensSampling | None = None
     model: str | None = None
     stream: bool | None = None
-    request_id: Any = None
+    request_id: Annotated[str, Meta(max_length=256)] | None = None
     priority: Any = None
-    cache_salt: Any = None
+    cache_salt: Annotated[str, Meta(max_length=256)] | None = None
     verispec: Extension | None = None
+
+    honoured: ClassVar[frozenset[str]] = frozenset(
+        ("token_ids", "sampling_params", "model", "stream", "request_id", "cache_salt", "verispec")
+    )
+    inert: ClassVar[frozenset[str]] = frozenset(("priority",))
+    refused: ClassVar[frozenset[str]] = frozenset()
+
+
+def is_too_deep(value: Any, levels: int = MAX_DEPTH) -> bool:
+    """Whether objects and lists lie in one another more than so many times."""
+    match value:
+        case Struct():
+            inner = [getattr(value, name) for name in value.__struct_fields__]
+        case dict():
+            inner = list(value.values())
+        case list():
+            inner = value
+        case _:
+            return False
+    return levels == 0 or any(is_too_deep(each, levels - 1) for each in inner if isinstance(each, dict | list | Struct))

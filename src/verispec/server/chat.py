@@ -34,8 +34,11 @@ async def chat_call(core: Core, body: ChatRequest, received: Received) -> Call:
         raise ApiError(400, "modalities can only be text", param="modalities")
     if body.top_logprobs is not None and not body.logprobs:
         raise InputError("top_logprobs needs logprobs to be true")
+    if body.add_special_tokens:
+        raise InputError("add_special_tokens: the chat template writes them")
     params = sampling_params(
         body,
+        body.verispec,
         core.llm.generation_defaults,
         max_tokens=body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
@@ -47,8 +50,9 @@ async def chat_call(core: Core, body: ChatRequest, received: Received) -> Call:
         lambda: core.llm.tokenizer.encode(predicted, add_special=False), len(predicted)
     )
     return await make_call(
-        core, body, received, prompts=[prompt_ids], params=params, tools=tools, prediction_ids=prediction_ids
-    )
+        core, body, received, prompts=[prompt_ids], params=params, stream=body.stream, extension=body.verispec,
+        tools=tools, prediction_ids=prediction_ids,
+    )  # fmt: skip
 
 
 async def rendered(

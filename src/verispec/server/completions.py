@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,7 @@ from verispec.server.api import MAX_PROMPTS, CompletionRequest
 from verispec.server.choices import Choice, Commit
 from verispec.server.core import Answer, Core, sampling_params
 from verispec.server.http import Received, Reply
-from verispec.server.logprobs import completion_entries, prompt_entries
+from verispec.server.logprobs import completion_entries, prompt_entries, text_len
 from verispec.server.openai import Shape, make_call, reply
 from verispec.types import TokenLogprob
 
@@ -32,12 +33,16 @@ async def completions(core: Core, received: Received) -> Reply:
         prompt_logprobs = prompt_logprobs or 0  # the engine scores a prompt instead of generating nothing
     params = sampling_params(
         body,
+        body.verispec,
         core.llm.generation_defaults,
         max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
         logprobs=body.logprobs,
         prompt_logprobs=prompt_logprobs,
     )
-    call = await make_call(core, body, received, prompts=await _prompts(core, body), params=params)
+    call = await make_call(
+        core, body, received, prompts=await _prompts(core, body), params=params, stream=body.stream,
+        extension=body.verispec,
+    )  # fmt: skip
     return await reply(core.start(call), body, _shape(body), model)
 
 
@@ -59,30 +64,42 @@ async def _prompts(core: Core, body: CompletionRequest) -> list[list[int]]:
     ]
 
 
-def _shape(body: CompletionRequest) -> Shape:
-    wants_ids = bool(body.return_token_ids)
+class _Offsets:
+    """Where the tokens of frames begin in the text of their choice, those included that the client has already."""
 
-    def logprobs(answer: Answer, entries: Any, offset: int = 0) -> dict[str, Any] | None:
-        if body.logprobs is None:
-            return None
-        ids = [entry.token_id for entry in entries]
-        return completion_entries(answer.core.llm.tokenizer, entries, ids, offset)
+    def __init__(self) -> None:
+        self._ends: dict[int, tuple[int, int]] = {}  # tokens and characters, by choice
+
+    def of(self, answer: Answer, commit: Commit) -> int:
+        """That of a frame's first token. Frames come in order."""
+        tokenizer, index = answer.core.llm.tokenizer, commit.choice
+        num_tokens, num_chars = self._ends.get(index, (0, 0))
+        start = commit.end - len(commit.logprobs)
+        if num_tokens < start:
+            known_ids = [*answer.given_ids(index), *answer.choices[index].entries.token_ids]
+            num_chars += text_len(tokenizer, known_ids[num_tokens:start])
+        self._ends[index] = commit.end, num_chars + text_len(tokenizer, commit.logprobs.token_ids)
+        return num_chars
+
+
+def _shape(body: CompletionRequest) -> Shape:
+    wants_ids, offsets = bool(body.return_token_ids), _Offsets()
 
     def whole(answer: Answer, index: int, choice: Choice) -> dict[str, Any]:
         tokenizer = answer.core.llm.tokenizer
         prompt_ids = answer.call.prompts[index // answer.call.params.n]
-        text = choice.text
-        listed = logprobs(answer, choice.entries)
+        text, offset = choice.text, text_len(tokenizer, answer.given_ids(index))
+        ids: Sequence[int] = choice.entries.token_ids
+        entries: list[TokenLogprob | None] = [*choice.entries]
         if body.echo:
             text = tokenizer.decode(prompt_ids) + text
-            if body.logprobs is not None and choice.output is not None:
-                entries: list[TokenLogprob | None] = [None, *(choice.output.prompt_logprobs or ()), *choice.entries]
-                ids = [*prompt_ids, *choice.entries.token_ids]
-                listed = completion_entries(tokenizer, entries, ids)
+            if choice.output is not None:
+                ids, offset = [*prompt_ids, *ids], 0
+                entries = [None, *(choice.output.prompt_logprobs or ()), *entries]
         found: dict[str, Any] = {
             "index": index,
             "text": text,
-            "logprobs": listed,
+            "logprobs": None if body.logprobs is None else completion_entries(tokenizer, entries, ids, offset),
             "finish_reason": None if choice.output is None else str(choice.output.finish_reason),
         }
         if wants_ids:
@@ -93,11 +110,14 @@ def _shape(body: CompletionRequest) -> Shape:
         return found
 
     def frame(answer: Answer, commit: Commit) -> dict[str, Any]:
-        reason = commit.event.finish_reason
+        reason, listed = commit.event.finish_reason, None
+        if body.logprobs is not None:
+            tokenizer, entries = answer.core.llm.tokenizer, commit.logprobs
+            listed = completion_entries(tokenizer, entries, entries.token_ids, offsets.of(answer, commit))
         found: dict[str, Any] = {
             "index": commit.choice,
             "text": commit.text,
-            "logprobs": logprobs(answer, commit.logprobs),
+            "logprobs": listed,
             "finish_reason": None if reason is None else str(reason),
         }
         if wants_ids:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verispec.errors import InputError
-from verispec.server.api import Message
+from verispec.server.api import MAX_DEPTH, Message, is_too_deep
 from verispec.server.errors import ApiError
 
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
@@ -64,4 +64,7 @@ def _plain_call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
             raise ApiError(
                 400, f"{where}.function.arguments is not JSON", param=f"{where}.function.arguments"
             ) from None
+    if is_too_deep(arguments):
+        place = f"{where}.function.arguments"
+        raise ApiError(400, f"{place} is nested more than {MAX_DEPTH} levels deep", param=place)
     return {**call, "function": {**function, "arguments": arguments}}

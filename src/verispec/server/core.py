@@ -43,7 +43,8 @@ INLINE_CHARS = 20_000  # longer texts are tokenised on another thread, so that s
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
     """What one HTTP request asks of the engine. `params.seed` is never None. `skip` are tokens, by choice, that the
-    client has seen: they are drawn again, and not told.
+    client has seen: they are drawn again, and not told. `shown_ids` are control tokens that have text. `cache_salt`
+    keeps its cached prefixes apart from others of the tenant.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -55,6 +56,13 @@ class Call:
     tools: ToolUse = field(default_factory=ToolUse)
     grammar: Grammar | None = None  # what `params` say of the answer, compiled
     prediction_ids: Sequence[int] = ()
+    shown_ids: Sequence[int] = ()
+    cache_salt: str | None = None
+
+    @property
+    def salt(self) -> str:
+        """What requests must have in common to share cached prefixes. No tenant's name has a space."""
+        return self.tenant if self.cache_salt is None else f"{self.tenant} {self.cache_salt}"
 
     @property
     def num_choices(self) -> int:
@@ -81,7 +89,6 @@ class Answer:
         self._requests = requests
         self._stream = stream
         self._first = {request_id: i * call.params.n for i, request_id in enumerate(stream.request_ids)}
-        self._given = [len(ids) for ids in call.extension.committed_ids or [[]] * call.params.n]
         self._seen = dict(call.skip)
         self._timer = core.after_timeout(stream.fail)
         stream.on_close = self._leave
@@ -104,8 +111,12 @@ class Answer:
     @property
     def num_generated(self) -> int:
         """Output tokens of all choices, those the client gave included."""
-        given = sum(self._given) * len(self.call.prompts)
-        return given + sum(choice.num_tokens for choice in self.choices)
+        return sum(len(self.given_ids(i)) + choice.num_tokens for i, choice in enumerate(self.choices))
+
+    def given_ids(self, index: int) -> Sequence[int]:
+        """Tokens of a choice that the client gave."""
+        given = self.call.extension.committed_ids
+        return given[index % self.call.params.n] if given else ()
 
     def id_of(self, index: int, item: int) -> str:
         """Hex digits for an item of a choice: the same for the same request, whoever answers it."""
@@ -158,7 +169,7 @@ class Answer:
         index = self._first[event.request_id] + event.sample_index
         choice, num_tokens = self.choices[index], len(event.logprobs)
         choice.take(event)
-        end = self._given[event.sample_index] + choice.num_tokens
+        end = len(self.given_ids(index)) + choice.num_tokens
         is_end = event.output is not None
         skip = min(self._seen.get(index, 0), num_tokens)
         is_known = 0 < skip == num_tokens
@@ -355,7 +366,7 @@ class Core:
         return "".join(stream.push(token_id).text for token_id in token_ids)
 
     def _text_stream(self, call: Call) -> TextStream:
-        tokenizer, shown = self.llm.tokenizer, call.tools.shown_ids
+        tokenizer, shown = self.llm.tokenizer, (*call.tools.shown_ids, *call.shown_ids)
         return TextStream(tokenizer, call.params.stop, keeps_stop=call.keeps_stop, shown_ids=shown)
 
     def _request(self, call: Call, prompt_ids: Sequence[int]) -> Request:
@@ -370,7 +381,7 @@ class Core:
             eos_ids=self.llm.tokenizer.eos_ids,
             text=lambda: self._text_stream(call),
             committed_ids=asked.committed_ids or (),
-            salt=call.tenant,
+            salt=call.salt,
             grammar=call.grammar,
             prediction_ids=call.prediction_ids,
         )
@@ -381,7 +392,9 @@ def stopping() -> ApiError:
     return ApiError(503, "the server ended the request: it is stopping", code="aborted")
 
 
-def sampling_params(body: Sampling, defaults: Mapping[str, Any], **instead: Any) -> SamplingParams:
+def sampling_params(
+    body: Sampling, extension: Extension | None, defaults: Mapping[str, Any], **instead: Any
+) -> SamplingParams:
     """The parameters that a client's fields mean, with a seed in any case. `instead` goes above them, by name."""
     named = {
         name: getattr(body, name)
@@ -394,7 +407,7 @@ def sampling_params(body: Sampling, defaults: Mapping[str, Any], **instead: Any)
     named["stop"] = None if body.stop is None else [body.stop] if isinstance(body.stop, str) else body.stop
     named["stop_ids"] = body.stop_token_ids
     named["logit_bias"] = None if body.logit_bias is None else numbered(body.logit_bias, name="logit_bias")
-    named["deterministic"] = None if body.verispec is None else body.verispec.deterministic
+    named["deterministic"] = None if extension is None else extension.deterministic
     chosen = {"temperature": 1.0, **defaults}
     chosen |= {name: value for name, value in {**named, **instead}.items() if value is not None}
     chosen.setdefault("max_tokens", None)

@@ -2,42 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterable
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from verispec.errors import InputError
-from verispec.server.api import Extension, GenerateRequest, Sampling, TokensRequest
+from verispec.server.api import (
+    MAX_PROMPTS,
+    Extension,
+    GenerateRequest,
+    GenerateSampling,
+    Sampling,
+    TokensRequest,
+    TokensSampling,
+)
+from verispec.server.choices import Choice
 from verispec.server.core import Answer, Core, sampling_params
-from verispec.server.errors import as_api_error
-from verispec.server.http import EVENTS, Received, Reply, event, json_reply, parse
-from verispec.server.logprobs import shortest
+from verispec.server.errors import as_api_error, renamed
+from verispec.server.http import EVENTS, Received, Reply, event, json_reply
+from verispec.server.logprobs import prompt_entries, shortest
 from verispec.server.openai import DONE, make_call, new_id
-from verispec.types import TokenLogprob
+from verispec.types import FinishReason, TokenLogprob
 
 _encode = msgspec.json.encode
-_SGLANG_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
 _DEFAULT_MAX_TOKENS = 128
+_SGLANG_NAMES = {
+    "max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed",
+    "no_stop_trim": "include_stop_str_in_output",
+}  # fmt: skip
 
 
 async def generate(core: Core, received: Received) -> Reply:
-    """Continue a text or tokens."""
+    """Continue a text or tokens, or several of them."""
     body = received.parsed(GenerateRequest)
-    if (body.text is None) == (body.input_ids is None):
-        raise InputError("text: give either text or input_ids")
-    text = body.text
-    if text is None:
-        ids = body.input_ids or []
-    else:
-        ids = await core.tokenised(lambda: core.llm.tokenizer.encode(text), len(text))
-    named = {_SGLANG_NAMES.get(name, name): value for name, value in (body.sampling_params or {}).items()}
-    logprobs = (body.top_logprobs_num or 0) if body.return_logprob else None
-    answer = await _started(core, received, ids, named, body.stream, body.verispec, logprobs=logprobs)
+    sampling = body.sampling_params or GenerateSampling()
+    for theirs, name in _SGLANG_NAMES.items():
+        if getattr(sampling, theirs) is not None:
+            setattr(sampling, name, getattr(sampling, theirs))
+    prompts = await _prompts(core, body)
+    special_ids = core.llm.tokenizer.special_ids
+    alternatives = (body.top_logprobs_num or 0) if body.return_logprob else None
+    start = -1 if body.logprob_start_len is None or alternatives is None else body.logprob_start_len
+    with renamed({"prompt_logprobs": "logprob_start_len"}):
+        answer = await _started(
+            core, received, prompts, sampling, body.stream, body.verispec, logprobs=alternatives,
+            prompt_logprobs=alternatives if start >= 0 else None,
+            shown_ids=sorted(special_ids) if sampling.skip_special_tokens is False else (),
+        )  # fmt: skip
+    given = body.input_ids if body.text is None else body.text
+    is_list = answer.call.params.n > 1 or (isinstance(given, list) and not isinstance(given[0], int))
 
     def written() -> Any:
-        found = [_sglang(answer, i, with_logprobs=bool(body.return_logprob)) for i in range(len(answer.choices))]
-        return found[0] if len(found) == 1 else found
+        found = [_sglang(answer, i, body, first=start) for i in range(len(answer.choices))]
+        return found if is_list else found[0]
 
     if body.stream:
         return Reply(_frames(answer, written), content_type=EVENTS, on_end=answer.close)
@@ -48,70 +67,129 @@ async def inference_generate(core: Core, received: Received) -> Reply:
     """Continue tokens."""
     body = received.parsed(TokensRequest)
     core.check_model(body.model)
-    named = dict(body.sampling_params or {})
-    logprobs = named.pop("logprobs", None)
-    if logprobs is not None and (isinstance(logprobs, bool) or not isinstance(logprobs, int)):
-        raise InputError("sampling_params.logprobs must be a whole number")
-    answer = await _started(core, received, body.token_ids, named, body.stream, body.verispec, logprobs=logprobs)
-    request_id = new_id("gen-")
+    sampling = body.sampling_params or TokensSampling()
+    with renamed({"prompt_logprobs": "sampling_params.prompt_logprobs"}):
+        answer = await _started(
+            core, received, [body.token_ids], sampling, body.stream, body.verispec, logprobs=sampling.logprobs,
+            cache_salt=body.cache_salt,
+        )  # fmt: skip
+    request_id = body.request_id or new_id("gen-")
 
     def written() -> dict[str, Any]:
+        wants_logprobs = sampling.logprobs is not None
         choices = [
             {
                 "index": i,
                 "token_ids": choice.entries.token_ids,
-                "logprobs": None if logprobs is None else {"content": [_entry(core, e) for e in choice.entries]},
+                "logprobs": {"content": [_entry(e) for e in choice.entries]} if wants_logprobs else None,
                 "finish_reason": None if choice.output is None else str(choice.output.finish_reason),
             }
             for i, choice in enumerate(answer.choices)
         ]
-        return {"request_id": request_id, "choices": choices, "verispec": answer.extension(0)}
+        output = answer.choices[0].output
+        scored = None if output is None else prompt_entries(core.llm.tokenizer, output.prompt_logprobs)
+        found = {"request_id": request_id, "choices": choices, "verispec": answer.extension(0)}
+        return found if sampling.prompt_logprobs is None else {**found, "prompt_logprobs": scored}
 
     if body.stream:
         return Reply(_frames(answer, written), content_type=EVENTS, on_end=answer.close)
     return json_reply(await answer.whole(written))
 
 
+async def _prompts(core: Core, body: GenerateRequest) -> list[list[int]]:
+    """The tokens of every prompt. A flat list of numbers is one prompt."""
+    if (body.text is None) == (body.input_ids is None):
+        raise InputError("text: give either text or input_ids")
+    if body.text is not None:
+        texts = [body.text] if isinstance(body.text, str) else body.text
+        encode = core.llm.tokenizer.encode
+        return [await core.tokenised(partial(encode, text), len(text)) for text in texts]
+    given: list[Any] = body.input_ids or []
+    prompts = [given] if isinstance(given[0], int) else given
+    if len(prompts) > MAX_PROMPTS:
+        raise InputError(f"input_ids may hold at most {MAX_PROMPTS} prompts, not {len(prompts)}")
+    if not all(isinstance(ids, list) and all(isinstance(i, int) for i in ids) for ids in prompts):
+        raise InputError("input_ids must be token ids, or lists of token ids")
+    return prompts
+
+
 async def _started(
     core: Core,
     received: Received,
-    prompt_ids: list[int],
-    named: dict[str, Any],
+    prompts: list[list[int]],
+    sampling: Sampling,
     stream: bool | None,
     extension: Extension | None,
     *,
     logprobs: int | None,
+    prompt_logprobs: int | None = None,
+    **more: Any,
 ) -> Answer:
-    sampling = parse(_encode(named), Sampling, where="sampling_params")
-    sampling.stream, sampling.verispec = stream, extension
+    """The answer, begun. What is wrong with a sampling parameter is said of its place."""
     max_tokens = _DEFAULT_MAX_TOKENS if sampling.max_tokens is None else sampling.max_tokens
-    params = sampling_params(sampling, core.llm.generation_defaults, max_tokens=max_tokens, logprobs=logprobs)
-    return core.start(await make_call(core, sampling, received, prompts=[prompt_ids], params=params))
+    try:
+        params = sampling_params(
+            sampling, extension, core.llm.generation_defaults, max_tokens=max_tokens, logprobs=logprobs,
+            prompt_logprobs=sampling.prompt_logprobs if prompt_logprobs is None else prompt_logprobs,
+        )  # fmt: skip
+        call = await make_call(
+            core, sampling, received, prompts=prompts, params=params, stream=stream, extension=extension, **more
+        )
+        return core.start(call)
+    except InputError as error:
+        found = as_api_error(error, fields=frozenset(sampling.__struct_fields__))
+        if found.param is not None:
+            found.param, found.message = f"sampling_params.{found.param}", f"sampling_params.{found.message}"
+        raise found from error
 
 
-def _sglang(answer: Answer, index: int, *, with_logprobs: bool) -> dict[str, Any]:
-    choice = answer.choices[index]
-    reason = None
-    if choice.output is not None:
-        reason = {"type": str(choice.output.finish_reason)}
+def _sglang(answer: Answer, index: int, body: GenerateRequest, *, first: int) -> dict[str, Any]:
+    """One choice. `first` is the first token of the prompt to tell the log-probability of, if any is."""
+    choice, prompt_ids = answer.choices[index], answer.call.prompts[index // answer.call.params.n]
+    output = choice.output
+    token_text = answer.core.llm.tokenizer.token_text if body.return_text_in_logprobs else lambda token_id: None
+
+    def own(entries: Iterable[TokenLogprob]) -> list[list[Any]]:
+        return [[shortest(e.logprob), e.token_id, token_text(e.token_id)] for e in entries]
+
+    def tops(entries: Iterable[TokenLogprob]) -> list[list[Any]]:
+        return [[[shortest(value), i, token_text(i)] for i, value in e.alternatives] for e in entries]
+
     meta: dict[str, Any] = {
-        "prompt_tokens": answer.prompt_len,
+        "prompt_tokens": len(prompt_ids),
         "completion_tokens": choice.num_tokens,
-        "finish_reason": reason,
+        "cached_tokens": 0 if output is None else output.stats.cached_tokens,
+        "finish_reason": None if output is None else {"type": str(output.finish_reason)},
         "verispec": answer.extension(index),
     }
-    if with_logprobs:
-        meta["output_token_logprobs"] = [[shortest(e.logprob), e.token_id, None] for e in choice.entries]
-        meta["output_top_logprobs"] = [[[shortest(v), i, None] for i, v in e.alternatives] for e in choice.entries]
-    return {"text": choice.text, "output_ids": choice.entries.token_ids, "meta_info": meta}
+    if body.return_logprob:
+        meta |= {"output_token_logprobs": own(choice.entries), "output_top_logprobs": tops(choice.entries)}
+    if first >= 0 and output is not None:
+        scored = output.prompt_logprobs or ()
+        beginning = [None, prompt_ids[0], token_text(prompt_ids[0])]
+        meta["input_token_logprobs"] = [beginning, *own(scored)][first:]
+        meta["input_top_logprobs"] = [None, *tops(scored)][first:]
+    text = choice.text + _stopping_text(answer, choice)
+    return {"text": text, "output_ids": choice.entries.token_ids, "meta_info": meta}
 
 
-def _entry(core: Core, entry: TokenLogprob) -> dict[str, Any]:
+def _stopping_text(answer: Answer, choice: Choice) -> str:
+    """The text of the token that ended a choice, where such are kept; as a control token it must be shown as well."""
+    call, tokenizer = answer.call, answer.core.llm.tokenizer
+    if not call.keeps_stop or choice.output is None or choice.output.finish_reason is not FinishReason.STOP:
+        return ""
+    last = choice.entries.token_ids[-1]
+    stopping = {*call.params.stop_ids, *(() if call.params.ignore_eos else tokenizer.eos_ids)}
+    is_shown = last not in tokenizer.special_ids or last in call.shown_ids
+    return tokenizer.token_text(last) if last in stopping and is_shown else ""
+
+
+def _entry(entry: TokenLogprob) -> dict[str, Any]:
     tops = [{"token_id": i, "logprob": shortest(value)} for i, value in entry.alternatives]
     return {"token_id": entry.token_id, "logprob": shortest(entry.logprob), "top_logprobs": tops}
 
 
-async def _frames(answer: Answer, written: Any) -> AsyncIterator[bytes]:
+async def _frames(answer: Answer, written: Callable[[], Any]) -> AsyncIterator[bytes]:
     """Everything so far with each frame, as these interfaces have it."""
     try:
         async for commits in answer.commits():

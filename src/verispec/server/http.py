@@ -17,10 +17,10 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
+from verispec.server.api import MAX_DEPTH, is_too_deep
 from verispec.server.errors import ApiError
 
 T = TypeVar("T")
-MAX_DEPTH = 32
 JSON = b"application/json"
 EVENTS = b"text/event-stream; charset=utf-8"
 _encode = msgspec.json.encode
@@ -73,29 +73,35 @@ def json_reply(value: Any, *, status: int = 200, headers: Mapping[str, str] | No
     return Reply(_encode(value), status, headers=headers or {})
 
 
-def parse(data: bytes, kind: type[T], *, where: str = "") -> T:
-    """JSON as a value of this type. Raises 400, naming the field, which is inside of `where`."""
+def parse(data: bytes, kind: type[T]) -> T:
+    """JSON as a value of this type. Raises 400, naming the field."""
     try:
         value = msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
-        raise _field_error(str(error), where) from None
+        raise _field_error(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
     except RecursionError:
         raise ApiError(400, "the body is nested too deeply", code="invalid_json") from None
-    for name in getattr(kind, "refused", ()):
-        if getattr(value, name) is not None:
-            raise ApiError(400, f"{name} is not supported", param=name, code="unsupported_parameter")
     for name in getattr(kind, "__struct_fields__", ()):
-        if _is_too_deep(getattr(value, name), MAX_DEPTH):
+        if is_too_deep(getattr(value, name)):
             raise ApiError(400, f"{name} is nested more than {MAX_DEPTH} levels deep", param=name)
+    _check_refused(value)
     return value
 
 
-def _field_error(message: str, where: str) -> ApiError:
+def _check_refused(value: Any, place: str = "") -> None:
+    """Raise 400 for a field that is known and not supported, here or in what the fields hold."""
+    for name in getattr(value, "__struct_fields__", ()):
+        found = getattr(value, name)
+        if name in getattr(value, "refused", ()) and found is not None:
+            raise ApiError(400, f"{place}{name} is not supported", param=place + name, code="unsupported_parameter")
+        _check_refused(found, f"{place}{name}.")
+
+
+def _field_error(message: str) -> ApiError:
     match = _AT.fullmatch(message)
     said, place = (match[1], match[2]) if match else (message, "")
-    place = ".".join(filter(None, (where, place)))
     if unknown := _UNKNOWN.fullmatch(said):
         name = ".".join(filter(None, (place, unknown[1][:100])))
         return ApiError(400, f"{name} is not a field of this request", param=name, code="unknown_parameter")
@@ -104,14 +110,6 @@ def _field_error(message: str, where: str) -> ApiError:
         return ApiError(400, f"{name} is missing", param=name, code="missing_required_parameter")
     said = said[:1].lower() + said[1:].replace("`", "")
     return ApiError(400, f"{place or 'the body'}: {said}", param=place or None, code="invalid_type")
-
-
-def _is_too_deep(value: Any, levels: int) -> bool:
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, list):
-        return False
-    return levels == 0 or any(_is_too_deep(item, levels - 1) for item in value if isinstance(item, dict | list))
 
 
 def event(data: bytes, *, event_id: str | None = None, name: str | None = None) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -27,15 +28,17 @@ def chat_entries(tokenizer: Tokenizer, entries: Iterable[TokenLogprob]) -> list[
     ]
 
 
+def text_len(tokenizer: Tokenizer, token_ids: Iterable[int]) -> int:
+    """Characters of these tokens, as completions count them."""
+    return sum([len(tokenizer.token_text(token_id)) for token_id in token_ids])
+
+
 def completion_entries(
-    tokenizer: Tokenizer, entries: Sequence[TokenLogprob | None], token_ids: Sequence[int], offset: int = 0
+    tokenizer: Tokenizer, entries: Sequence[TokenLogprob | None], token_ids: Sequence[int], offset: int
 ) -> dict[str, Any]:
-    """In the form of completions; the first token of an echoed prompt has no entry."""
+    """In the form of completions, with `offset` characters before; the first token of an echoed prompt has no entry."""
     texts = [tokenizer.token_text(token_id) for token_id in token_ids]
-    offsets = []
-    for text in texts:
-        offsets.append(offset)
-        offset += len(text)
+    offsets = list(accumulate(map(len, texts), initial=offset))[: len(texts)]
     return {
         "tokens": texts,
         "token_logprobs": [None if entry is None else shortest(entry.logprob) for entry in entries],

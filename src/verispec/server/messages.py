@@ -58,6 +58,7 @@ async def count_tokens(core: Core, received: Received) -> Reply:
 
 def _as_chat(body: MessagesRequest | CountRequest) -> ChatRequest:
     """The conversation as a chat completion has it."""
+    _check_edits(body.context_management or {})
     found = []
     if body.system:
         found.append(Message(role="system", content=joined_text(body.system, "system")))
@@ -72,8 +73,20 @@ def _as_chat(body: MessagesRequest | CountRequest) -> ChatRequest:
         tools=None if body.tools is None else [_in_function(tool) for tool in body.tools],
         tool_choice=_choice(choice),
         parallel_tool_calls=False if choice.get("disable_parallel_tool_use") is True else None,
-        response_format=_format(body.output_config),
+        response_format=_format(body.output_config) if isinstance(body, MessagesRequest) else None,
     )
+
+
+def _check_edits(management: Mapping[str, Any]) -> None:
+    """Raise 400 for what would change the prompt. What a model thought before is never shown to it again."""
+    edits = management.get("edits") or []
+    if not isinstance(edits, list) or management.keys() - {"edits"}:
+        raise ApiError(400, "context_management may have a list of edits, and nothing else", param="context_management")
+    for i, edit in enumerate(edits):
+        kind = edit.get("type") if isinstance(edit, Mapping) else None
+        if not str(kind).startswith("clear_thinking_"):
+            place = f"context_management.edits[{i}].type"
+            raise ApiError(400, f"{place}: {str(kind)[:50]!r} is not supported", param=place)
 
 
 def _format(config: Any) -> dict[str, Any] | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from time import perf_counter
@@ -15,16 +15,17 @@ from typing import Any
 
 import msgspec
 
-from verispec.server.api import Extension, Sampling, StreamOptions
+from verispec.server.api import Completing, Extension, Sampling, StreamOptions
 from verispec.server.choices import Choice, Commit
 from verispec.server.core import Answer, Call, Core
-from verispec.server.errors import ApiError, as_api_error
+from verispec.server.errors import ApiError, as_api_error, wrong
 from verispec.server.http import EVENTS, Received, Reply, event, json_reply
 from verispec.server.structure import structured, wanted_answer
 from verispec.server.tool_use import ToolUse
 from verispec.types import SamplingParams
 
 DONE = b"data: [DONE]\n\n"
+_LAST_EVENT = "Last-Event-ID"
 _encode = msgspec.json.encode
 _EVENT_ID = re.compile(r"(\d{1,4})\.(\d{1,9})")
 # What makes ids differ. Batches derive it from the line, so that the same line has the same ids.
@@ -58,12 +59,21 @@ async def make_call(
     *,
     prompts: list[list[int]],
     params: SamplingParams,
+    stream: bool | None,
+    extension: Extension | None,
     tools: ToolUse | None = None,
-    prediction_ids: Sequence[int] = (),
+    **more: Any,
 ) -> Call:
-    """The call of a request whose prompts are tokens by now."""
-    asked = body.verispec or Extension()
-    seen = _seen(received.header("last-event-id"), body, params, num_choices=len(prompts) * params.n)
+    """The call of a request whose prompts are tokens by now; `more` are further fields of it."""
+    asked = extension or Extension()
+    if stream and params.prompt_logprobs is not None:
+        raise wrong("prompt_logprobs", "a stream has none of its prompt; they come with whole answers")
+    event_id = received.header("last-event-id")
+    seen = {} if event_id is None else _seen(event_id, params, num_choices=len(prompts) * params.n)
+    if seen and not stream:
+        raise ApiError(400, f"{_LAST_EVENT} continues a stream, and stream is not true", param="stream")
+    if seen and body.seed is None:
+        raise ApiError(400, f"{_LAST_EVENT} needs the seed that the stream began with", param="seed")
     given = [len(ids) for ids in asked.committed_ids or [[]] * params.n]
     structure = await structured(core.llm, params, wanted_answer(body), tools)
     return Call(
@@ -75,20 +85,16 @@ async def make_call(
         skip={i: max(0, num_tokens - given[i % params.n]) for i, num_tokens in seen.items()},
         tools=structure.tools,
         grammar=structure.grammar,
-        prediction_ids=prediction_ids,
+        **more,
     )
 
 
-def _seen(event_id: str | None, body: Sampling, params: SamplingParams, *, num_choices: int) -> dict[int, int]:
+def _seen(event_id: str, params: SamplingParams, *, num_choices: int) -> dict[int, int]:
     """Tokens that the client has, by choice, going by the last frame it saw."""
-    if event_id is None:
-        return {}
-    name = "Last-Event-ID"
+    name = _LAST_EVENT
     found = [_EVENT_ID.fullmatch(part) for part in event_id.split(",")]
     if not event_id or not all(found) or len(found) > num_choices:
         raise ApiError(400, f"{name} must be the id of a frame of this request, such as 0.17", param=name)
-    if body.seed is None or not body.stream:
-        raise ApiError(400, f"{name} continues a stream, which needs the seed that it began with", param="seed")
     if not params.deterministic:
         raise ApiError(400, f"{name} continues deterministic answers only", param="verispec.deterministic")
     seen = {int(match[1]): int(match[2]) for match in found if match is not None}
@@ -97,7 +103,7 @@ def _seen(event_id: str | None, body: Sampling, params: SamplingParams, *, num_c
     return seen
 
 
-async def reply(answer: Answer, body: Sampling, shape: Shape, model: str) -> Reply:
+async def reply(answer: Answer, body: Completing, shape: Shape, model: str) -> Reply:
     """The answer, whole or as frames."""
     head = {
         "id": new_id(shape.id_prefix),

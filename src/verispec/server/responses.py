@@ -88,7 +88,7 @@ def _choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
 
 
 def _wants_logprobs(body: ResponsesRequest) -> bool:
-    return bool(body.top_logprobs) or (isinstance(body.include, list) and _WANTS_LOGPROBS in body.include)
+    return bool(body.top_logprobs) or _WANTS_LOGPROBS in (body.include or ())
 
 
 def _messages(item: Mapping[str, Any], where: str) -> list[Message]:
