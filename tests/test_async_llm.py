@@ -130,3 +130,35 @@ def test_one_llm_serves_one_loop_after_another(llm: LLM) -> None:
     model = AsyncLLM(llm)
     answers = [run(lambda: model.generate("abc", PARAMS)) for _ in range(2)]
     assert answers[0] == answers[1]
+
+
+def test_silence_is_measured_only_where_somebody_waits_and_nothing_is_committed(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, is_stalled = llm.engine.step, False
+
+    def slow() -> object:
+        time.sleep(0.01)
+        return [] if is_stalled else step()
+
+    monkeypatch.setattr(llm.engine, "step", slow)
+
+    async def work() -> None:
+        nonlocal is_stalled
+        model = AsyncLLM(llm)
+        assert model.silent_seconds() == 0
+        asked = asyncio.ensure_future(model.generate("one", SamplingParams(max_tokens=60, ignore_eos=True)))
+        longest = 0.0
+        while not asked.done():  # it is not streamed: nothing is heard of it before its end
+            await asyncio.sleep(0.02)
+            longest = max(longest, model.silent_seconds())
+        assert longest < 0.3
+        is_stalled = True
+        async with model.stream("one", PARAMS) as stream:  # control
+            await asyncio.sleep(0.4)
+            assert model.silent_seconds() > 0.3
+            is_stalled = False
+            assert [event async for event in stream]
+        assert model.silent_seconds() == 0
+
+    run(work)

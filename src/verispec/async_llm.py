@@ -7,6 +7,7 @@ together by one call per step.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import replace
@@ -19,7 +20,9 @@ from verispec.errors import VerispecError
 from verispec.llm import LLM, Completion, Speculative, check_requests
 from verispec.runtime import Message
 from verispec.text.prompts import Params, Prompt
-from verispec.types import SampleOutput, TokenEvent
+from verispec.types import FinishReason, SampleOutput, TokenEvent
+
+_ENDS = (FinishReason.STOP, FinishReason.LENGTH)  # that the model came to
 
 
 class SlowReaderError(VerispecError):
@@ -122,6 +125,18 @@ class AsyncLLM:
         self._streams: dict[int, Stream] = {}
         self._sink: Sink = self._deliver
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._heard_at = 0.0
+        self._num_committed = 0  # when somebody last looked
+
+    def silent_seconds(self) -> float:
+        """How long no token and no end was heard of the requests that are open; 0 if none is.
+
+        Requests that are not streamed say nothing on their way: that the engine commits tokens is noticed here.
+        """
+        num_committed = self.llm.status().totals.committed
+        if num_committed != self._num_committed:
+            self._num_committed, self._heard_at = num_committed, time.monotonic()
+        return time.monotonic() - self._heard_at if self._streams else 0.0
 
     async def generate(
         self,
@@ -170,6 +185,8 @@ class AsyncLLM:
     def open(self, requests: Sequence[Request], *, max_pending: int | None = None) -> Stream:
         """One stream for all of these requests, or none: raises QueueFullError when there is no room for them."""
         self._bind()
+        if not self._streams:
+            self._heard_at = time.monotonic()
         stream = Stream(self, max_pending)
         try:
             for request in requests:
@@ -218,6 +235,8 @@ class AsyncLLM:
             self._loop, self._sink = loop, on_loop(loop, self._deliver)
 
     def _deliver(self, events: list[TokenEvent]) -> None:
+        if any(event.logprobs or event.finish_reason in _ENDS for event in events):
+            self._heard_at = time.monotonic()
         for event in events:
             stream = self._streams.get(event.request_id)
             if stream is None:  # closed by its reader

@@ -76,7 +76,11 @@ def test_drafting_in_vllms_words() -> None:
     config = '{"method": "draft_model", "model": "small.gguf", "num_speculative_tokens": 5}'
     drafting = _as_configured(Drafting(), config)
     assert (drafting.drafter, drafting.draft_model, drafting.draft_len) == ("model", "small.gguf", 5)
-    for bad, said in (('{"x": 1}', "unknown key"), ('{"method": 3}', "method must be"), ("[]", "must be an object"),
+    assert _as_configured(Drafting(), '{"method": "ngram"}').drafter == "suffix"
+    lookup = '{"method": "ngram", "num_speculative_tokens": 9, "prompt_lookup_max": 4}'
+    for bad, said in ((lookup, "prompt_lookup_max says nothing here, leave it out: drafter suffix follows the longest"),
+                      ('{"prompt_lookup_min": 2}', "prompt_lookup_min says nothing here"),
+                      ('{"x": 1}', "unknown key"), ('{"method": 3}', "method must be"), ("[]", "must be an object"),
                       ('{"num_speculative_tokens": 3}', "contradict")):  # fmt: skip
         with pytest.raises(InputError, match=said):
             _as_configured(Drafting(draft_len=9), bad)

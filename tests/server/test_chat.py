@@ -172,6 +172,44 @@ def test_metrics_count_what_was_answered(served: Served) -> None:
     assert value("kv_cache_usage_perc") == 0
 
 
+# vLLM's names, and ours; with _total, _bucket and the like as Prometheus has them.
+METRICS = (
+    "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prompt_tokens_total",
+    "generation_tokens_total", "time_to_first_token_seconds_bucket", "inter_token_latency_seconds_bucket",
+    "e2e_request_latency_seconds_bucket", "prefix_cache_queries_total", "prefix_cache_hits_total",
+    "num_preemptions_total", "spec_decode_num_drafts_total", "spec_decode_num_draft_tokens_total",
+    "spec_decode_num_accepted_tokens_total", "spec_decode_num_accepted_tokens_per_pos_total",
+    "request_success_total", "determinism_replays_total", "determinism_mismatches_total",
+    "determinism_recomputed_tokens_total", "receipts_total", "replay_failures_total",
+)  # fmt: skip
+
+
+def test_metrics_have_their_names(served: Served) -> None:
+    served.chat()
+    lines = [line for line in served.client.get("/metrics").text.splitlines() if not line.startswith("#")]
+    names = {line.split("{")[0].split()[0] for line in lines}
+    assert {f"verispec:{name}" for name in METRICS} <= names
+    labels = [line for line in lines if "per_pos_total{" in line]
+    assert labels[0].startswith('verispec:spec_decode_num_accepted_tokens_per_pos_total{position="0"}')
+    assert any('request_success_total{finished_reason="' in line for line in lines)
+
+
+def test_metrics_count_receipts_replays_and_drafts(served: Served) -> None:
+    def counts() -> dict[str, float]:
+        lines = served.client.get("/metrics").text.splitlines()
+        return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if line[0] != "#"}
+
+    before = counts()
+    receipt_id = served.chat(verispec={"receipt": True})["verispec"]["receipt"]
+    receipt = served.client.get(f"/verispec/receipts/{receipt_id}").json()
+    served.post("/verispec/replay", {"id": receipt_id})
+    receipt["output"]["token_ids"][0] ^= 1
+    served.post("/verispec/replay", {"receipt": receipt})
+    found = {name: value - before[name] for name, value in counts().items() if name in before}
+    names = ("receipts_total", "replays_total", "replay_failures_total")
+    assert [found[f"verispec:{name}"] for name in names] == [1, 2, 1]
+
+
 def test_drafts_are_told_of_and_change_nothing(served: Served) -> None:
     body: dict[str, Any] = {"logit_bias": {"68": 9000}, "max_tokens": 40}
     drafted = served.chat("aaaa", verispec={"speculative": {"method": "suffix"}}, **body)

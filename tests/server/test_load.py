@@ -6,6 +6,7 @@ import asyncio
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -13,6 +14,7 @@ import pytest
 
 from tests.support.served import Served, chat_body, frames, serving
 from verispec.llm import LLM
+from verispec.server import ops
 
 CHAT = "/v1/chat/completions"
 ENDLESS: dict[str, Any] = {"max_tokens": 900, "ignore_eos": True}
@@ -175,6 +177,37 @@ def test_a_step_that_hangs_shows_on_health(served: Served, monkeypatch: pytest.M
     assert served.client.get("/health").status_code == 200
 
 
+def test_steps_that_commit_nothing_show_on_health(
+    served: Served, chat_llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them is short, and the engine is alive; but there is work, and nothing comes of it."""
+    step, is_stalled = chat_llm.engine.step, True
+
+    def stalling() -> Any:
+        if not is_stalled:
+            return step()
+        time.sleep(0.01)
+        return []
+
+    monkeypatch.setattr(chat_llm.engine, "step", stalling)
+    monkeypatch.setattr(ops, "STALLED_SECONDS", 0.3)
+    monkeypatch.setattr(ops, "STALLED_TIMES", 0)
+    time.sleep(0.4)
+    assert served.client.get("/health").status_code == 200  # nobody asks, so nothing has to be committed
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(served.chat, max_tokens=30, ignore_eos=True)
+        wait_for(lambda: served.core.num_samples)
+        assert served.client.get("/health").status_code == 200
+        wait_for(lambda: served.client.get("/health").status_code == 503)
+        assert "nothing was committed" in served.client.get("/ready").json()["status"]
+        monkeypatch.setattr(ops, "STALLED_TIMES", 1e6)  # so long may a prompt take
+        assert served.client.get("/health").status_code == 200
+        monkeypatch.setattr(ops, "STALLED_TIMES", 0)
+        is_stalled = False
+        asked.result(20)
+    assert served.client.get("/health").json() == {"status": "ok"}
+
+
 @pytest.mark.parametrize("given", [0, 1, 5, 11, 12])
 def test_a_stream_goes_on_where_it_broke_off(served: Served, given: int) -> None:
     """By its last frame's id or by the tokens themselves, the rest is equal to the bit."""
@@ -225,11 +258,37 @@ def test_several_choices_go_on_where_each_of_them_was(served: Served, path: str,
 
 
 def test_going_on_needs_the_seed_and_a_real_id(served: Served) -> None:
-    def status(event_id: str, **fields: Any) -> int:
-        return served.post(CHAT, chat_body(stream=True, **fields), headers={"Last-Event-ID": event_id}).status_code
+    def status(event_id: str, **fields: Any) -> tuple[int, str | None]:
+        """With the field that is wrong."""
+        body = chat_body(**{"stream": True, **fields})
+        answer = served.post(CHAT, body, headers={"Last-Event-ID": event_id})
+        return answer.status_code, answer.json()["error"]["param"] if answer.status_code == 400 else None
 
-    assert status("0.3") == 200
-    assert status("0.3", seed=None) == 400
-    assert status("0.3", verispec={"deterministic": False}) == 400
+    assert status("0.3") == (200, None)
+    assert status("0.3", seed=None) == (400, "seed")
+    assert status("0.3", stream=False) == (400, "stream")
+    assert status("0.3", verispec={"deterministic": False}) == (400, "verispec.deterministic")
     for bad in ("", "3", "x.y", "5.1", "0.3,0.4,0.5"):
-        assert status(bad) == 400, bad
+        assert status(bad) == (400, "Last-Event-ID"), bad
+
+
+@pytest.mark.parametrize(("path", "body"), [
+    ("/v1/responses", {"input": "hello", "max_output_tokens": 40, "include": ["message.output_text.logprobs"]}),
+    ("/v1/messages", {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 40}),
+])  # fmt: skip
+def test_other_interfaces_go_on_where_they_were(served: Served, path: str, body: dict[str, Any]) -> None:
+    body = {**body, "seed": 5, "stream": True, "verispec": {"speculative": False}}
+
+    def told(found: list[Any]) -> tuple[str, list[Any]]:
+        """Text and log-probabilities, joined."""
+        deltas = [f.data for f in found if (f.name or "").endswith("delta") and isinstance(f.data.get("delta"), str)]
+        blocks = [f.data["delta"]["text"] for f in found if f.name == "content_block_delta"]
+        return "".join([d["delta"] for d in deltas] + blocks), [e for d in deltas for e in d["logprobs"]]
+
+    whole = served.stream(path, body)
+    places = [i for i, frame in enumerate(whole) if frame.event_id]
+    middle = places[len(places) // 2]
+    rest = served.stream(path, body, headers={"Last-Event-ID": whole[middle].event_id})
+    assert told(whole[: middle + 1] + rest) == told(whole)
+    assert "" != told(rest)[0] != told(whole)[0]
+    assert rest[-1].name == whole[-1].name

@@ -41,6 +41,20 @@ def losing(engine):
 Engine.step = losing
 verispec.server.run._WATCH_SECONDS = 3
 """
+# A server whose third step never ends, and that does not wait long for it.
+HANGING = """
+import time
+import verispec.cli.serve, verispec.server.run
+from verispec.engine import Engine
+step, steps = Engine.step, []
+def hanging(engine):
+    steps.append(1)
+    if len(steps) > 2:
+        time.sleep(1000)
+    return step(engine)
+Engine.step = hanging
+verispec.cli.serve._STOP_SECONDS = verispec.server.run._LAST_WORDS_SECONDS = 1
+"""
 RUN = "from verispec.cli.main import main\nmain()"
 
 
@@ -76,6 +90,27 @@ def test_a_lost_device_is_503_on_health_and_ends_the_process(tmp_path: Path) -> 
         assert server.wait(20) == 1
         assert server.stderr is not None
         assert "the engine has failed: the device is lost" in server.stderr.read()
+
+
+def test_a_step_that_never_ends_does_not_keep_the_process(tmp_path: Path) -> None:
+    """Its exit code says that something was wrong."""
+    with process(tmp_path, "--drain", "0", before=HANGING) as (server, url):
+        body = chat_body(max_tokens=50, ignore_eos=True, stream=True)
+        with httpx.stream("POST", url + CHAT, json=body, timeout=20) as answer:
+            next(line for line in answer.iter_lines() if line.startswith("id:"))
+            time.sleep(0.5)  # until it hangs
+            server.send_signal(signal.SIGTERM)
+            assert server.wait(20) == 1
+        assert server.stderr is not None
+        assert "the engine did not stop: a step hangs" in server.stderr.read()
+
+
+def test_metrics_have_the_prefix_that_is_asked_for(tmp_path: Path) -> None:
+    with process(tmp_path, "--metrics-prefix", "vllm") as (_, url):
+        lines = httpx.get(f"{url}/metrics").text.splitlines()
+    names = {line.split("{")[0].split()[0] for line in lines if not line.startswith("#")}
+    assert {"vllm:num_requests_running", "vllm:generation_tokens_total"} <= names
+    assert not [name for name in names if not name.startswith("vllm:")]
 
 
 def test_a_restart_changes_no_byte_and_streams_go_on(tmp_path: Path) -> None:

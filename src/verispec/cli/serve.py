@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
+import threading
 import webbrowser
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,13 +17,17 @@ from verispec.cli import options, terminal
 from verispec.cli.parser import flags, option
 from verispec.config import DEFAULTS
 from verispec.errors import InputError
+from verispec.llm import LLM
 from verispec.strict_json import load_object
 
 EXIT_ENGINE_DEAD = 1
+_STOP_SECONDS = 8.0  # that the last step may take in any case
 _MAX_KEY_FILE_NBYTES = 2**20
 # vLLM's names for what the options of drafting say, and its names for drafters that have others here.
 _SPECULATIVE_KEYS = {"method": "drafter", "num_speculative_tokens": "draft_len", "model": "draft_model"}
-_SPECULATIVE_METHODS = {"draft_model": "model"}
+_SPECULATIVE_METHODS = {"draft_model": "model", "ngram": "suffix"}
+_NO_LOOKUP_LENGTHS = "drafter suffix follows the longest match, whatever its length"
+_MEANINGLESS_KEYS = {"prompt_lookup_max": _NO_LOOKUP_LENGTHS, "prompt_lookup_min": _NO_LOOKUP_LENGTHS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +80,7 @@ def serve(serving: Serving, loading: options.Loading, drafting: options.Drafting
         from verispec.receipt.signing import SigningKey
         from verispec.server import log
         from verispec.server.core import Core
+        from verispec.server.ops import patience
         from verispec.server.run import serve as run
         from verispec.server.settings import Settings
     except ModuleNotFoundError as error:
@@ -106,8 +114,20 @@ def serve(serving: Serving, loading: options.Loading, drafting: options.Drafting
     if failure is not None:
         terminal.note(f"verispec: the engine has failed: {failure}")
         return EXIT_ENGINE_DEAD
+    if not _has_stopped(llm, patience(llm.status(), least=_STOP_SECONDS)):
+        terminal.note("verispec: the engine did not stop: a step hangs")
+        sys.stdout.flush()
+        os._exit(EXIT_ENGINE_DEAD)  # leaving as usual waits for the engine's thread once more
     llm.close()
     return 0
+
+
+def _has_stopped(llm: LLM, seconds: float) -> bool:
+    """Whether the engine's thread comes to its end in time; a step that hangs is waited for in vain."""
+    stopping = threading.Thread(target=llm.thread.stop, kwargs={"drains": lambda request: False}, daemon=True)
+    stopping.start()
+    stopping.join(seconds)
+    return not stopping.is_alive()
 
 
 def _keys(files: tuple[str, ...]) -> list[str]:
@@ -130,6 +150,8 @@ def _as_configured(drafting: options.Drafting, config: str | None) -> options.Dr
     found = load_object(config.encode("utf-8", "surrogatepass"), name=name, example='{"method": "suffix"}')
     changes: dict[str, Any] = {}
     for key, value in found.items():
+        if key in _MEANINGLESS_KEYS:
+            raise InputError(f"{name}: {key} says nothing here, leave it out: {_MEANINGLESS_KEYS[key]}")
         ours = _SPECULATIVE_KEYS.get(key, key)
         if ours not in asdict(drafting):
             known = ", ".join((*_SPECULATIVE_KEYS, "tree", "accept", "force"))

@@ -297,6 +297,10 @@ class Core:
             return str(error)
         return None
 
+    def silent_seconds(self) -> float:
+        """How long nothing was heard of the requests that are open; 0 if none is."""
+        return self._async.silent_seconds()
+
     def start(self, call: Call) -> Answer:
         """Hand a call to the engine. Raises what is wrong with it, and QueueFullError when there is no room."""
         settings = self.settings

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from verispec import __version__
+from verispec.engine.thread import Status
 from verispec.server.core import Core
 from verispec.server.errors import ApiError
 from verispec.server.http import Received, Reply, json_reply
@@ -12,16 +13,33 @@ from verispec.server.metrics import CONTENT_TYPE
 
 HUNG_SECONDS = 10.0
 HUNG_TIMES = 10  # as long as the pass was predicted to take
+STALLED_SECONDS = 60.0
+STALLED_TIMES = 10  # as long as the longest prompt takes to be read
+
+
+def patience(status: Status, *, least: float) -> float:
+    """How many seconds a step may take."""
+    return max(least, HUNG_TIMES * status.predicted_seconds)
 
 
 def trouble(core: Core) -> str | None:
-    """What is wrong with the engine, if anything is."""
+    """What is wrong with the engine, if anything is: it is dead, a step hangs, or steps commit nothing."""
     if (failure := core.failure) is not None:
         return f"the engine has failed: {failure}"
     status = core.llm.status()
-    if status.step_seconds > max(HUNG_SECONDS, HUNG_TIMES * status.predicted_seconds):
+    if status.step_seconds > patience(status, least=HUNG_SECONDS):
         return f"a step has been running for {status.step_seconds:.0f} seconds"
+    silent = core.silent_seconds()
+    if silent > max(STALLED_SECONDS, STALLED_TIMES * _prompt_seconds(core)):
+        return f"there are requests, and nothing was committed for {silent:.0f} seconds"
     return None
+
+
+def _prompt_seconds(core: Core) -> float:
+    """How long the longest prompt should take to be read, which commits nothing before its end."""
+    num_rows = min(core.llm.max_len, core.llm.row_budget)
+    seconds = core.llm.calibration.cost.seconds(num_rows, num_rows * core.llm.max_len // 2)
+    return seconds * core.llm.max_len / num_rows
 
 
 async def health(core: Core, received: Received) -> Reply:
