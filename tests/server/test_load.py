@@ -203,6 +203,11 @@ def test_steps_that_commit_nothing_show_on_health(
         monkeypatch.setattr(ops, "STALLED_TIMES", 1e6)  # so long may a prompt take
         assert served.client.get("/health").status_code == 200
         monkeypatch.setattr(ops, "STALLED_TIMES", 0)
+        with pytest.MonkeyPatch.context() as patch:
+            idle = chat_llm.status()._replace(num_running=0, num_waiting=0)
+            patch.setattr(chat_llm, "status", lambda: idle)  # as where requests wait for a replica
+            assert served.client.get("/health").status_code == 200
+        assert served.client.get("/health").status_code == 503
         is_stalled = False
         asked.result(20)
     assert served.client.get("/health").json() == {"status": "ok"}

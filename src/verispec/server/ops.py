@@ -30,7 +30,8 @@ def trouble(core: Core) -> str | None:
     if status.step_seconds > patience(status, least=HUNG_SECONDS):
         return f"a step has been running for {status.step_seconds:.0f} seconds"
     silent = core.silent_seconds()
-    if silent > max(STALLED_SECONDS, STALLED_TIMES * _prompt_seconds(core)):
+    has_work = status.num_running + status.num_waiting > 0  # an ingress may have requests and no replica yet
+    if has_work and silent > max(STALLED_SECONDS, STALLED_TIMES * _prompt_seconds(core)):
         return f"there are requests, and nothing was committed for {silent:.0f} seconds"
     return None
 
