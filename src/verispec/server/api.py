@@ -17,6 +17,7 @@ MAX_MESSAGES = 4096
 MAX_PROMPTS = 1024
 MAX_N = 128
 MAX_DEPTH = 32  # of what a field holds
+_CONTAINERS = (dict, list, Struct)
 
 Count = Annotated[int, Meta(ge=0, le=MAX_INT)]
 Positive = Annotated[int, Meta(ge=1, le=MAX_INT)]
@@ -463,13 +464,9 @@ class TokensRequest(Struct, kw_only=True, forbid_unknown_fields=True):
 
 def is_too_deep(value: Any, levels: int = MAX_DEPTH) -> bool:
     """Whether objects and lists lie in one another more than so many times."""
-    match value:
-        case Struct():
-            inner = [getattr(value, name) for name in value.__struct_fields__]
-        case dict():
-            inner = list(value.values())
-        case list():
-            inner = value
-        case _:
-            return False
-    return levels == 0 or any(is_too_deep(each, levels - 1) for each in inner if isinstance(each, dict | list | Struct))
+    if not isinstance(value, _CONTAINERS):
+        return False
+    if isinstance(value, Struct):
+        value = [getattr(value, name) for name in value.__struct_fields__]
+    inner = value.values() if isinstance(value, dict) else value
+    return levels == 0 or any(is_too_deep(each, levels - 1) for each in inner if isinstance(each, _CONTAINERS))

@@ -83,20 +83,22 @@ def parse(data: bytes, kind: type[T]) -> T:
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
     except RecursionError:
         raise ApiError(400, "the body is nested too deeply", code="invalid_json") from None
-    for name in getattr(kind, "__struct_fields__", ()):
-        if is_too_deep(getattr(value, name)):
-            raise ApiError(400, f"{name} is nested more than {MAX_DEPTH} levels deep", param=name)
-    _check_refused(value)
+    if isinstance(value, msgspec.Struct):
+        for name in value.__struct_fields__:
+            if is_too_deep(getattr(value, name)):
+                raise ApiError(400, f"{name} is nested more than {MAX_DEPTH} levels deep", param=name)
+        _check_refused(value)
     return value
 
 
-def _check_refused(value: Any, place: str = "") -> None:
+def _check_refused(value: msgspec.Struct, place: str = "") -> None:
     """Raise 400 for a field that is known and not supported, here or in what the fields hold."""
-    for name in getattr(value, "__struct_fields__", ()):
-        found = getattr(value, name)
-        if name in getattr(value, "refused", ()) and found is not None:
+    for name in getattr(value, "refused", ()):
+        if getattr(value, name) is not None:
             raise ApiError(400, f"{place}{name} is not supported", param=place + name, code="unsupported_parameter")
-        _check_refused(found, f"{place}{name}.")
+    for name in value.__struct_fields__:
+        if isinstance(inner := getattr(value, name), msgspec.Struct):
+            _check_refused(inner, f"{place}{name}.")
 
 
 def _field_error(message: str) -> ApiError:
