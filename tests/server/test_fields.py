@@ -33,7 +33,9 @@ def with_field(path: str, name: str, value: Any) -> dict[str, Any]:
 
 def fields_of(class_: str) -> list[tuple[str, str]]:
     found = [(path, name) for path, kind in KINDS.items() for name in sorted(getattr(kind, class_))]
-    return found + [(p, f"sampling_params.{name}") for p, kind in NESTED.items() for name in getattr(kind, class_)]
+    return found + [
+        (p, f"sampling_params.{name}") for p, kind in NESTED.items() for name in sorted(getattr(kind, class_))
+    ]
 
 
 def told(answer: dict[str, Any]) -> Any:
