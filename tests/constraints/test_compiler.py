@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from tests.support.golden_tokenizers import SMALL
-from verispec.constraints import Compiler
-from verispec.constraints.compiler import MAX_CHARS, Position
+from verispec.constraints import Compiler, compiler, json_term
+from verispec.constraints.compiler import Position
+from verispec.constraints.limits import MAX_CHARS
 from verispec.errors import ConstraintError, InputError
 from verispec.types import SamplingParams
 
@@ -159,29 +160,93 @@ def test_what_is_wrong_with_a_schema_and_where() -> None:
     assert unsupported.path == "/$defs/x"
     pattern = refusal(schema={"properties": {"p": {"type": "string", "pattern": "("}}})
     assert pattern.path == "/properties/p"
+    unused = refusal(schema={"$defs": {"u": {"not": {}}}, "type": "object", "properties": {"a": {"not": {}}}})
+    assert (unused.path, unused.reason) == ("/properties/a", 'unsupported: "not"')
+    overlap = refusal(schema={"items": {"oneOf": [{"type": "string"}, {"type": "string"}]}})
+    assert (overlap.path, overlap.reason) == (
+        "/items",
+        "unsupported: a oneOf whose options may overlap; anyOf takes them",
+    )
+
+
+AGE = {"type": "integer", "minimum": 3, "maximum": 2}
+EMPTY = "minimum (3) is greater than maximum (2)"
+NO_OPTIONS = "there are no options"
+ENDLESS = "it requires itself without end"
+SELF = {"$ref": "#"}
 
 
 @pytest.mark.parametrize(
-    ("schema", "path"),
+    ("schema", "path", "reason"),
     [
-        ({"type": "object", "properties": {"n": {"enum": []}}, "required": ["n"]}, None),
-        ({"allOf": [{"type": "string"}, {"type": "integer"}]}, ""),
-        ({"$ref": "#"}, ""),
-        ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, ""),
-        ({"$defs": {"l": {"type": "array", "items": {"$ref": "#/$defs/l"}, "minItems": 1}}, "$ref": "#/$defs/l"}, None),
+        ({"type": "object", "properties": {"n": {"enum": []}}, "required": ["n"]}, "/properties/n", NO_OPTIONS),
+        ({"allOf": [{"type": "string"}, {"type": "integer"}]}, "", "incompatible types"),
+        (AGE, "", EMPTY),
+        ({"type": "object", "properties": {"age": AGE}, "required": ["age"]}, "/properties/age", EMPTY),
+        ({"anyOf": [{"type": "object", "properties": {"a/b": AGE}, "required": ["a/b"]}]},
+         "/anyOf/0/properties/a~1b", EMPTY),
+        ({"type": "array", "items": AGE, "minItems": 1}, "/items", EMPTY),
+        ({"type": "array", "prefixItems": [{}, AGE], "minItems": 2}, "/prefixItems/1", EMPTY),
+        ({"type": "object", "properties": {"a": False}, "required": ["a"]}, "/properties/a", "it is false"),
+        ({"anyOf": []}, "", NO_OPTIONS),
+        ({"anyOf": [False]}, "/anyOf/0", "it is false"),
+        ({"type": "array", "prefixItems": [{}], "items": False, "minItems": 2}, "/items", "it is false"),
+        ({"type": "object", "required": ["a"], "additionalProperties": False}, "",
+         "required property 'a' is unsatisfiable"),
+        ({"$defs": {"u": {"enum": []}, "v": {"enum": []}}, "type": "object", "properties": {"a": {"$ref": "#/$defs/v"}},
+          "required": ["a"]}, "/$defs/v", NO_OPTIONS),
+        (SELF, "", ENDLESS),
+        ({"anyOf": [SELF, {"allOf": [SELF]}]}, "", ENDLESS),
+        ({"anyOf": [False, SELF]}, "", ENDLESS),
+        ({"type": "object", "properties": {"a": SELF}, "required": ["a"]}, "", ENDLESS),
+        ({"type": "object", "required": ["a"], "additionalProperties": SELF}, "", ENDLESS),
+        ({"type": "object", "required": ["a"], "patternProperties": {"a": SELF}}, "", ENDLESS),
+        ({"type": "object", "minProperties": 1, "additionalProperties": SELF}, "", ENDLESS),
+        ({"type": "object", "minProperties": 2, "properties": {"n": {}}, "required": ["n"],
+          "additionalProperties": SELF}, "", ENDLESS),
+        ({"$defs": {"l": {"type": "array", "items": {"$ref": "#/$defs/l"}, "minItems": 1}}, "$ref": "#/$defs/l"},
+         "/$defs/l", ENDLESS),
+        ({"$defs": {"x": SELF, "l": {"type": "array", "prefixItems": [{"$ref": "#/$defs/l"}], "minItems": 1}},
+          "type": "object", "properties": {"o": SELF, "l": {"$ref": "#/$defs/l"}}, "required": ["l"]},
+         "/$defs/l", ENDLESS),
     ],
 )  # fmt: skip
-def test_a_schema_that_can_match_nothing_is_told_before_anything_runs(schema: dict[str, Any], path: str | None) -> None:
+def test_a_schema_that_can_match_nothing_is_told_before_anything_runs(
+    schema: dict[str, Any], path: str, reason: str
+) -> None:
     found = refusal(schema=schema)
-    assert "can match nothing" in found.reason
-    assert path is None or found.path == path
+    assert (found.path, found.reason) == (path, f"can match nothing: {reason}")
 
 
 def test_a_schema_that_may_end_its_recursion_is_fine() -> None:
     tree = {"type": "object", "properties": {"c": {"type": "array", "items": {"$ref": "#"}}}, "required": ["c"]}
     linked = {"anyOf": [{"type": "null"}, {"type": "object", "properties": {"n": {"$ref": "#"}}, "required": ["n"]}]}
-    for schema in (tree, linked):
+    names = {"type": "object", "additionalProperties": SELF}
+    apart = {**names, "required": ["a"], "properties": {"a": {"type": "null"}}, "minProperties": 1}
+    unlike = {"type": "object", "required": ["a"], "patternProperties": {"^b": SELF, "^a": {"type": "null"}}}
+    for schema in (tree, linked, names, apart, unlike):
         assert ids(start("qwen2", schema=schema))
+
+
+def test_control_a_schema_without_an_end_is_found_by_us_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "endless", lambda schema, matches: None)
+    assert ids(start("gpt-2", schema={"type": "object", "required": ["a"], "additionalProperties": SELF}))
+
+
+def test_schemas_inside_of_grammars_have_to_end_too() -> None:
+    endless = {"type": "object", "required": ["a"], "additionalProperties": SELF}
+    assert "without end" in refusal(grammar=f"start: %json {json.dumps(endless)}").reason
+
+
+def test_keywords_that_demand_nothing_are_taken() -> None:
+    plain = {"type": "array", "items": {"type": "integer"}}
+    for schema in (
+        {**plain, "uniqueItems": False},
+        {"properties": {"uniqueItems": False, "l": {"uniqueItems": False}}},
+    ):
+        assert ids(start("qwen2", schema=schema))
+        assert ids(start("qwen2", grammar=f"start: {json_term(schema)}"))
+    assert "uniqueItems" in refusal(schema={**plain, "uniqueItems": True}).reason
 
 
 @pytest.mark.parametrize("grammar", ["start: x", 'foo: "a"', "start: /[/"])

@@ -6,18 +6,21 @@ rollback, and what a rejected draft cost counts against no limit. All limits are
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from verispec.constraints.schema import check_depth, check_finite, find
+from verispec.constraints.limits import MAX_CHARS, check_grammar, check_schema
+from verispec.constraints.schema import demanding, endless, find
 from verispec.errors import ConstraintError, InputError
 from verispec.model.tokenizer import Tokenizer
 from verispec.types import ConstraintText
@@ -25,13 +28,17 @@ from verispec.types import ConstraintText
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-MAX_CHARS = 1 << 16
 _MAX_CACHED = 64  # compiled grammars of one model
+_MAX_COMPILING = 2  # at the same time
+_MAX_TESTS = 256  # of a pattern on a name
 # Spelt as `json.dumps` does: where nothing is left to choose, the grammar can be drafted, and no answer drowns in
 # white space. A schema may say otherwise for itself, under "x-guidance".
 _LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _NO_EXTENSION = "NoExtension"  # how the library's reasons begin where nothing can follow
 _NOTHING = "can match nothing that this model's tokens can write"
+_ENDLESS = "can match nothing: it requires itself without end"
+_OVERLAPS = "unsupported: a oneOf whose options may overlap; anyOf takes them"
+_IN_OUR_WORDS = {"schema is false": "it is false", "anyOf is empty": "there are no options"}
 _EXACT = {"lenient": False, "coerce_one_of": False}
 
 
@@ -46,9 +53,8 @@ def library_version() -> str:
 def json_term(schema: Mapping[str, Any]) -> str:
     """A schema as a term inside a grammar, where answers are spelt as by the schema alone."""
     own = schema.get("x-guidance")
-    return "%json " + json.dumps(
-        {**schema, "x-guidance": {**_LAYOUT, **(own if isinstance(own, dict) else {}), **_EXACT}}
-    )
+    options = {**_LAYOUT, **(own if isinstance(own, dict) else {}), **_EXACT}
+    return "%json " + json.dumps({**demanding(schema), "x-guidance": options})
 
 
 class Compiler:
@@ -57,31 +63,59 @@ class Compiler:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._lock = threading.Lock()
         self._library: LLTokenizer | None = None
+        self._library_lock = threading.Lock()
+        self._lock = threading.Lock()  # of the next two
         self._kept: OrderedDict[ConstraintText, CompiledGrammar] = OrderedDict()
+        self._running: dict[ConstraintText, Future[CompiledGrammar]] = {}
+        self._places = threading.BoundedSemaphore(_MAX_COMPILING)
 
     def compile(self, wanted: ConstraintText) -> CompiledGrammar:
-        """Raises ConstraintError, one sentence with the place of what is wrong."""
+        """Raises ConstraintError, one sentence with the place of what is wrong. What is kept waits for nothing."""
         with self._lock:
-            found = self._kept.pop(wanted, None) or self._compiled(wanted)
-            self._kept[wanted] = found
+            if wanted in self._kept:
+                self._kept.move_to_end(wanted)
+                return self._kept[wanted]
+            other = self._running.get(wanted)
+            if other is None:
+                mine = self._running[wanted] = Future[CompiledGrammar]()
+        if other is not None:
+            return other.result()
+        try:
+            with self._places:
+                mine.set_result(self._compiled(wanted))
+        except BaseException as error:
+            mine.set_exception(error)
+        with self._lock:
+            del self._running[wanted]
+            if mine.exception() is None:
+                self._kept[wanted] = mine.result()
             if len(self._kept) > _MAX_CACHED:
                 self._kept.popitem(last=False)
-            return found
+        return mine.result()
 
     def _compiled(self, wanted: ConstraintText) -> CompiledGrammar:
         kind, text = wanted
         if len(text) > MAX_CHARS:
             raise ConstraintError(kind, f"has {len(text)} characters; the limit is {MAX_CHARS}")
-        schema = json.loads(text) if kind == "schema" else None
-        if schema is not None:
-            check_depth(schema)
-            check_finite(schema)
-        matcher = self._matcher(kind, schema or text)
+        source: Any = text
+        schemas: list[Any] = []
+        if kind == "schema":
+            source = json.loads(text)
+            check_schema(source)
+            source = demanding(source)
+            schemas = [source]
+        elif kind == "grammar":
+            schemas = check_grammar(text)
+        matcher = self._matcher(kind, source)
         if error := _reason(matcher):
-            path = "" if schema is None else find(schema, error, lambda part: _reason(self._matcher(kind, part)))
+            path = ""
+            if kind == "schema":
+                path, error = find(source, error, lambda part: _reason(self._matcher(kind, part)))
             raise ConstraintError(kind, _said(error), path)
+        for schema in schemas:
+            if (endless_path := endless(schema, self._tests())) is not None:
+                raise ConstraintError(kind, _ENDLESS, endless_path if kind == "schema" else "")
         grammar = CompiledGrammar(matcher, self._tables(), self._textless(), self._vocab_size)
         try:
             first_ids = grammar.first_ids()
@@ -94,8 +128,20 @@ class Compiler:
         # One space at the beginning of the tokens is no part of the text: the model may write it, and must, where the
         # text can begin with a space of its own.
         may_be_text = any(self._tokenizer.token_bytes(i).startswith(b" ") for i in first_ids.tolist())
-        matcher = self._matcher(kind, schema or text, before='" "' if may_be_text else '" "?')
+        matcher = self._matcher(kind, source, before='" "' if may_be_text else '" "?')
         return CompiledGrammar(matcher, self._tables(), self._textless(), self._vocab_size)
+
+    def _tests(self) -> Callable[[str, str], bool]:
+        """Whether a pattern is found in a text, by the library's own rules, and not too often."""
+        counts = itertools.count(1)
+
+        def matches(pattern: str, text: str) -> bool:
+            if next(counts) > _MAX_TESTS:
+                raise ConstraintError("schema", "too many required properties that patternProperties may match")
+            both = {"allOf": [{"const": text}, {"type": "string", "pattern": pattern}]}
+            return not _reason(self._matcher("schema", both))
+
+        return matches
 
     def _matcher(self, kind: str, source: Any, before: str = "") -> LLMatcher:
         """`before` is what stands before the text, in Lark's notation."""
@@ -119,15 +165,16 @@ class Compiler:
         return LLMatcher(tables, grammar, log_level=0, limits=limits)
 
     def _tables(self) -> LLTokenizer:
-        if self._library is None:
-            try:
-                from verispec.constraints.vocabulary import library_tokenizer
-            except ImportError as error:
-                raise InputError(
-                    "schema, regex and grammar need the extra: pip install 'verispec[structured]'"
-                ) from error
-            self._library = library_tokenizer(self._tokenizer, self._vocab_size)
-        return self._library
+        with self._library_lock:
+            if self._library is None:
+                try:
+                    from verispec.constraints.vocabulary import library_tokenizer
+                except ImportError as error:
+                    raise InputError(
+                        "schema, regex and grammar need the extra: pip install 'verispec[structured]'"
+                    ) from error
+                self._library = library_tokenizer(self._tokenizer, self._vocab_size)
+            return self._library
 
     def _textless(self) -> frozenset[int]:
         table, ends = self._tokenizer.table, (*self._tokenizer.special_ids, *self._tokenizer.eos_ids)
@@ -144,7 +191,9 @@ def _said(error: str) -> str:
     if match := re.match(r"Unimplemented keys: \[(.*)\]", error):
         return f"unsupported: {match[1]}"
     if match := re.match(r"Unsatisfiable schema: (.*)", error, re.DOTALL):
-        return f"can match nothing: {match[1]}"
+        return "can match nothing: " + _IN_OUR_WORDS.get(match[1], match[1])
+    if error.startswith("oneOf constraints are not supported"):
+        return _OVERLAPS
     if error.startswith(_NO_EXTENSION):
         return _NOTHING
     return " ".join(error.replace("<non-verbose/>", "").split())

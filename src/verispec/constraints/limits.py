@@ -1,0 +1,161 @@
+"""How large and how entangled a constraint may be: counts, taken before the library sees the text.
+
+The library walks rules and brackets on the stack, multiplies out patterns that must all hold of one text, and has a
+state for each remainder of a `multipleOf`: a short text could take the process, or minutes and gigabytes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from decimal import Decimal
+from math import prod
+from typing import Any
+
+from verispec.constraints.schema import Step, children, escaped, parts, pointed_at, refs
+from verispec.errors import ConstraintError
+
+MAX_CHARS = 1 << 16
+MAX_DEPTH = 64
+MAX_REFS = 512
+MAX_RULES = 512  # 2,600 in a chain take a stack of 8 MiB
+MAX_COMBINATIONS = 1 << 20  # a second
+MAX_GRAMMAR_COMBINATIONS = 1 << 22  # more, because what lies apart in a grammar is counted together
+MAX_MULTIPLE = 100_000  # seconds, 50 MB
+_BRANCHES = re.compile(r"(?<!\()\?|[|*+{]")  # "(?" is no choice
+_FORMAT_BRANCHES = 16
+# What Lark's lexer knows: comments, texts, regexes and control tokens, which hold no rules; a schema; and operators.
+_LARK = re.compile(
+    r"""(?:\#|//)[^\n]*|"(?:\\.|[^"\\\n])*"|(?P<regex>/(?:\\.|[^/\\])+/)|<[^<>\s]+>"""
+    r"""|(?P<json>%(?:json|regex|llguidance)\b)|::|(?P<nesting>[:(\[])|(?P<meet>&)|(?P<branch>[|?*+{])"""
+)
+
+
+def check_schema(schema: Any) -> None:
+    """Raise ConstraintError for a schema that would take too much to be walked or compiled."""
+    _check_depth(schema)
+    if len(set(refs(schema))) > MAX_REFS:
+        raise ConstraintError("schema", f"has more than {MAX_REFS} different $refs")
+    for path, part in _schemas(schema, ""):
+        if _multiple(part) > MAX_MULTIPLE:
+            raise ConstraintError("schema", f"multipleOf may be {MAX_MULTIPLE} at most, and has few digits", path)
+    if _met(schema, _multiple) > MAX_MULTIPLE:
+        raise ConstraintError(
+            "schema", f"several multipleOf for one number; their product may be {MAX_MULTIPLE} at most"
+        )
+    if _met(schema, _num_branches) > MAX_COMBINATIONS:
+        raise ConstraintError("schema", "too many patterns, or too large ones, have to match the same text")
+
+
+def check_grammar(text: str) -> list[Any]:
+    """Raise ConstraintError for a grammar that would take too much to be compiled. The schemas inside, checked too."""
+    if text.lstrip().startswith("{"):
+        raise ConstraintError("grammar", "must be in Lark's notation")
+    schemas: list[Any] = []
+    num_nestings, num_meets, num_branches, at = 0, 0, 1, 0
+    while found := _LARK.search(text, at):
+        at = found.end()
+        num_nestings += found["nesting"] is not None
+        num_meets += found["meet"] is not None
+        num_branches += found["branch"] is not None
+        if found["regex"]:
+            num_branches += 1 + len(_BRANCHES.findall(found["regex"]))
+        if found["json"]:
+            value, at = _json(text, at)
+            schemas += [value] if found["json"] == "%json" else []
+    if num_nestings > MAX_RULES:
+        raise ConstraintError("grammar", f"has more than {MAX_RULES} rules, terminals and brackets")
+    if num_meets and num_branches ** (num_meets + 1) > MAX_GRAMMAR_COMBINATIONS:
+        raise ConstraintError("grammar", "has too many &, or too large terms, for the same text")
+    for schema in schemas:
+        try:
+            check_schema(schema)
+        except ConstraintError as error:
+            raise ConstraintError("grammar", f"its {error}") from error
+    return schemas
+
+
+def _json(text: str, at: int) -> tuple[Any, int]:
+    """The JSON there, and where it ends."""
+    start = len(text) - len(text[at:].lstrip())
+    try:
+        return json.JSONDecoder().raw_decode(text, start)
+    except (ValueError, RecursionError) as error:
+        raise ConstraintError("grammar", f"has no JSON at character {start}: {error}") from error
+
+
+def _check_depth(value: Any) -> None:
+    level: list[Step] = [Step("", value)]
+    for _ in range(MAX_DEPTH):
+        level = [Step(f"{path}/{escaped(str(key))}", each) for path, part in level for key, each in parts(part)]
+        if not level:
+            return
+    raise ConstraintError("schema", f"is nested more than {MAX_DEPTH} levels deep", level[0].path)
+
+
+def _schemas(part: Any, path: str) -> Iterator[Step]:
+    """All schemas inside, with their places."""
+    if isinstance(part, Mapping):
+        yield Step(path, part)
+        for child in children(part):
+            yield from _schemas(child.value, path + child.path)
+
+
+def _num_branches(part: Mapping[str, Any]) -> int:
+    """Of the patterns that one schema has of its own for a text, multiplied."""
+    pattern = part.get("pattern")
+    own = 2 + len(_BRANCHES.findall(pattern)) if isinstance(pattern, str) else 1
+    if "format" in part:
+        own *= _FORMAT_BRANCHES
+    return own
+
+
+def _multiple(part: Mapping[str, Any]) -> int:
+    """The digits of `multipleOf` as a number, or their place if that is more."""
+    value = part.get("multipleOf")
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return 1
+    _, digits, exponent = Decimal(repr(value)).as_tuple()
+    if not isinstance(exponent, int):
+        return 1  # not a number: the library says so
+    shift = 10 ** min(abs(exponent), 20)
+    found = int("".join(map(str, digits)) or 0)
+    return max(1, found * shift if exponent > 0 else found if not exponent else max(found, shift))
+
+
+def _met(schema: Any, own: Callable[[Mapping[str, Any]], int]) -> int:
+    """The most that `own` gives, multiplied over all that must hold of one value; or more than that, never less."""
+    known: dict[int, int] = {}
+    opened: set[int] = set()
+    todo = [schema]
+    while todo:
+        part = todo[-1]
+        if isinstance(part, Mapping) and id(part) not in opened:
+            opened.add(id(part))
+            todo += [_target(schema, part), *(child.value for child in children(part))]
+        else:
+            todo.pop()
+            if isinstance(part, Mapping) and id(part) not in known:
+                known[id(part)] = _product(part, _target(schema, part), own, known)
+    return known.get(id(schema), 1)
+
+
+def _target(schema: Any, part: Mapping[str, Any]) -> Any:
+    ref = part.get("$ref")
+    return pointed_at(schema, ref) if isinstance(ref, str) else True
+
+
+def _product(
+    part: Mapping[str, Any], target: Any, own: Callable[[Mapping[str, Any]], int], known: Mapping[int, int]
+) -> int:
+    """What lies apart counts by its largest; what is not known yet leads back to itself, and counts nothing."""
+    below: dict[str, list[int]] = {}
+    for child in children(part):
+        below.setdefault(child.keyword, []).append(known.get(id(child.value), 1))
+    every, named = below.pop("allOf", []), below.pop("patternProperties", [])
+    options = [max(below.pop(key, [1])) for key in ("anyOf", "oneOf")]
+    for key in ("$defs", "definitions"):
+        below.pop(key, None)
+    apart = max((value for values in below.values() for value in values), default=1)
+    return prod([max(own(part), apart * max(named, default=1)), known.get(id(target), 1), *every, *options])
