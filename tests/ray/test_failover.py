@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -169,13 +170,21 @@ def test_a_replica_with_another_profile_is_refused(llms: list[LLM], caplog: pyte
     assert "odd is not asked any more: its fingerprint is vs-other" in caplog.text
 
 
+def test_another_library_for_constraints_is_another_profile(llms: list[LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may allow other tokens behind those that the first replica gave."""
+    first = Replica("a", llms[0]).fingerprint
+    assert Replica("b", llms[1]).fingerprint == first
+    monkeypatch.setattr("verispec.constraints.compiler.version", lambda name: "0.0")
+    assert Replica("b", llms[1]).fingerprint != first
+
+
 @pytest.mark.parametrize("is_broken", [False, True])
 def test_two_replicas_are_compared(llms: list[LLM], is_broken: bool, caplog: pytest.LogCaptureFixture) -> None:
     class Broken(Replica):
         """Its arithmetic is off: every answer is that of the next seed."""
 
-        def _request(self, work: Any) -> Any:
-            request = super()._request(work)
+        async def _request(self, work: Any) -> Any:
+            request = await super()._request(work)
             return replace(request, params=replace(request.params, seed=request.params.seed + is_broken))
 
     async def counted() -> Any:
@@ -222,23 +231,39 @@ def test_aborted_requests_leave_nothing_behind(llms: list[LLM], has_begun: bool)
     asyncio.run(run())
 
 
-PATHS = {
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}], "n": 2, "logprobs": True,
-                             "top_logprobs": 2, "stream_options": {"include_usage": True}},
-    "/v1/completions": {"prompt": "hello", "logprobs": 2, "stop": "zq"},
-    "/v1/responses": {"input": "hello"},
-    "/v1/messages": {"messages": [{"role": "user", "content": "hello"}]},
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+SAID = {"messages": [{"role": "user", "content": "hello"}]}
+SCHEMA = {"type": "object", "properties": {"on": {"type": "boolean"}, "how": {"enum": ["fast", "slow"]}},
+          "required": ["on", "how"], "additionalProperties": False}  # fmt: skip
+FUNCTION = {"name": "look", "parameters": SCHEMA}
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": (CHAT, {**SAID, "n": 2, "logprobs": True, "top_logprobs": 2, "stream_options": {"include_usage": True}}),
+    "completions": ("/v1/completions", {"prompt": "hello", "logprobs": 2, "stop": "zq"}),
+    "responses": (RESPONSES, {"input": "hello"}),
+    "messages": (MESSAGES, SAID),
+}
+SHAPED: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat by a schema": (CHAT, {**SAID, "n": 2, "response_format": {"type": "json_schema", "json_schema": {
+        "name": "it", "schema": SCHEMA}}}),
+    "chat with calls": (CHAT, {**SAID, "tools": [{"type": "function", "function": FUNCTION}],
+                               "tool_choice": "required"}),
+    "responses with calls": (RESPONSES, {"input": "hello", "tools": [{"type": "function", **FUNCTION}],
+                                         "tool_choice": "required"}),
+    "messages with calls": (MESSAGES, {**SAID, "tools": [{"name": "look", "input_schema": SCHEMA}],
+                                       "tool_choice": {"type": "any"}}),
 }  # fmt: skip
+PIECES = ("content", "text", "delta", "arguments", "partial_json")
 UNEQUAL = {"id", "item_id", "created", "created_at", "metrics", "tokens_per_pass", "no_draft_reason",
            "completion_tokens_details", "output"}  # fmt: skip
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_over_http_nobody_notices(llms: list[LLM], path: str) -> None:
-    limit = {"/v1/responses": "max_output_tokens"}.get(path, "max_tokens")
-    body = {**PATHS[path], limit: 24, "seed": 3, "stream": True}
+def over_http(llms: list[LLM], way: tuple[str, dict[str, Any]], *, life: int | None) -> tuple[dict[str, Any], int]:
+    """What is told of a request whose replica dies after so many tokens, and how often it went on elsewhere."""
+    path, fields = way
+    limit = {RESPONSES: "max_output_tokens"}.get(path, "max_tokens")
+    body = {limit: 24 if way in WAYS.values() else 120, "seed": 3, "stream": True, **fields}
 
-    async def told(life: int | None) -> tuple[dict[str, Any], int]:
+    async def told() -> tuple[dict[str, Any], int]:
         async with remote(Mortal("a", llms[0], life=life), Mortal("b", llms[1])) as (llm, _):
             transport = httpx.ASGITransport(make_app(Core(llm, Settings())))
             async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
@@ -246,10 +271,46 @@ def test_over_http_nobody_notices(llms: list[LLM], path: str) -> None:
             assert answer.status_code == 200
             return joined(answer.text), llm.thread.counts["failovers"]
 
-    whole, none = asyncio.run(told(None))
-    broken, one = asyncio.run(told(6))
+    return asyncio.run(told())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_over_http_nobody_notices(llms: list[LLM], way: str) -> None:
+    whole, none = over_http(llms, WAYS[way], life=None)
+    broken, one = over_http(llms, WAYS[way], life=6)
     assert (none, one) == (0, 1)
     assert broken == whole
+
+
+@pytest.mark.parametrize("way", SHAPED)
+def test_over_http_answers_go_on_in_their_shape(llms: list[LLM], way: str) -> None:
+    """Lost before, in and behind the head of a call, in a key, in a word."""
+    whole, none = over_http(llms, SHAPED[way], life=None)
+    assert any("fast" in str(value) or "slow" in str(value) for value in whole.values())
+    for life in (1, 6, 13, 20, 27):
+        broken, one = over_http(llms, SHAPED[way], life=life)
+        assert (none, one) == (0, 1)
+        assert broken == whole, life
+
+
+def test_a_replica_compiles_beside_its_loop(llms: list[LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = set()
+    grammar = LLM.grammar
+
+    def noted(llm: LLM, params: SamplingParams) -> Any:
+        if llm is llms[0]:
+            threads.add(threading.current_thread())
+        return grammar(llm, params)
+
+    monkeypatch.setattr(LLM, "grammar", noted)
+
+    async def heard() -> None:
+        async with remote(Replica("a", llms[0])) as (llm, _):
+            await Heard().listen(llm, {**PARAMS, "regex": "[ab]{3}", "stop": []})
+
+    asyncio.run(heard())
+    assert threads
+    assert threading.current_thread() not in threads
 
 
 def test_the_receipt_of_a_joined_answer_is_true(llms: list[LLM]) -> None:
@@ -294,7 +355,7 @@ def joined(text: str) -> dict[str, Any]:
                     add(f"{place}[{each['index']}]", each)
             else:
                 found[place] = found.get(place, []) + value
-        elif isinstance(value, str) and place.rpartition(".")[2].startswith(("content", "text", "delta")):
+        elif isinstance(value, str) and place.rpartition(".")[2].startswith(PIECES):
             found[place] = found.get(place, "") + value
         elif value is not None:
             found[place] = value

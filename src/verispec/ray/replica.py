@@ -134,7 +134,7 @@ class Replica:
             return Outcome(self.name, Fate.OTHER_PROFILE, self.fingerprint)
         try:
             link = await self._link(work.address)
-            stream = self._core.open([self._request(work)])
+            stream = self._core.open([await self._request(work)])
         except OSError as error:
             return Outcome(self.name, Fate.BAD, f"the ingress cannot be reached: {error}")
         except QueueFullError as error:
@@ -166,12 +166,14 @@ class Replica:
         """Give back the model's memory."""
         self.llm.close()
 
-    def _request(self, work: Work) -> Request:
+    async def _request(self, work: Work) -> Request:
+        """The work with a text and a grammar of its own; compiled on another thread, so that streams go on."""
         params, tokenizer = work.request.params, self.llm.tokenizer
+        grammar = None if params.constraint is None else await asyncio.to_thread(self.llm.grammar, params)
         return replace(
             work.request,
             text=lambda: TextStream(tokenizer, params.stop, keeps_stop=work.keeps_stop, shown_ids=work.shown_ids),
-            grammar=self.llm.grammar(params),
+            grammar=grammar,
         )
 
     async def _link(self, address: Address) -> Uplink:

@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
 from verispec.async_llm import AsyncLLM, Stream
+from verispec.constraints import library_version
 from verispec.engine import Request
 from verispec.errors import InputError, QueueFullError, VerispecError
 from verispec.llm import LLM
@@ -430,8 +431,11 @@ def _speculation(asked: bool | Speculative | None) -> Any:
 
 
 def _fingerprint(llm: LLM) -> str:
-    """Equal for servers whose answers are equal: a hash of the numeric profile and of the model's files."""
-    parts = [llm.profile, *(file.sha256 for file in llm.identity.files), llm.tokenizer.chat_template or ""]
+    """Equal for servers whose answers are equal, also to the rest of an answer that another one began: a hash of the
+    numeric profile, of the model's files and template, and of the library that follows constraints.
+    """
+    files = [file.sha256 for file in llm.identity.files]
+    parts = [llm.profile, *files, llm.tokenizer.chat_template or "", library_version()]
     return "vs-" + hashlib.sha256("\n".join(parts).encode()).hexdigest()[:FINGERPRINT_DIGITS]
 
 
