@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,9 @@ from typing import Any
 import jsonschema
 import pytest
 
+from tests.support.formats import FORMATS
+from tests.support.hostile_shapes import HEAVY
+from tests.support.hostile_shapes import SCHEMAS as HOSTILE
 from tests.support.schemas import SCHEMAS, TOOLS, random_schema
 from tests.support.shapes import JSON_VOCABULARY, VOCAB_SIZE, compiled
 from tests.support.tiny_llm import CONFIG, loaded, write_model
@@ -34,9 +38,31 @@ def finished(llm: LLM, prompt: str, schemas: Sequence[Any], **params: Any) -> in
     for schema, found in zip(schemas, llm.generate([prompt] * len(each), each, drafter="auto"), strict=True):
         assert found.error is None, (schema, found)
         if found.finish_reason is FinishReason.STOP:
-            jsonschema.validate(json.loads(found.text), schema)
+            jsonschema.validate(json.loads(found.text), schema, format_checker=FORMATS)
             count += 1
     return count
+
+
+@pytest.mark.parametrize(
+    ("format_", "good", "bad"),
+    [
+        ("date", "2024-11-30", "2024-11-31"),
+        ("time", "23:59:60.5+01:30", "24:00:00Z"),
+        ("date-time", "2024-02-29T01:02:03z", "2024-02-30T01:02:03Z"),
+        ("uuid", "0" * 8 + "-0000-0000-0000-" + "0" * 12, "0" * 32),
+        ("ipv4", "1.2.3.255", "1.2.3.256"),
+        ("duration", "P1Y2M3DT4H", "P1YT"),
+    ],
+)
+def test_control_formats_are_checked(format_: str, good: str, bad: str) -> None:
+    schema = {"type": "string", "format": format_}
+    jsonschema.validate(good, schema, format_checker=FORMATS)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(bad, schema, format_checker=FORMATS)
+
+
+def test_control_every_format_of_the_schemas_has_a_check() -> None:
+    assert set(re.findall(r'"format": "([^"]*)"', json.dumps(SCHEMAS))) <= FORMATS.checkers.keys()
 
 
 @pytest.mark.slow
@@ -76,8 +102,19 @@ def walk(schema: Any, rng: random.Random, num_tokens: int) -> bool:
     return True
 
 
+def entangled(rng: random.Random) -> Any:
+    """A random schema, sometimes one that would take a process, whole or as a part."""
+    made = random_schema(rng)
+    if rng.random() < 0.9:
+        return made
+    heavy = rng.choice([*HOSTILE.values(), *(each["schema"] for each in HEAVY.values() if "schema" in each)])
+    return rng.choice(
+        [heavy, {"allOf": [heavy, made]}, {"properties": {"a": heavy, "b": made}}, {"anyOf": [made, heavy]}]
+    )
+
+
 @pytest.mark.parametrize("num_schemas", [300, pytest.param(2000, marks=pytest.mark.long)])
 def test_random_schemas_neither_crash_nor_hang(num_schemas: int) -> None:
     rng = random.Random(num_schemas)
-    followed = sum(walk(random_schema(rng), rng, 40) for _ in range(num_schemas))
+    followed = sum(walk(entangled(rng), rng, 40) for _ in range(num_schemas))
     assert num_schemas / 10 < followed < num_schemas

@@ -10,6 +10,8 @@ from typing import Any
 
 from tests.server.test_hostile import SECONDS, values
 from tests.server.test_load import is_idle, wait_for
+from tests.support.hostile_shapes import GRAMMARS as HOSTILE_GRAMMARS
+from tests.support.hostile_shapes import SCHEMAS as HOSTILE_SCHEMAS
 from tests.support.scale import scaled
 from tests.support.served import Served, chat_body
 
@@ -30,6 +32,8 @@ GRAMMARS = [
 
 def schemas(rng: random.Random, depth: int = 0) -> Any:
     """A schema, mostly; with references, keywords in wrong places and values of wrong types."""
+    if rng.random() < 0.02:
+        return rng.choice([*HOSTILE_SCHEMAS.values()])
     if depth > 4 or rng.random() < 0.1:
         return rng.choice([{}, True, False, {"type": rng.choice(TYPES)}, values(rng)])
     found: dict[str, Any] = {"type": rng.choice(TYPES)} if rng.random() < 0.8 else {}
@@ -50,7 +54,8 @@ def schemas(rng: random.Random, depth: int = 0) -> Any:
 
 def requests(rng: random.Random) -> tuple[str, dict[str, Any]]:
     """A request with such things in one of the places that take them."""
-    schema, grammar = schemas(rng), rng.choice([rng.choice(GRAMMARS), "start: " + str(values(rng))])
+    schema = schemas(rng)
+    grammar = rng.choice([*GRAMMARS, *HOSTILE_GRAMMARS.values(), "start: " + str(values(rng))])
     function = {"name": rng.choice(["f", "g.h", "", "a b"]), "parameters": schema, "strict": rng.random() < 0.7}
     tools = [{"type": "function", "function": function}, {"type": rng.choice(["function", "web", 5]), "x": 1}]
     choice = rng.choice(["auto", "required", {"type": "function", "function": {"name": "f"}}, values(rng)])
