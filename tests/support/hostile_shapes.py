@@ -56,7 +56,11 @@ SCHEMAS: dict[str, Any] = {
     "a large multiple": {"type": "integer", "multipleOf": 9_999_991},
     "a large power": {"type": "integer", "multipleOf": 2**30},
     "multiples": {"allOf": [{"type": "integer", "multipleOf": each} for each in PRIMES]},
-}
+    "multiples of a property": {"allOf": [{"properties": {"a": {"multipleOf": each}}} for each in PRIMES]},
+    "multiples apart": {"properties": {f"k{i}": {"type": "integer", "multipleOf": 9_973} for i in range(300)}},
+    "multiples by reference": {"$defs": {"a": {"multipleOf": 311}, "b": {"multipleOf": 313, "$ref": "#/$defs/a"}},
+                               "prefixItems": [{"type": "integer", "$ref": "#/$defs/b"} for _ in range(200)]},
+}  # fmt: skip
 GRAMMARS: dict[str, str] = {
     "rules": chained_rules(2990),
     "terminals": chained_terminals(2990),
@@ -69,6 +73,10 @@ GRAMMARS: dict[str, str] = {
     "a list of grammars": json.dumps({"grammars": [{"json_schema": SCHEMAS["patterns"]}]}),
     "a schema in a grammar in a grammar": f"start: %lark {{ start: %json {json.dumps(SCHEMAS['multiples'])} }}",
 }
+for name in ("multiples", "multiples apart"):
+    GRAMMARS[name] = f"start: %json {json.dumps(SCHEMAS[name])}"
+_SCHEMA = json.dumps({"type": "integer", "multipleOf": 9_973})
+GRAMMARS["schemas with multiples"] = "start: " + " ".join(f"%json {_SCHEMA}" for _ in range(100))
 # These are within the limits, and large.
 HEAVY: dict[str, dict[str, Any]] = {
     "rules": {"grammar": chained_rules(500)},
@@ -85,6 +93,12 @@ HEAVY: dict[str, dict[str, Any]] = {
     "patterns": {"schema": {"allOf": patterns(12)}},
     "wide patterns": {"schema": {"allOf": wide_patterns(2, 250)}},
     "multiples": {"schema": {"type": "integer", "multipleOf": 99_991}},
+    "an error behind much": {
+        "schema": {
+            "$defs": {"h": {"properties": {f"k{i}": {} for i in range(1500)}}},
+            "properties": {**{f"p{i}": {"$ref": "#/$defs/h"} for i in range(500)}, "z": {"type": "strin"}},
+        }
+    },
     "properties": {"schema": {"properties": {f"k{i}": {} for i in range(3000)}}},
     "options": {"schema": {"enum": [f"k{i}" for i in range(6000)]}},
     "brackets": {"regex": "(" * 30_000 + "a" + ")" * 30_000},

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from decimal import Decimal
 from math import prod
 from typing import Any
@@ -22,9 +22,12 @@ MAX_REFS = 512
 MAX_RULES = 512  # 2,600 in a chain take a stack of 8 MiB
 MAX_COMBINATIONS = 1 << 20  # a second
 MAX_GRAMMAR_COMBINATIONS = 1 << 22  # more, because what lies apart in a grammar is counted together
-MAX_MULTIPLE = 100_000  # seconds, 50 MB
+MAX_MULTIPLE = 100_000  # 2 seconds, 50 MB
 _BRANCHES = re.compile(r"(?<!\()\?|[|*+{]")  # "(?" is no choice
 _FORMAT_BRANCHES = 16
+_TOO_MANY_MULTIPLES = (
+    f"has too many multipleOf; all together, those for one number multiplied, make {MAX_MULTIPLE} at most"
+)
 # What Lark's lexer knows: comments, texts, regexes and control tokens, which hold no rules; a schema; and operators.
 _LARK = re.compile(
     r"""(?:\#|//)[^\n]*|"(?:\\.|[^"\\\n])*"|(?P<regex>/(?:\\.|[^/\\])+/)|<[^<>\s]+>"""
@@ -40,11 +43,9 @@ def check_schema(schema: Any) -> None:
     for path, part in _schemas(schema, ""):
         if _multiple(part) > MAX_MULTIPLE:
             raise ConstraintError("schema", f"multipleOf may be {MAX_MULTIPLE} at most, and has few digits", path)
-    if _met(schema, _multiple) > MAX_MULTIPLE:
-        raise ConstraintError(
-            "schema", f"several multipleOf for one number; their product may be {MAX_MULTIPLE} at most"
-        )
-    if _met(schema, _num_branches) > MAX_COMBINATIONS:
+    if _multiples([schema]) > MAX_MULTIPLE:
+        raise ConstraintError("schema", _TOO_MANY_MULTIPLES)
+    if _met(schema, _num_branches, apart=max) > MAX_COMBINATIONS:
         raise ConstraintError("schema", "too many patterns, or too large ones, have to match the same text")
 
 
@@ -73,6 +74,8 @@ def check_grammar(text: str) -> list[Any]:
             check_schema(schema)
         except ConstraintError as error:
             raise ConstraintError("grammar", f"its {error}") from error
+    if _multiples(schemas) > MAX_MULTIPLE:
+        raise ConstraintError("grammar", _TOO_MANY_MULTIPLES)
     return schemas
 
 
@@ -124,8 +127,20 @@ def _multiple(part: Mapping[str, Any]) -> int:
     return max(1, found * shift if exponent > 0 else found if not exponent else max(found, shift))
 
 
-def _met(schema: Any, own: Callable[[Mapping[str, Any]], int]) -> int:
-    """The most that `own` gives, multiplied over all that must hold of one value; or more than that, never less."""
+def _multiples(schemas: Iterable[Any]) -> int:
+    """All of them together, those for one number multiplied."""
+    return _sum(_met(schema, _multiple, apart=_sum) for schema in schemas)
+
+
+def _sum(values: Iterable[int]) -> int:
+    """Where 1 is nothing."""
+    return 1 + sum(value - 1 for value in values)
+
+
+def _met(schema: Any, own: Callable[[Mapping[str, Any]], int], *, apart: Callable[[Iterable[int]], int]) -> int:
+    """What `own` gives, multiplied over all that must hold of one value; or more than that, never less. `apart` says
+    what several give that are for different values.
+    """
     known: dict[int, int] = {}
     opened: set[int] = set()
     todo = [schema]
@@ -137,7 +152,7 @@ def _met(schema: Any, own: Callable[[Mapping[str, Any]], int]) -> int:
         else:
             todo.pop()
             if isinstance(part, Mapping) and id(part) not in known:
-                known[id(part)] = _product(part, _target(schema, part), own, known)
+                known[id(part)] = _product(part, _target(schema, part), own(part), known, apart)
     return known.get(id(schema), 1)
 
 
@@ -147,15 +162,14 @@ def _target(schema: Any, part: Mapping[str, Any]) -> Any:
 
 
 def _product(
-    part: Mapping[str, Any], target: Any, own: Callable[[Mapping[str, Any]], int], known: Mapping[int, int]
+    part: Mapping[str, Any], target: Any, own: int, known: Mapping[int, int], apart: Callable[[Iterable[int]], int]
 ) -> int:
-    """What lies apart counts by its largest; what is not known yet leads back to itself, and counts nothing."""
+    """What is not known yet leads back to itself, and counts nothing."""
     below: dict[str, list[int]] = {}
     for child in children(part):
         below.setdefault(child.keyword, []).append(known.get(id(child.value), 1))
     every, named = below.pop("allOf", []), below.pop("patternProperties", [])
-    options = [max(below.pop(key, [1])) for key in ("anyOf", "oneOf")]
-    for key in ("$defs", "definitions"):
-        below.pop(key, None)
-    apart = max((value for values in below.values() for value in values), default=1)
-    return prod([max(own(part), apart * max(named, default=1)), known.get(id(target), 1), *every, *options])
+    options = [apart([1, *below.pop(key, [])]) for key in ("anyOf", "oneOf")]
+    others = [value for key, values in below.items() if key not in ("$defs", "definitions") for value in values]
+    within = apart([1, *others]) * apart([1, *named])
+    return prod([apart([own, within]), known.get(id(target), 1), *every, *options])

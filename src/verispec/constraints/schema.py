@@ -5,12 +5,13 @@ Places are JSON pointers.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
-_MAX_TRIES = 256  # subschemas that are compiled to find the place of an error
+_MAX_TRIED = 1 << 19  # characters of subschemas that are compiled to find the place of an error
 _MAPS = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _SINGLE = ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames")
@@ -109,21 +110,25 @@ class Found(NamedTuple):
 def find(schema: Mapping[str, Any], error: str, compile_: Callable[[Mapping[str, Any]], str]) -> Found:
     """The innermost subschema that is to blame, and its own error. `compile_` gives the error of one by itself."""
     shared = {key: schema[key] for key in _SHARED if key in schema}
-    at, part, tries = Found("", error), schema, _MAX_TRIES
+    at, part, left = Found("", error), schema, _MAX_TRIED
     seen: set[str] = set()
+
+    def own_error(value: Any) -> str:
+        nonlocal left
+        whole = {**shared, **value} if isinstance(value, Mapping) else {}
+        left -= len(json.dumps(whole))
+        return IS_FALSE if value is False else compile_(whole) if whole and left > 0 else ""
+
     while True:
         ref = _leads_to(part, at.error)
         if ref not in seen and isinstance(target := pointed_at(schema, ref), Mapping):
             seen.add(ref)
-            at, part = Found(ref[1:], compile_({**shared, **target}) or at.error), target
+            at, part = Found(ref[1:], own_error(target) or at.error), target
             continue
         at = Found(at.path, _INSIDE.sub("", at.error))
         below = sorted(children(part), key=lambda child: not _is_named(at.error, child))
-        for child in below[:tries]:
-            tries -= 1
-            own = IS_FALSE if child.value is False else ""
-            if isinstance(child.value, Mapping):
-                own = compile_({**shared, **child.value})
+        for child in below:
+            own = own_error(child.value)
             if own and (_is_named(at.error, child) or _INSIDE.sub("", own) == at.error):
                 at, part = Found(at.path + child.path, own), child.value or {}
                 break
