@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from functools import cache, partial
+from itertools import product
 from typing import Any
 
 import jsonschema
@@ -19,6 +21,7 @@ from tests.support.skipping import fake_setup
 from verispec.backends.cost import FLAT_COST, CostTable
 from verispec.backends.protocol import Pass, PassKind, Ticket
 from verispec.config import EngineConfig
+from verispec.constraints.compiler import Position
 from verispec.engine import Engine, Request
 from verispec.errors import ConstraintError, InputError
 from verispec.sampling import constraint
@@ -104,6 +107,54 @@ def test_no_drafter_and_no_tree_changes_a_bit(name: str) -> None:
         assert output.text == wanted[request_id].text
 
 
+REGEX = "(ab|ac|b[cd]{1,2}){1,2}x?"
+WORDS = {
+    word for size in range(1, 8) for word in map("".join, product("abcdx", repeat=size)) if re.fullmatch(REGEX, word)
+}
+PREFIXES = {word[:size] for word in WORDS for size in range(len(word) + 1)}
+
+
+def watched(made: Engine, params: SamplingParams) -> int:
+    """Step to the end. After each step what is committed is the beginning of something that matches, and the committed
+    constraint is that of a fresh walk over it. How many places were looked at."""
+    count = 0
+    while made.has_work:
+        outputs = [event.output for event in made.step() if event.output is not None]
+        assert all(output.text in WORDS for output in outputs if params.regex)
+        for sequence in [each for live in made._live.values() for each in live]:
+            ids = sequence.token_ids[len(PROMPT) :]
+            place: Any = compiled(params).start((END,))
+            for token_id in ids:
+                place = place.after(token_id)
+            assert sequence.constraint is not None
+            assert np.array_equal(sequence.constraint.allowed, place.allowed)
+            assert not params.regex or VOCABULARY.decode(ids) in PREFIXES
+            count += 1
+    return count
+
+
+@pytest.mark.parametrize("params", [SamplingParams(regex=REGEX, temperature=1.0), PARAMS], ids=["regex", "schema"])
+@pytest.mark.parametrize("name", [*adversaries({}), "grammar", AUTO])
+def test_what_was_drafted_leaves_no_trace_in_the_committed_constraint(name: str, params: SamplingParams) -> None:
+    """S13, with another matcher: all words of a regex, by Python's `re`."""
+    expected: dict[int, list[int]] = {}
+    made = engine({**adversaries(expected, VOCAB_SIZE), "grammar": GrammarDrafter()}, max_draft=6, max_burst=1)
+    for i in range(8):
+        each = replace(params, seed=i)
+        made.add(request(each, name))
+        expected[i] = [*PROMPT, *alone(each).token_ids]
+    assert watched(made, params) > 0
+
+
+def test_control_a_constraint_that_is_left_behind_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Position, "committed", lambda self, token_id: self)
+    made = engine(max_burst=1)
+    params = replace(PARAMS, schema={"const": "ab"})
+    made.add(request(params))
+    with pytest.raises(AssertionError):
+        watched(made, params)
+
+
 def test_the_grammar_drafts_beside_every_drafter_and_says_how_much() -> None:
     for method in ("grammar", "suffix", "decode", AUTO):
         made = engine()
@@ -122,16 +173,18 @@ def test_the_grammar_drafts_beside_every_drafter_and_says_how_much() -> None:
 def test_a_crowd_and_preemption_change_nothing(method: str) -> None:
     """Constrained and free requests side by side, in too few slots."""
     free = SamplingParams(max_tokens=30, temperature=1.0)
+    shaped = replace(PARAMS, schema={"type": "string", "minLength": 25, "maxLength": 35})
     made = engine(num_slots=70, max_running=8)
     wanted = {}
-    for seed in range(8):
-        params = replace(PARAMS if seed % 2 else free, seed=seed)
-        one = request(params, method) if seed % 2 else Request(PROMPT, params, Speculation(method))
-        wanted[made.add(one)] = (one, seed)
+    for seed in range(9):
+        params = replace(shaped if seed % 3 else free, seed=seed)
+        one = request(params, method) if seed % 3 else Request(PROMPT, params, Speculation(method))
+        wanted[made.add(one)] = one
     outputs = collect(made)
-    assert sum(o.stats.preemptions for o in outputs.values()) > 0
+    preempted = [wanted[request_id] for (request_id, _), o in outputs.items() if o.stats.preemptions]
+    assert any(one.grammar is not None for one in preempted)
     for (request_id, _), output in outputs.items():
-        one, _ = wanted[request_id]
+        one = wanted[request_id]
         other = engine()
         other.add(replace(one, speculation=Speculation("none")))
         (found,) = collect(other).values()
