@@ -13,6 +13,7 @@ import pytest
 
 from tests.server.test_tools import CHAT, LOOK, MESSAGES, RESPONSES, SAY, SCHEMA, ids_of, joined_calls
 from tests.support.chat_model import write_chat_model
+from tests.support.hostile_shapes import chained_rules, patterns
 from tests.support.served import Frame, Served, chat_body, serving
 from tests.support.tiny_llm import loaded
 
@@ -117,6 +118,67 @@ def test_calls_that_must_be_made_are_right_in_every_interface(served: Served, ch
         e.data["delta"] for e in served.stream(MESSAGES, {**said, "stream": True}) if e.name == "content_block_delta"
     ]
     assert "".join(part["partial_json"] for part in parts) == item["arguments"]
+
+
+CUT = 55  # tokens: in the middle of the arguments
+
+
+def test_a_call_that_is_cut_short_says_so_in_every_interface(served: Served) -> None:
+    fields = {**ASK, "max_tokens": CUT, "tools": [LOOK, SAY], "tool_choice": "required"}
+    (choice,) = served.chat(**fields)["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert choice["finish_reason"] == "length"
+    cut = call["function"]["arguments"]
+    assert cut.startswith('{"on": ')
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(cut)
+    frames = served.stream(CHAT, chat_body(**fields, stream=True))
+    assert joined_calls(frames) == [call]
+    assert [f.data["choices"][0]["finish_reason"] for f in frames[:-1]][-1] == "length"
+    tools = {"tools": [flat(LOOK), flat(SAY)], "tool_choice": "required", "max_output_tokens": CUT}
+    response = served.post(RESPONSES, asked(RESPONSES, **tools)).json()
+    assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    (item,) = response["output"]
+    assert (item["status"], item["arguments"], item["call_id"]) == ("incomplete", cut, call["id"])
+    *_, last = served.stream(RESPONSES, asked(RESPONSES, **tools, stream=True))
+    assert (last.name, last.data["response"]["output"]) == ("response.incomplete", [item])
+    own = {"tools": [theirs(LOOK), theirs(SAY)], "tool_choice": {"type": "any"}, "max_tokens": CUT}
+    message = served.post(MESSAGES, asked(MESSAGES, **own)).json()
+    assert (message["stop_reason"], [block["id"] for block in message["content"]]) == ("max_tokens", [call["id"]])
+    events = served.stream(MESSAGES, asked(MESSAGES, **own, stream=True))
+    parts = [e.data["delta"] for e in events if e.name in ("content_block_delta", "message_delta")]
+    assert "".join(part.get("partial_json", "") for part in parts) == cut
+    assert parts[-1]["stop_reason"] == "max_tokens"
+
+
+def test_only_allowed_tools_are_called(served: Served) -> None:
+    def called(name: str) -> set[str]:
+        allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": name}}]}
+        choice = {"type": "allowed_tools", "allowed_tools": allowed}
+        found = [served.chat(**{**ASK, "seed": i}, tools=[LOOK, SAY], tool_choice=choice) for i in range(4)]
+        return {call["function"]["name"] for each in found for call in each["choices"][0]["message"]["tool_calls"]}
+
+    assert called("say") == {"say"}
+    assert called("look") == {"look"}
+    tools = {"tools": [flat(LOOK), flat(SAY)]}
+    choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "say"}]}
+    response = served.post(RESPONSES, asked(RESPONSES, **tools, tool_choice=choice)).json()
+    assert {item["name"] for item in response["output"]} == {"say"}
+    unknown = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "sing"}]}
+    assert served.post(RESPONSES, asked(RESPONSES, **tools, tool_choice=unknown)).status_code == 400
+
+
+def test_where_no_tool_may_be_called_none_is_shown(served: Served) -> None:
+    own = {"tools": [flat(LOOK)], "tool_choice": "none", "max_output_tokens": 12}
+    response = served.post(RESPONSES, asked(RESPONSES, **own)).json()
+    plain = served.post(RESPONSES, asked(RESPONSES, max_output_tokens=12)).json()
+    assert response["output"][0]["content"] == plain["output"][0]["content"]
+    assert response["usage"]["input_tokens"] == plain["usage"]["input_tokens"]
+    shown = served.post(RESPONSES, asked(RESPONSES, **{**own, "tool_choice": "auto"})).json()
+    assert shown["usage"]["input_tokens"] > plain["usage"]["input_tokens"]  # control
+    said = {"tools": [theirs(LOOK)], "tool_choice": {"type": "none"}, "max_tokens": 12}
+    message = served.post(MESSAGES, asked(MESSAGES, **said)).json()
+    assert message["content"] == served.post(MESSAGES, asked(MESSAGES, max_tokens=12)).json()["content"]
 
 
 def strict(tool: dict[str, Any]) -> dict[str, Any]:
@@ -251,6 +313,10 @@ PLACE = "properties.a.anyOf[1]"
     (CHAT, {"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
     (CHAT, {"structured_outputs": {"regex": "(["}}, "structured_outputs.regex"),
     (CHAT, {"structured_outputs": {"grammar": "start: nothing"}}, "structured_outputs.grammar"),
+    (CHAT, {"structured_outputs": {"grammar": chained_rules(2990)}}, "structured_outputs.grammar"),
+    (CHAT, {"structured_outputs": {"json": {"allOf": patterns(39)}}}, "structured_outputs.json"),
+    (CHAT, {"tools": [LOOK] + [{"type": "function", "function": {"name": f"f{i}"}} for i in range(300)],
+            "tool_choice": "required"}, "tools"),
     (CHAT, {"structured_outputs": {}}, "structured_outputs"),
     (CHAT, {"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
     (CHAT, {"structured_outputs": {"regex": "a"}, "tools": [LOOK]}, "structured_outputs.regex"),
