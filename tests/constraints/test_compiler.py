@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -247,6 +248,14 @@ def test_keywords_that_demand_nothing_are_taken() -> None:
         assert ids(start("qwen2", schema=schema))
         assert ids(start("qwen2", grammar=f"start: {json_term(schema)}"))
     assert "uniqueItems" in refusal(schema={**plain, "uniqueItems": True}).reason
+
+
+def test_the_examples_of_the_docs_come_out_like_that() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "structured.md").read_text()
+    tags = {"type": "object", "properties": {"tags": {"type": "array", "contains": {}}}}
+    age = {"type": "object", "properties": {"age": AGE}, "required": ["age"]}
+    said = [str(refusal(schema=schema)) for schema in (tags, age, SELF)]
+    assert "\n".join(said) in text
 
 
 @pytest.mark.parametrize("grammar", ["start: x", 'foo: "a"', "start: /[/"])
