@@ -53,6 +53,7 @@ SCHEMAS: dict[str, Any] = {
     "patterns of names": {"allOf": [{"patternProperties": {"x": each}} for each in patterns(30)]},
     "patterns beside options": {"anyOf": [{}, {"allOf": patterns(20)}], "allOf": patterns(19)},
     "wide patterns": {"allOf": wide_patterns(3, 300)},
+    "patterns in a circle": {"properties": {"a": {"allOf": patterns(39)}, "b": {"$ref": "#"}}},
     "a large multiple": {"type": "integer", "multipleOf": 9_999_991},
     "a large power": {"type": "integer", "multipleOf": 2**30},
     "multiples": {"allOf": [{"type": "integer", "multipleOf": each} for each in PRIMES]},
@@ -93,6 +94,7 @@ HEAVY: dict[str, dict[str, Any]] = {
     "patterns": {"schema": {"allOf": patterns(12)}},
     "wide patterns": {"schema": {"allOf": wide_patterns(2, 250)}},
     "multiples": {"schema": {"type": "integer", "multipleOf": 99_991}},
+    "a part that is too much by itself": {"schema": {"properties": {"a": shared(patterns(39))}}},
     "an error behind much": {
         "schema": {
             "$defs": {"h": {"properties": {f"k{i}": {} for i in range(1500)}}},

@@ -111,7 +111,7 @@ class Compiler:
         if error := _reason(matcher):
             path = ""
             if kind == "schema":
-                path, error = find(source, error, lambda part: _reason(self._matcher(kind, part)))
+                path, error = find(source, error, self._schema_error)
             raise ConstraintError(kind, _said(error), path)
         for schema in schemas:
             if (endless_path := endless(schema, self._tests())) is not None:
@@ -130,6 +130,14 @@ class Compiler:
         may_be_text = any(self._tokenizer.token_bytes(i).startswith(b" ") for i in first_ids.tolist())
         matcher = self._matcher(kind, source, before='" "' if may_be_text else '" "?')
         return CompiledGrammar(matcher, self._tables(), self._textless(), self._vocab_size)
+
+    def _schema_error(self, part: Mapping[str, Any]) -> str:
+        """What the library says of a part by itself. Its references lead elsewhere then, so it is counted anew."""
+        try:
+            check_schema(part)
+        except ConstraintError:
+            return ""
+        return _reason(self._matcher("schema", part))
 
     def _tests(self) -> Callable[[str, str], bool]:
         """Whether a pattern is found in a text, by the library's own rules, and not too often."""

@@ -143,16 +143,15 @@ def _met(schema: Any, own: Callable[[Mapping[str, Any]], int], *, apart: Callabl
     """
     known: dict[int, int] = {}
     opened: set[int] = set()
-    todo = [schema]
+    todo = [(schema, False)]
     while todo:
-        part = todo[-1]
-        if isinstance(part, Mapping) and id(part) not in opened:
+        part, is_walked = todo.pop()
+        if is_walked:
+            known[id(part)] = _product(part, _target(schema, part), own(part), known, apart)
+        elif isinstance(part, Mapping) and id(part) not in opened:
             opened.add(id(part))
-            todo += [_target(schema, part), *(child.value for child in children(part))]
-        else:
-            todo.pop()
-            if isinstance(part, Mapping) and id(part) not in known:
-                known[id(part)] = _product(part, _target(schema, part), own(part), known, apart)
+            todo.append((part, True))
+            todo += [(each, False) for each in (_target(schema, part), *(child.value for child in children(part)))]
     return known.get(id(schema), 1)
 
 

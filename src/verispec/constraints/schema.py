@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
-_MAX_TRIED = 1 << 19  # characters of subschemas that are compiled to find the place of an error
+_MAX_TRIED = 1 << 17  # characters of subschemas that are compiled to find the place of an error
 _MAPS = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _SINGLE = ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames")
@@ -115,9 +115,11 @@ def find(schema: Mapping[str, Any], error: str, compile_: Callable[[Mapping[str,
 
     def own_error(value: Any) -> str:
         nonlocal left
-        whole = {**shared, **value} if isinstance(value, Mapping) else {}
+        if not isinstance(value, Mapping):
+            return IS_FALSE if value is False else ""
+        whole = {**shared, **value} if any(refs(value)) else value
         left -= len(json.dumps(whole))
-        return IS_FALSE if value is False else compile_(whole) if whole and left > 0 else ""
+        return compile_(whole) if left > 0 else ""
 
     while True:
         ref = _leads_to(part, at.error)
