@@ -26,7 +26,8 @@ _LOOKS, _LONGEST_REST = 0.02, 128  # the share of time for looking whether to dr
 _ROUND_STEP = 0.2  # towards what the host last took for a round
 _NOTICEABLE_HOST = 0.15  # a change of the host's time, as a logarithm, that entries are made anew for
 _NOT_WORTH_IT = "verifying a draft was not predicted to pay at this load"
-_LONGEST_WAIT = 0.025  # seconds that a stream may wait for a burst: 40 frames a second
+_WAIT, _LONGEST_WAIT = 0.025, 0.06  # seconds that a stream waits for a burst: 40 frames a second, or fewer
+_HOST_SHARE = 0.02  # of the time of a burst: where the host would take more, streams wait longer
 _LONGEST_BURST = 0.5  # seconds of any burst: aborts, Ctrl-C and newcomers wait for its end
 
 
@@ -344,6 +345,7 @@ class Policy:
     def num_rounds(self, load: RoundLoad, host_seconds: float) -> int:
         """How many rounds the backend runs by itself: as long as a stream may wait, as slots are free, as is left.
 
+        The host takes `host_seconds` for each burst, with caches that the pass has emptied.
         Where some sequences need the host after each round they wait at most twice as long for the others, and only
         if that is worth more tokens a second.
         """
@@ -358,7 +360,8 @@ class Policy:
             twice = (together + load.num_going) / (seconds + short + host_seconds)
             count = 2 if twice > once else 1
         if load.is_streamed:
-            count = min(count, int(_LONGEST_WAIT / max(1e-6, seconds)))
+            wait = min(_LONGEST_WAIT, max(_WAIT, host_seconds / _HOST_SHARE))
+            count = min(count, int(wait / max(1e-6, seconds)))
         elif self._cost.learns:  # not where passes were never timed
             count = min(count, int(_LONGEST_BURST / max(1e-6, seconds)))
         return max(1, count)
