@@ -3,6 +3,7 @@ PYTHON ?= python3
 PROMPT ?= Explain in two sentences why the sky is blue.
 MODEL ?= smollm2-135m
 FOLDER ?= build
+JUDGES ?= --allow-missing
 VENV := .venv
 BIN := $(VENV)/bin
 HF_BIN := .venv-hf/bin
@@ -29,9 +30,9 @@ test: setup model lint $(if $(CHROMIUM),$(BIN)/.page) ## The whole test suite; t
 test-page: $(BIN)/.page ## The server's page in a real browser; needs Chromium (pictures with SHOTS=FOLDER)
 	$(BIN)/pytest tests/server/test_page.py --need-browser --shots=$(or $(SHOTS),build/shots)
 
-judges: setup model ## Clients and checkers of others against a running server; docs/server.md has what they said
+judges: setup model ## Clients and checkers of others against a running server (JUDGES="--llama-cpp FOLDER"); docs/server.md
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,judges]'
-	$(BIN)/python bench/judges.py
+	$(BIN)/python bench/judges.py $(JUDGES)
 
 test-hf: $(HF_BIN)/.installed model ## Compare with torch and transformers (into .venv-hf); the CUDA backend on a CPU
 	$(HF_BIN)/pytest -m hf tests/hf
