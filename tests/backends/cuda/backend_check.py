@@ -240,6 +240,30 @@ def check_draws(name: str, device) -> None:
     report(f"{name} draws of device and host", total, different)
 
 
+def check_masks(name: str, device) -> None:
+    """What a mask forbids is never drawn, and device and host draw the same of what it allows."""
+    backend, rng = make(name, device, models=1), np.random.default_rng(5)
+    vocab_size = backend.limits.vocab_size
+    flags = rng.random((3, -(-vocab_size // 32) * 32)) < np.array([[0.5], [0.1], [0.01]])
+    flags[:, 3], flags[:, vocab_size:] = True, False
+    backend.set_masks(1, np.packbits(flags, axis=1, bitorder="little").view(np.uint32))
+    tape, rows = Tape(backend, seq_row=1, first_slot=0), RowsBuilder()
+    backend.bind(1, Sampler(SamplingParams(temperature=1.0, top_p=0.9), SampleKey(11, 0)))
+    added, update = tape.add_prompt_rows(rows, PROMPT[:60])
+    at = np.array(added, np.int32)
+    masks = np.zeros(64, np.int32)
+    masks[at] = 1 + np.arange(len(at)) % 3
+    plain = Pass(PassKind.CANONICAL, rows.build(64), Wanted(draw=DrawWanted(at)), update, 64)
+    masked = replace(plain, rows=replace(plain.rows, masks=masks))
+    here = backend.submit(masked).result().draw
+    there = backend.submit(replace(masked, wanted=replace(masked.wanted, top_k=TopKWanted(at, 1)))).result().draw
+    same = (here.token_ids == there.token_ids) & (here.logprobs.view(np.int32) == there.logprobs.view(np.int32))
+    report(f"{name} masked draws of device and host", len(at), int((~same).sum()))
+    report(f"{name} draws that a mask forbids", len(at), int((~flags[masks[at] - 1, here.token_ids]).sum()))
+    free = backend.submit(plain).result().draw.token_ids
+    report(f"{name} control: without masks", len(at), int((~flags[masks[at] - 1, free]).sum()), control=True)
+
+
 def check_not_finite(name: str, device) -> None:
     """A token whose K/V are not finite ends its own sequence, in this pass and later ones, and no other."""
     if tiny.ARCHITECTURES[name].tied_head:
@@ -300,7 +324,7 @@ def check_audit(device) -> None:
 
 def check_all(device, names=tuple(tiny.ARCHITECTURES)) -> None:
     for name in names:
-        for check in (check_passes, check_bursts, check_draws, check_not_finite):
+        for check in (check_passes, check_bursts, check_draws, check_masks, check_not_finite):
             begin = time.perf_counter()
             check(name, device)
             print(f"  {check.__name__} {name}: {time.perf_counter() - begin:.1f} s", flush=True)

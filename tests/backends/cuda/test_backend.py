@@ -215,7 +215,7 @@ def test_what_the_gpu_check_compares(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend_check, "FAILED", [])
     for module in (chains_check, lookup_check):
         monkeypatch.setattr(module, "FAILED", backend_check.FAILED)
-    checks = (backend_check.check_bursts, backend_check.check_draws, backend_check.check_not_finite)
+    checks = [getattr(backend_check, f"check_{name}") for name in ("bursts", "draws", "masks", "not_finite")]
     for check in (*checks, chains_check.check_chains, lookup_check.check_look_up):
         check("qwen3", StandIn())
     assert backend_check.FAILED == []
