@@ -14,7 +14,7 @@ import pytest
 from tests.cli.conftest import COMMAND, Cli
 from tests.support import sabotage as spoils
 from tests.support.sabotage import sabotage
-from tests.support.tiny_llm import CONFIG, loaded, write_model
+from tests.support.tiny_llm import CONFIG, fix_cost, loaded, write_model
 from verispec.backends.protocol import PassKind
 from verispec.cli.demonstration import Demonstration
 from verispec.llm import LLM
@@ -31,6 +31,7 @@ ASK = ["verify", "one two one two one", "--max-tokens", "12", "--crowd", "4"]
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     folder = tmp_path_factory.mktemp("tiny")
     with loaded(write_model(folder / "model.gguf"), folder, kv_slots=2000, threads=1) as llm:
+        fix_cost(llm)
         yield llm
 
 

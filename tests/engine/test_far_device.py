@@ -12,7 +12,7 @@ from tests.support.drafters import Eager
 from tests.support.fake_backend import FakeBackend
 from tests.support.faulty_backends import WrappedBackend
 from verispec.backends.cost import CostTable, measure_cost
-from verispec.backends.protocol import Pass, PassKind, PassResult, Ticket
+from verispec.backends.protocol import Pass, PassResult, Ticket
 from verispec.config import EngineConfig
 from verispec.engine import Engine, Request
 from verispec.spec.drafter import Curve, Refusal
@@ -150,19 +150,3 @@ def test_who_rests_looks_again_also_while_others_come_and_go(arrivals: bool) -> 
         ended = any(event.output is not None and event.request_id == request_id for event in engine.step())
         num_steps += 1
     assert 6 <= quiet.num_looks <= 20, "about every 64 rounds"
-
-
-def test_all_shapes_are_canonical_if_those_in_use_are() -> None:
-    """Passes have at most 16 rows: that the family has no larger shape says nothing. Control: one that is missing."""
-    for missing in ((), (8,)):
-        backend = FakeBackend(vocab_size=VOCAB_SIZE)
-        backend.shapes = (1, 2, 4, 8, 16, 32, 64)
-        family = tuple(m for m in backend.shapes if m <= 16 and m not in missing)
-        engine = Engine(
-            backend, family=family, drafters={"none": NoDrafter()}, config=EngineConfig(num_slots=256, row_budget=16)
-        )
-        engine.add(Request([1, 2, 3], SamplingParams(max_tokens=8, deterministic=False), Speculation("none")))
-        collect(engine)
-        assert {pass_.kind for pass_ in backend.passes} == (
-            {PassKind.CANONICAL, PassKind.FAST} if missing else {PassKind.CANONICAL}
-        )

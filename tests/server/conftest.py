@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.support.chat_model import write_chat_model
 from tests.support.served import Served, serving
-from tests.support.tiny_llm import loaded
-from verispec.backends.cost import CostTable
+from tests.support.tiny_llm import fix_cost, loaded
 from verispec.llm import LLM
 
 
@@ -19,9 +17,7 @@ from verispec.llm import LLM
 def chat_llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     folder: Path = tmp_path_factory.mktemp("chat-model")
     with loaded(write_chat_model(folder / "tiny.gguf"), folder, drafter="suffix") as llm:
-        # Every pass costs the same: what is drafted must not depend on what else the machine does at the moment.
-        llm.calibration = replace(llm.calibration, cost=CostTable((1, 1 << 20), (3e-4, 3e-4), (0.0, 0.0)))
-        llm.engine = llm.fresh_engine()
+        fix_cost(llm)
         yield llm
 
 

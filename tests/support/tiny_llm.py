@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.tiny_models import TinyConfig, write_gguf
+from verispec.backends.cost import CostTable
 from verispec.llm import LLM
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
@@ -29,6 +31,12 @@ def write_model(
     described = {f"tokenizer.ggml.{key}": value for key, value in {**TOKENIZER, **tokenizer}.items()}
     write_gguf(path, config, metadata={**described, "tokenizer.chat_template": TEMPLATE, **(metadata or {})})
     return path
+
+
+def fix_cost(llm: LLM) -> None:
+    """Every pass costs the same from now on: what is drafted must not depend on what else the machine does."""
+    llm.calibration = replace(llm.calibration, cost=CostTable((1, 1 << 20), (3e-4, 3e-4), (0.0, 0.0)))
+    llm.engine = llm.fresh_engine()
 
 
 @contextmanager

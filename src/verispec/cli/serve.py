@@ -11,14 +11,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from verispec.cli import options, terminal
 from verispec.cli.parser import flags, option
 from verispec.config import DEFAULTS
 from verispec.errors import InputError
-from verispec.llm import LLM
 from verispec.strict_json import load_object
+
+if TYPE_CHECKING:
+    from verispec.llm import LLM
 
 EXIT_ENGINE_DEAD = 1
 _STOP_SECONDS = 8.0  # that the last step may take in any case

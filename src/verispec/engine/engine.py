@@ -143,7 +143,7 @@ class Engine:
             policy,
             row_budget=row_budget,
             has_family=bool(shapes),
-            all_canonical=only_drafts or set(shapes) >= {m for m in backend.shapes if m <= row_budget},
+            all_canonical=only_drafts or set(shapes) >= set(backend.shapes),
             feeds=config.depth > 1,
             follows=backend.limits.follows,
         )
