@@ -70,7 +70,7 @@ test_a_burst = bursts.test_a_burst_is_its_rounds
 test_from_state = bursts.test_a_burst_goes_on_from_where_the_last_left_it
 test_masks_that_do_not_fit = provisions.test_masks_that_do_not_fit_are_refused
 test_hidden_start = provisions.test_a_row_may_start_from_a_hidden_state
-test_two_drafters = drafted.test_two_drafters_and_none_in_one_burst
+test_three_drafters = drafted.test_three_drafters_and_none_in_one_burst
 
 
 @pytest.mark.parametrize("family", FAMILIES)
