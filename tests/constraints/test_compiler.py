@@ -12,8 +12,8 @@ import pytest
 
 from tests.support.golden_tokenizers import SMALL
 from verispec.constraints import Compiler, compiler, json_term
-from verispec.constraints.compiler import Position
 from verispec.constraints.limits import MAX_CHARS
+from verispec.constraints.positions import Position
 from verispec.errors import ConstraintError, InputError
 from verispec.types import SamplingParams
 

@@ -12,11 +12,22 @@ from typing import Any
 
 import pytest
 
-from tests.support.hostile_shapes import GRAMMARS, HEAVY, SCHEMAS, chained_rules, met_terms, patterns, shared
+from tests.support.hostile_shapes import (
+    DEEP,
+    GRAMMARS,
+    HEAVY,
+    REFERENCES,
+    SCHEMAS,
+    chained_rules,
+    leading_on,
+    met_terms,
+    patterns,
+    shared,
+)
 from tests.support.shapes import VOCAB_SIZE, VOCABULARY, compiled
 from verispec.constraints import Compiler
-from verispec.constraints.compiler import CompiledGrammar
-from verispec.constraints.limits import MAX_MULTIPLE, MAX_RULES
+from verispec.constraints.limits import MAX_LEVELS, MAX_MULTIPLE, MAX_RULES
+from verispec.constraints.positions import CompiledGrammar
 from verispec.errors import ConstraintError
 from verispec.server.tool_formats import HERMES, LLAMA3, calls_grammar
 from verispec.types import ConstraintText, SamplingParams
@@ -25,7 +36,7 @@ from verispec.types import ConstraintText, SamplingParams
 CHILD = """
 import json, resource, sys, threading
 from tests.support.shapes import COMPILER, compiled
-from verispec.constraints import compiler
+from verispec.constraints import compiler, limits, stack
 from verispec.errors import ConstraintError
 from verispec.types import SamplingParams
 
@@ -33,6 +44,7 @@ COMPILER._tables()
 resource.setrlimit(resource.RLIMIT_AS, (1 << 31, 1 << 31))
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 resource.setrlimit(resource.RLIMIT_CPU, ({seconds}, {seconds}))
+threading.stack_size(256 << 10)  # as small as any platform's
 {change}
 
 def work():
@@ -47,6 +59,9 @@ thread = threading.Thread(target=work)
 thread.start()
 thread.join()
 """
+
+
+SMALL_STACK, USUAL_STACK = (f"stack._NUM_BYTES = {mib} << 20" for mib in (1, 8))
 
 
 def in_a_child(*constraints: dict[str, Any], change: str = "", seconds: int = 60) -> tuple[int, list[str]]:
@@ -71,6 +86,27 @@ def test_schemas_that_would_take_minutes_are_refused_at_once(name: str) -> None:
     assert time.thread_time() - start < 1
 
 
+@pytest.mark.parametrize("name", REFERENCES)
+def test_references_that_lead_where_nothing_is_counted_are_refused(name: str) -> None:
+    assert "unsupported: " in refused(schema=REFERENCES[name]).reason
+
+
+def test_references_that_are_followed() -> None:
+    leaf = {"$defs": {"a b~/": {"const": 7}}}
+    for schema in (
+        {**leaf, "$ref": "#/%24defs/a%20b~0~1"},
+        {**leaf, "$id": "http://a/b", "$ref": "#/$defs/a%20b~0~1"},
+        {**leaf, "properties": {"id": {"$id": "http://a/b", "type": "integer"}, "$ref": {"type": "string"}}},
+        {"type": "object", "properties": {"a": {"$id": "http://a/b", "const": {"$ref": "http://c/d"}}}},
+    ):
+        assert compiled(SamplingParams(schema=schema))
+
+
+@pytest.mark.parametrize("name", DEEP)
+def test_schemas_that_go_too_deep_by_references_are_refused(name: str) -> None:
+    assert "levels" in refused(schema=DEEP[name]).reason
+
+
 @pytest.mark.parametrize("name", GRAMMARS)
 def test_grammars_that_would_take_the_process_are_refused_at_once(name: str) -> None:
     start = time.thread_time()
@@ -89,16 +125,19 @@ def test_what_the_limits_allow_is_compiled_or_refused_and_no_more() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("check", "constraint"),
+    ("change", "constraint"),
     [
-        ("check_grammar", {"grammar": GRAMMARS["rules"]}),
-        ("check_grammar", {"grammar": GRAMMARS["brackets in rules"]}),
-        ("check_schema", {"schema": {"allOf": patterns(26)}}),
-        ("check_schema", {"schema": SCHEMAS["a large multiple"]}),
+        (f"compiler.check_grammar = lambda text: []; {USUAL_STACK}", {"grammar": GRAMMARS["brackets in rules"]}),
+        ("compiler.check_schema = lambda schema: None", {"schema": {"allOf": patterns(26)}}),
+        ("compiler.check_schema = lambda schema: None", {"schema": SCHEMAS["a large multiple"]}),
+        ("limits._check_place = lambda part, path: None", {"schema": REFERENCES["by name"]}),
+        (f"limits._num_levels = lambda schema: 0; {USUAL_STACK}", {"schema": DEEP["references"]}),
+        (SMALL_STACK, HEAVY["rules"]),
+        (USUAL_STACK, HEAVY["levels by references"]),
     ],
 )
-def test_control_without_the_counts_the_process_is_lost(check: str, constraint: dict[str, Any]) -> None:
-    code, said = in_a_child(constraint, change=f"compiler.{check} = lambda source: []", seconds=4)
+def test_control_without_the_guards_the_process_is_lost(change: str, constraint: dict[str, Any]) -> None:
+    code, said = in_a_child(constraint, change=change, seconds=4)
     assert code < 0
     assert not said
     assert in_a_child(constraint, seconds=4)[0] == 0
@@ -106,6 +145,8 @@ def test_control_without_the_counts_the_process_is_lost(check: str, constraint: 
 
 def test_limits_are_where_they_are_said_to_be() -> None:
     assert compiled(SamplingParams(grammar=chained_rules(MAX_RULES - 2)))
+    assert compiled(SamplingParams(schema=leading_on(340, 9)))
+    assert str(MAX_LEVELS) in refused(schema=leading_on(400, 9)).reason
     assert str(MAX_RULES) in refused(grammar=chained_rules(MAX_RULES - 1)).reason
     assert compiled(SamplingParams(schema={"type": "integer", "multipleOf": MAX_MULTIPLE}))
     beyond = refused(schema={"properties": {"n": {"type": "integer", "multipleOf": MAX_MULTIPLE + 1}}})

@@ -21,7 +21,7 @@ from tests.support.skipping import fake_setup
 from verispec.backends.cost import FLAT_COST, CostTable
 from verispec.backends.protocol import Pass, PassKind, Ticket
 from verispec.config import EngineConfig
-from verispec.constraints.compiler import Position
+from verispec.constraints.positions import Position
 from verispec.engine import Engine, Request
 from verispec.errors import ConstraintError, InputError
 from verispec.sampling import constraint

@@ -40,6 +40,33 @@ def shared(parts: list[dict[str, Any]]) -> dict[str, Any]:
     return {"$defs": {**chain, f"d{len(parts)}": {"type": "string"}}, "$ref": "#/$defs/d0"}
 
 
+def respelt(schema: dict[str, Any], pointer: str) -> dict[str, Any]:
+    """With another beginning of all references than "#/$defs/", and names for places beside their pointers."""
+    for name, part in schema["$defs"].items():
+        part["$anchor"] = name
+    found: dict[str, Any] = json.loads(json.dumps(schema).replace('"#/$defs/', f'"{pointer}'))
+    return found
+
+
+def leading_on(num_refs: int, num_levels: int) -> dict[str, Any]:
+    """Lists in lists, by references to the next ones."""
+    parts: dict[str, Any] = {f"d{num_refs}": {"type": "null"}}
+    for i in range(num_refs):
+        part = {"$ref": f"#/$defs/d{i + 1}"}
+        for _ in range(num_levels):
+            part = {"items": part}
+        parts[f"d{i}"] = part
+    return {"$defs": parts, "$ref": "#/$defs/d0"}
+
+
+def overlapping(num_levels: int, place: str) -> dict[str, Any]:
+    """Lists in lists with every one of them at the end; where it is, is said."""
+    part: dict[str, Any] = {"anyOf": [{"type": "null"}, *({"$ref": place + "/items" * i} for i in range(num_levels))]}
+    for _ in range(num_levels):
+        part = {"items": part}
+    return part
+
+
 def nested(depth: int) -> str:
     return '{"items":' * depth + "{}" + "}" * depth
 
@@ -48,6 +75,7 @@ PRIMES = (3, 7, 11, 13, 17, 19, 23, 29)
 SCHEMAS: dict[str, Any] = {
     "patterns": {"allOf": patterns(39)},
     "patterns by reference": shared(patterns(39)),
+    "patterns by an escaped reference": respelt(shared(patterns(39)), "#/%24defs/"),
     "patterns of a property": {"allOf": [{"properties": {"a": each}} for each in patterns(30)]},
     "patterns of items": {"allOf": [{"items": each} for each in patterns(30)]},
     "patterns of names": {"allOf": [{"patternProperties": {"x": each}} for each in patterns(30)]},
@@ -62,6 +90,18 @@ SCHEMAS: dict[str, Any] = {
     "multiples by reference": {"$defs": {"a": {"multipleOf": 311}, "b": {"multipleOf": 313, "$ref": "#/$defs/a"}},
                                "prefixItems": [{"type": "integer", "$ref": "#/$defs/b"} for _ in range(200)]},
 }  # fmt: skip
+# The library would follow these to where we count nothing.
+REFERENCES: dict[str, Any] = {
+    "by name": respelt(shared(patterns(39)), "#"),
+    "by a relative address": {"$id": "http://a/b", **respelt(shared(patterns(39)), "b#/$defs/")},
+    "by an address": {"$id": "http://a/b", **respelt(shared(patterns(39)), "http://a/b#/$defs/")},
+    "in a part with an address": {"properties": {"a": {"$id": "http://a/b", **shared(patterns(39))}}},
+}
+# These go deep by references: more than 8 MiB of stack.
+DEEP: dict[str, Any] = {
+    "references": leading_on(495, 9),
+    "references to parts": {"anyOf": [overlapping(55, f"#/anyOf/{i}") for i in range(3)]},
+}
 GRAMMARS: dict[str, str] = {
     "rules": chained_rules(2990),
     "terminals": chained_terminals(2990),
@@ -80,9 +120,9 @@ _SCHEMA = json.dumps({"type": "integer", "multipleOf": 9_973})
 GRAMMARS["schemas with multiples"] = "start: " + " ".join(f"%json {_SCHEMA}" for _ in range(100))
 # These are within the limits, and large.
 HEAVY: dict[str, dict[str, Any]] = {
-    "rules": {"grammar": chained_rules(500)},
-    "rules and brackets": {"grammar": chained_rules(30, 15)},
-    "terminals": {"grammar": chained_terminals(500)},
+    "rules": {"grammar": chained_rules(2000)},
+    "rules and brackets": {"grammar": chained_rules(95, 20)},
+    "terminals": {"grammar": chained_terminals(2000)},
     "terms": {"grammar": met_terms(4)},
     "references": {"schema": shared([{"minLength": i} for i in range(500)])},
     "nested references": {
@@ -91,6 +131,8 @@ HEAVY: dict[str, dict[str, Any]] = {
             "$ref": "#/$defs/d0",
         }
     },
+    "levels by references": {"schema": leading_on(340, 9)},
+    "references to parts": {"schema": overlapping(55, "#")},
     "patterns": {"schema": {"allOf": patterns(12)}},
     "wide patterns": {"schema": {"allOf": wide_patterns(2, 250)}},
     "multiples": {"schema": {"type": "integer", "multipleOf": 99_991}},

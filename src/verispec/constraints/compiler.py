@@ -1,26 +1,24 @@
-"""Schemas, regexes and grammars into constraints. The library is llguidance; this is the only module that runs it.
+"""Schemas, regexes and grammars into constraints. The library is llguidance, which only this package knows.
 
-A constraint is a matcher that nobody moves: one more token is a copy that took it (microseconds). So drafts need no
-rollback, and what a rejected draft cost counts against no limit. All limits are counts, none is a time.
+All limits on what is compiled are counts, none is a time.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
+from verispec.constraints.dialect import DIALECT, EXACT, LAYOUT, spliced, translated
 from verispec.constraints.limits import MAX_CHARS, check_grammar, check_schema
-from verispec.constraints.schema import demanding, endless, find
+from verispec.constraints.positions import NOTHING, CompiledGrammar, reason, said
+from verispec.constraints.schema import endless, find
+from verispec.constraints.stack import on_deep_stack
 from verispec.errors import ConstraintError, InputError
 from verispec.model.tokenizer import Tokenizer
 from verispec.types import ConstraintText
@@ -31,30 +29,20 @@ if TYPE_CHECKING:
 _MAX_CACHED = 64  # compiled grammars of one model
 _MAX_COMPILING = 2  # at the same time
 _MAX_TESTS = 256  # of a pattern on a name
-# Spelt as `json.dumps` does: where nothing is left to choose, the grammar can be drafted, and no answer drowns in
-# white space. A schema may say otherwise for itself, under "x-guidance".
-_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_NO_EXTENSION = "NoExtension"  # how the library's reasons begin where nothing can follow
-_NOTHING = "can match nothing that this model's tokens can write"
 _ENDLESS = "can match nothing: it requires itself without end"
-_OVERLAPS = "unsupported: a oneOf whose options may overlap; anyOf takes them"
-_IN_OUR_WORDS = {"schema is false": "it is false", "anyOf is empty": "there are no options"}
-_EXACT = {"lenient": False, "coerce_one_of": False}
 
 
 def library_version() -> str:
     """What answers depend on beside the text of a constraint."""
     try:
-        return f"llguidance {version('llguidance')}"
+        return f"llguidance {version('llguidance')}, dialect {DIALECT}"
     except PackageNotFoundError:
         return "none"
 
 
 def json_term(schema: Mapping[str, Any]) -> str:
-    """A schema as a term inside a grammar, where answers are spelt as by the schema alone."""
-    own = schema.get("x-guidance")
-    options = {**_LAYOUT, **(own if isinstance(own, dict) else {}), **_EXACT}
-    return "%json " + json.dumps({**demanding(schema), "x-guidance": options})
+    """A schema as a term inside a grammar."""
+    return "%json " + json.dumps(schema)
 
 
 class Compiler:
@@ -83,7 +71,7 @@ class Compiler:
             return other.result()
         try:
             with self._places:
-                mine.set_result(self._compiled(wanted))
+                mine.set_result(on_deep_stack(lambda: self._compiled(wanted)))
         except BaseException as error:
             mine.set_exception(error)
         with self._lock:
@@ -103,16 +91,18 @@ class Compiler:
         if kind == "schema":
             source = json.loads(text)
             check_schema(source)
-            source = demanding(source)
+            source = translated(source)
             schemas = [source]
         elif kind == "grammar":
-            schemas = check_grammar(text)
+            embedded = check_grammar(text)
+            source = spliced(text, embedded)
+            schemas = [each.schema for each in embedded]
         matcher = self._matcher(kind, source)
-        if error := _reason(matcher):
+        if error := reason(matcher):
             path = ""
             if kind == "schema":
                 path, error = find(source, error, self._schema_error)
-            raise ConstraintError(kind, _said(error), path)
+            raise ConstraintError(kind, said(error), path)
         for schema in schemas:
             if (endless_path := endless(schema, self._tests())) is not None:
                 raise ConstraintError(kind, _ENDLESS, endless_path if kind == "schema" else "")
@@ -122,7 +112,7 @@ class Compiler:
         except ConstraintError as found:
             raise ConstraintError(kind, found.reason) from found
         if not len(first_ids):
-            raise ConstraintError(kind, _NOTHING)
+            raise ConstraintError(kind, NOTHING)
         if not self._tokenizer.strips_leading_space:
             return grammar
         # One space at the beginning of the tokens is no part of the text: the model may write it, and must, where the
@@ -137,7 +127,7 @@ class Compiler:
             check_schema(part)
         except ConstraintError:
             return ""
-        return _reason(self._matcher("schema", part))
+        return reason(self._matcher("schema", part))
 
     def _tests(self) -> Callable[[str, str], bool]:
         """Whether a pattern is found in a text, by the library's own rules, and not too often."""
@@ -147,7 +137,7 @@ class Compiler:
             if next(counts) > _MAX_TESTS:
                 raise ConstraintError("schema", "too many required properties that patternProperties may match")
             both = {"allOf": [{"const": text}, {"type": "string", "pattern": pattern}]}
-            return not _reason(self._matcher("schema", both))
+            return not reason(self._matcher("schema", both))
 
         return matches
 
@@ -158,7 +148,7 @@ class Compiler:
 
         if kind == "schema":
             try:
-                grammar = LLMatcher.grammar_from_json_schema(source, defaults=_LAYOUT, overrides=_EXACT)  # type: ignore[arg-type]
+                grammar = LLMatcher.grammar_from_json_schema(source, defaults=LAYOUT, overrides=EXACT)  # type: ignore[arg-type]
             except ValueError as error:  # a number of more than 64 bits
                 raise ConstraintError(kind, str(error)) from error
         elif kind == "regex":
@@ -187,117 +177,3 @@ class Compiler:
     def _textless(self) -> frozenset[int]:
         table, ends = self._tokenizer.table, (*self._tokenizer.special_ids, *self._tokenizer.eos_ids)
         return frozenset([*ends, *(i for i in range(self._vocab_size) if i >= len(table) or not table[i])])
-
-
-def _reason(matcher: LLMatcher) -> str:
-    """Why nothing can be done with a matcher, without a drawing of the place; "" if it can."""
-    return matcher.get_error().partition("\n<state>")[0].strip() if matcher.is_error() else ""
-
-
-def _said(error: str) -> str:
-    """An error of the library in one line, in our words where it has a common reason."""
-    if match := re.match(r"Unimplemented keys: \[(.*)\]", error):
-        return f"unsupported: {match[1]}"
-    if match := re.match(r"Unsatisfiable schema: (.*)", error, re.DOTALL):
-        return "can match nothing: " + _IN_OUR_WORDS.get(match[1], match[1])
-    if error.startswith("oneOf constraints are not supported"):
-        return _OVERLAPS
-    if error.startswith(_NO_EXTENSION):
-        return _NOTHING
-    return " ".join(error.replace("<non-verbose/>", "").split())
-
-
-class CompiledGrammar:
-    """A matcher at its beginning, and what masks are made of."""
-
-    def __init__(self, matcher: LLMatcher, library: LLTokenizer, textless: frozenset[int], vocab_size: int) -> None:
-        self._matcher = matcher
-        self._library = library
-        self._textless = textless
-        self._vocabulary = _bits(range(vocab_size), vocab_size)
-        self._vocab_size = vocab_size
-
-    def first_ids(self) -> NDArray[np.int64]:
-        """The tokens that an answer can begin with."""
-        return np.flatnonzero(np.unpackbits(self.start(()).allowed.view(np.uint8), bitorder="little"))
-
-    def start(self, stop_ids: Iterable[int]) -> Position:
-        ends = _bits(self._textless.intersection(stop_ids), self._vocab_size)
-        return Position(self._matcher.deep_copy(), Masking(self._library, self._vocabulary, ends))
-
-
-class Masking(NamedTuple):
-    """The library's tokenizer; bits of all tokens, without its own end token; and of those that end an answer."""
-
-    library: LLTokenizer
-    vocabulary: NDArray[np.uint32]
-    ends: NDArray[np.uint32]
-
-
-def _bits(token_ids: Iterable[int], vocab_size: int) -> NDArray[np.uint32]:
-    flags = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
-    flags[list(token_ids)] = 1
-    return np.packbits(flags, bitorder="little").view(np.uint32)
-
-
-class Position:
-    """A place in a grammar. Its matcher is never moved; masks and what comes next are computed once, when asked for."""
-
-    __slots__ = ("_allowed", "_forced", "_masking", "_matcher", "_next", "is_complete", "is_exhausted")
-
-    def __init__(self, matcher: LLMatcher, masking: Masking) -> None:
-        self._matcher = matcher
-        self._masking = masking
-        self._allowed: NDArray[np.uint32] | None = None
-        self._forced: tuple[int, ...] | None = None
-        self._next: dict[int, Position | None] = {}
-        self.is_complete = matcher.is_accepting()
-        self.is_exhausted = matcher.is_stopped()
-
-    @property
-    def allowed(self) -> NDArray[np.uint32]:
-        if self._allowed is None:
-            self._allowed = self._computed()
-        return self._allowed
-
-    def _computed(self) -> NDArray[np.uint32]:
-        _, vocabulary, ends = self._masking
-        if self.is_exhausted:
-            return ends
-        words = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
-        error = _reason(self._matcher)
-        allowed = words[: len(vocabulary)] & vocabulary
-        if not error and allowed.any():
-            return allowed | ends if self.is_complete else allowed
-        if error and not error.startswith(_NO_EXTENSION):
-            raise ConstraintError("the grammar", _said(error))
-        if not self.is_complete:
-            raise ConstraintError("the grammar", _NOTHING)
-        self.is_exhausted = True
-        return ends
-
-    @property
-    def forced_ids(self) -> tuple[int, ...]:
-        if self._forced is None:
-            self._forced = () if self.is_exhausted else self._forced_now()
-        return self._forced
-
-    def _forced_now(self) -> tuple[int, ...]:
-        """The library's, then a cut of the forced text behind them: there the next text may join the last token."""
-        library, certain = self._masking.library, self._matcher.compute_ff_tokens()
-        rest = self._matcher.compute_ff_bytes()[len(library.decode_bytes(certain)) :]
-        return (*certain, *library.tokenize_bytes(rest))
-
-    def after(self, token_id: int) -> Position | None:
-        if token_id not in self._next:
-            matcher = self._matcher.deep_copy()
-            is_taken = not self.is_exhausted and matcher.consume_token(token_id)
-            self._next[token_id] = Position(matcher, self._masking) if is_taken else None
-        return self._next[token_id]
-
-    def committed(self, token_id: int) -> Position:
-        found = self.after(token_id)
-        self._next.clear()
-        if found is None:
-            raise ConstraintError("the grammar", f"does not allow token {token_id} here")
-        return found

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import json
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from decimal import Decimal
 from math import prod
 from typing import Any
 
+from verispec.constraints.dialect import Embedded
 from verispec.constraints.schema import Step, children, escaped, parts, pointed_at, refs
 from verispec.errors import ConstraintError
 
 MAX_CHARS = 1 << 16
 MAX_DEPTH = 64
 MAX_REFS = 512
-MAX_RULES = 512  # 2,600 in a chain take a stack of 8 MiB
+MAX_LEVELS = 4096  # 24 MiB of stack
+MAX_RULES = 2048  # 8 MiB of stack
 MAX_COMBINATIONS = 1 << 20  # a second
 MAX_GRAMMAR_COMBINATIONS = 1 << 22  # more, because what lies apart in a grammar is counted together
 MAX_MULTIPLE = 100_000  # 2 seconds, 50 MB
@@ -40,20 +43,23 @@ def check_schema(schema: Any) -> None:
     _check_depth(schema)
     if len(set(refs(schema))) > MAX_REFS:
         raise ConstraintError("schema", f"has more than {MAX_REFS} different $refs")
-    for path, part in _schemas(schema, ""):
+    for path, part in _reached(schema):
+        _check_place(part, path)
         if _multiple(part) > MAX_MULTIPLE:
             raise ConstraintError("schema", f"multipleOf may be {MAX_MULTIPLE} at most, and has few digits", path)
+    if _num_levels(schema) > MAX_LEVELS:
+        raise ConstraintError("schema", f"has more than {MAX_LEVELS} levels, those below each $ref counted again")
     if _multiples([schema]) > MAX_MULTIPLE:
         raise ConstraintError("schema", _TOO_MANY_MULTIPLES)
     if _met(schema, _num_branches, apart=max) > MAX_COMBINATIONS:
         raise ConstraintError("schema", "too many patterns, or too large ones, have to match the same text")
 
 
-def check_grammar(text: str) -> list[Any]:
+def check_grammar(text: str) -> list[Embedded]:
     """Raise ConstraintError for a grammar that would take too much to be compiled. The schemas inside, checked too."""
     if text.lstrip().startswith("{"):
         raise ConstraintError("grammar", "must be in Lark's notation")
-    schemas: list[Any] = []
+    embedded: list[Embedded] = []
     num_nestings, num_meets, num_branches, at = 0, 0, 1, 0
     while found := _LARK.search(text, at):
         at = found.end()
@@ -63,29 +69,30 @@ def check_grammar(text: str) -> list[Any]:
         if found["regex"]:
             num_branches += 1 + len(_BRANCHES.findall(found["regex"]))
         if found["json"]:
-            value, at = _json(text, at)
-            schemas += [value] if found["json"] == "%json" else []
+            start, at, value = _json(text, at)
+            embedded += [Embedded(start, at, value)] if found["json"] == "%json" else []
     if num_nestings > MAX_RULES:
         raise ConstraintError("grammar", f"has more than {MAX_RULES} rules, terminals and brackets")
     if num_meets and num_branches ** (num_meets + 1) > MAX_GRAMMAR_COMBINATIONS:
         raise ConstraintError("grammar", "has too many &, or too large terms, for the same text")
-    for schema in schemas:
+    for each in embedded:
         try:
-            check_schema(schema)
+            check_schema(each.schema)
         except ConstraintError as error:
             raise ConstraintError("grammar", f"its {error}") from error
-    if _multiples(schemas) > MAX_MULTIPLE:
+    if _multiples(each.schema for each in embedded) > MAX_MULTIPLE:
         raise ConstraintError("grammar", _TOO_MANY_MULTIPLES)
-    return schemas
+    return embedded
 
 
-def _json(text: str, at: int) -> tuple[Any, int]:
-    """The JSON there, and where it ends."""
+def _json(text: str, at: int) -> Embedded:
+    """The JSON there."""
     start = len(text) - len(text[at:].lstrip())
     try:
-        return json.JSONDecoder().raw_decode(text, start)
+        value, end = json.JSONDecoder().raw_decode(text, start)
     except (ValueError, RecursionError) as error:
         raise ConstraintError("grammar", f"has no JSON at character {start}: {error}") from error
+    return Embedded(start, end, value)
 
 
 def _check_depth(value: Any) -> None:
@@ -97,12 +104,38 @@ def _check_depth(value: Any) -> None:
     raise ConstraintError("schema", f"is nested more than {MAX_DEPTH} levels deep", level[0].path)
 
 
-def _schemas(part: Any, path: str) -> Iterator[Step]:
-    """All schemas inside, with their places."""
-    if isinstance(part, Mapping):
-        yield Step(path, part)
-        for child in children(part):
-            yield from _schemas(child.value, path + child.path)
+def _reached(schema: Any) -> Iterator[Step]:
+    """All schemas inside, and those that they refer to, each once, with its place."""
+    todo = deque([Step("", schema)])
+    seen: set[int] = set()
+    while todo:
+        path, part = todo.popleft()
+        if isinstance(part, Mapping) and id(part) not in seen:
+            seen.add(id(part))
+            yield Step(path, part)
+            todo += [Step(path + child.path, child.value) for child in children(part)]
+            todo.append(Step(str(part.get("$ref"))[1:], _target(schema, part)))
+
+
+def _check_place(part: Mapping[str, Any], path: str) -> None:
+    """Raise ConstraintError where the library would follow references to where nothing was counted."""
+    ref = part.get("$ref")
+    if isinstance(ref, str) and ref != "#" and not ref.startswith("#/"):
+        raise ConstraintError("schema", 'unsupported: a "$ref" that is not a JSON pointer ("#/...")', path)
+    base = next((key for key in ("$id", "id") if isinstance(part.get(key), str)), None)
+    if path and base and any(refs(part)):
+        raise ConstraintError("schema", f'unsupported: "{base}" around a "$ref"', path)
+
+
+def _num_levels(schema: Any) -> int:
+    """How deep the library can get: each reference leads to its place once."""
+    depths: dict[int, int] = {}
+
+    def depth(value: Any) -> int:
+        depths[id(value)] = 1 + max((depth(each) for _, each in parts(value)), default=0)
+        return depths[id(value)]
+
+    return depth(schema) + sum(depths.get(id(pointed_at(schema, ref)), 1) for ref in set(refs(schema)))
 
 
 def _num_branches(part: Mapping[str, Any]) -> int:

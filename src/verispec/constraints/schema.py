@@ -10,11 +10,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 _MAX_TRIED = 1 << 17  # characters of subschemas that are compiled to find the place of an error
-_MAPS = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
-_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-_SINGLE = ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames")
+MAPS = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+SINGLE = ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames")
 _SHARED = ("$defs", "definitions")
 _SCALARS = {"string", "number", "integer", "boolean", "null"}
 # How the library names the part that it cannot satisfy, and the one in which it found an error.
@@ -44,11 +45,11 @@ def children(schema: Mapping[str, Any]) -> Iterator[Child]:
     """The schemas inside, those that others share last."""
     for key in sorted(schema, key=_SHARED.__contains__):
         value = schema[key]
-        if key in _MAPS and isinstance(value, Mapping):
+        if key in MAPS and isinstance(value, Mapping):
             yield from (Child(key, f"/{escaped(key)}/{escaped(name)}", each) for name, each in value.items())
-        elif key in _LISTS and isinstance(value, list):
+        elif key in LISTS and isinstance(value, list):
             yield from (Child(key, f"/{key}/{i}", each) for i, each in enumerate(value))
-        elif key in _SINGLE:
+        elif key in SINGLE:
             yield Child(key, f"/{key}", value)
 
 
@@ -76,28 +77,13 @@ def pointed_at(schema: Any, ref: str) -> Any:
     if ref != "#" and not ref.startswith("#/"):
         return True
     part = schema
-    for key in ref.split("/")[1:]:
+    for key in unquote(ref).split("/")[1:]:
         key = key.replace("~1", "/").replace("~0", "~")
         if isinstance(part, list):
             part = part[int(key)] if key.isdecimal() and int(key) < len(part) else True
         else:
             part = part.get(key, True) if isinstance(part, Mapping) else True
     return part
-
-
-def demanding(schema: Any) -> Any:
-    """The schema without keywords that demand nothing, but which the library refuses."""
-    if not isinstance(schema, Mapping):
-        return schema
-    found: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key in _MAPS and isinstance(value, Mapping):
-            found[key] = {name: demanding(each) for name, each in value.items()}
-        elif key in _LISTS and isinstance(value, list):
-            found[key] = [demanding(each) for each in value]
-        elif (key, value) != ("uniqueItems", False):
-            found[key] = demanding(value) if key in _SINGLE else value
-    return found
 
 
 class Found(NamedTuple):
