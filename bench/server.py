@@ -17,25 +17,23 @@ import argparse
 import asyncio
 import json
 import random
-import socket
 import statistics
 import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from host import bare_engine
+from peer import running_peer
 from table import watched_cpu
 
 from verispec.async_llm import AsyncLLM, Stream
 from verispec.backends.blas import num_cores
 from verispec.llm import LLM
-from verispec.model import resolve
 from verispec.server.core import Core
 from verispec.server.run import serve
 from verispec.server.settings import Settings
@@ -132,32 +130,9 @@ def served(llm: LLM, **settings: Any) -> Iterator[int]:
         thread.join()
 
 
-@contextmanager
-def peer(program: str, model: str, count: int) -> Iterator[int]:
-    """llama-server on the same model; its port."""
-    with closing(socket.socket()) as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [program, "-m", str(resolve(model)), "--port", str(port), "-t", "2", "-np", str(count)]
-    process = subprocess.Popen(
-        [*command, "-c", str(512 * count), "--no-webui"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    try:
-        while process.poll() is None:
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1)
-                break
-            except OSError:
-                time.sleep(0.2)
-        yield port
-    finally:
-        process.terminate()
-        process.wait()
-
-
 def streamed_by_peer(asked: argparse.Namespace, count: int) -> Run:
-    with peer(asked.peer, asked.model, count) as port:
-        return streamed(port, count, max_tokens=asked.tokens, cache_prompt=False)
+    with running_peer(asked.peer, asked.model, num_slots=count, threads=2) as peer:
+        return streamed(peer.port, count, max_tokens=asked.tokens, cache_prompt=False)
 
 
 def median(runs: list[Run]) -> Run:

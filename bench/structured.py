@@ -1,25 +1,23 @@
-"""What answers in a shape cost, and what drafts of the grammar give back. CPU time of one thread, arms in turns.
+"""What answers in a shape cost, and what drafts of the grammar give back. One thread, arms in turns.
 
     python bench/structured.py MODEL.gguf [--llama-server FILE] [--batch 1 8 32] [--tokens 96] [--pairs 3]
 
 *mask*: microseconds of the host for each token: moving on in the grammar, and the next mask. *shape*: tokens per second
 by a schema against the same number of free tokens, drafter `none`; *by default*: the same with drafter `suffix`, the
-product's default, and the grammar's drafts beside it. *grammar*: the schemas of tools, and all schemas of the tests one
-after the other, drafter `grammar` against `none`; with --only-schemas nothing but the latter. *beside*: what the free
-ones of 32 sequences get if 1 or 16 others have a schema, against 32 free ones. With --llama-server: its own tokens per
-second (wall time, one thread), with the same schema against without. Prompts are cached.
+product's default, and the grammar's drafts beside it. *tools*: schemas of tools, drafter `grammar` against `none`;
+*schemas*: the same for all schemas of the tests one after the other. *beside*: what the free ones of 32 sequences get
+if 1 or 16 others have a schema, against 32 free ones. All of these are CPU time. *peer*, with --llama-server: its
+tokens per second and ours in turns, for the same schema, prompt and number of tokens, greedy. That is wall time, and
+one of the two is at work at a time: the CPU time that the peer took in our turns is printed. Prompts are cached.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import subprocess
 import sys
 import time
-import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
@@ -27,21 +25,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from peer import Peer, running_peer
+from table import watched_cpu
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the schemas live with the tests
 
 from tests.support.schemas import SCHEMAS
 from tests.support.schemas import TOOLS as TEST_TOOLS
 from verispec import LLM, SamplingParams
-from verispec.constraints.compiler import Position
+from verispec.constraints.positions import Position
 from verispec.engine import Engine, Request
-from verispec.model import resolve
 from verispec.spec.speculation import Speculation
 from verispec.types import SampleOutput
 
 PROMPT = "Make up a list of people as JSON."
 DEFAULT_DRAFTER = "suffix"
-PORT = 18973
+PARTS = ("batch", "tools", "beside", "schemas", "peer")
 _LEAST_ANSWERS = 60  # of an arm: a few schemas get more pairs
 
 
@@ -66,17 +65,19 @@ TOOLS = [
 ]
 
 
-def run(engine: Engine, requests: Sequence[Request]) -> tuple[float, list[SampleOutput]]:
-    """CPU seconds, and what each request got."""
+def run(
+    engine: Engine, requests: Sequence[Request], clock: Callable[[], float] = time.process_time
+) -> tuple[float, list[SampleOutput]]:
+    """The seconds of a clock, and what each request got."""
     ids = [engine.add(replace(request, is_streamed=False)) for request in requests]
     outputs = {}
-    start = time.process_time()
+    start = clock()
     while engine.has_work:
         for event in engine.step():
             if event.output is not None:
                 assert event.output.error is None
                 outputs[event.request_id] = event.output
-    return time.process_time() - start, [outputs[i] for i in ids]
+    return clock() - start, [outputs[i] for i in ids]
 
 
 @contextmanager
@@ -99,6 +100,13 @@ def timed_masks() -> Iterator[list[float]]:
         Position.after = after  # type: ignore[method-assign]
 
 
+def compared(rates: Sequence[float], base: Sequence[float]) -> str:
+    """The median of the turns' ratios, with their range, and the median rates."""
+    ratios = sorted(one / other for one, other in zip(rates, base, strict=True))
+    speeds = f"{statistics.median(rates):.0f} / {statistics.median(base):.0f} tok/s"
+    return f"{statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f}), {speeds}"
+
+
 class Bench:
     def __init__(self, llm: LLM, num_tokens: int, pairs: int) -> None:
         self.llm, self.num_tokens, self.pairs = llm, num_tokens, pairs
@@ -108,23 +116,26 @@ class Bench:
         chosen = SamplingParams(**{"max_tokens": self.num_tokens, "ignore_eos": True, "schema": schema, **params})
         return replace(self.llm.request(self.ids, chosen), speculation=Speculation(drafter))
 
-    def rates(self, arms: Sequence[Sequence[Request]], count: slice = slice(None)) -> list[float]:
-        """Tokens of the requests `count` a second, arm by arm: medians of ratios are the caller's to take."""
+    def rates(
+        self,
+        arms: Sequence[Sequence[Request]],
+        count: slice = slice(None),
+        clock: Callable[[], float] = time.process_time,
+    ) -> list[float]:
+        """Tokens of the requests `count` a second, arm by arm: medians of ratios are the caller's to take. The engine
+        is a new one, which knows of no earlier answers."""
         found = []
         with self.llm.separate_engine() as engine:
             run(engine, [self.request(max_tokens=1)])  # the prompt is cached from now on
             for requests in arms:
-                seconds, outputs = run(engine, requests)
+                seconds, outputs = run(engine, requests, clock)
                 found.append(sum(len(output.token_ids) for output in outputs[count]) / seconds)
         return found
 
     def ratio(self, arm: Sequence[Request], base: Sequence[Request], count: slice = slice(None)) -> str:
         """Medians of turns, with their range; the first turn warms up."""
         pairs = [self.rates((arm, base), count) for _ in range(self.pairs + 1)][1:]
-        ratios = sorted(one / other for one, other in pairs)
-        speeds = [statistics.median(column) for column in zip(*pairs, strict=True)]
-        bounds = f"{ratios[0]:.2f}-{ratios[-1]:.2f}"
-        return f"{statistics.median(ratios):.2f} ({bounds}), {speeds[0]:.0f} / {speeds[1]:.0f} tok/s"
+        return compared(*zip(*pairs, strict=True))
 
     def batch(self, size: int) -> None:
         shaped, free = [self.request(PEOPLE)] * size, [self.request()] * size
@@ -183,37 +194,48 @@ class Bench:
         found = self.ratio(mixed, free, slice(32 - num_shaped))
         print(f"{num_shaped} of 32 with a schema: the others {found}", flush=True)
 
+    def versus(self, program: str, model: str, size: int) -> None:
+        """Arms of both sides in turns; the first one changes, and the first turn warms up."""
+        idle: list[float] = []  # CPU seconds of the peer in each of our turns
+        options = ("--cache-ram", "0")  # its slots keep the prompt; copies of old answers would only cost it time
+        with running_peer(program, model, num_slots=size, threads=1, options=options) as peer:
 
-def llama(server: str, model: str, num_tokens: int, pairs: int) -> None:
-    command = [server, "-m", model, "-t", "1", "--port", str(PORT), "-c", "4096", "--no-webui"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        ratios, speeds = [], []
-        for turn in range(pairs + 1):
-            pair = [_llama_speed(schema, num_tokens) for schema in (PEOPLE, None)]
-            if turn:
-                speeds.append(pair)
-                ratios.append(pair[0] / pair[1])
-        shaped, free = (statistics.median(column) for column in zip(*speeds, strict=True))
-        print(f"llama-server: shape {statistics.median(ratios):.2f}, {shaped:.0f} / {free:.0f} tok/s")
-    finally:
-        process.terminate()
-        process.wait()
+            def ours(schema: object, drafter: str = "none") -> float:
+                before = peer.cpu_seconds
+                (rate,) = self.rates(([self.request(schema, drafter)] * size,), clock=time.perf_counter)
+                idle.append(peer.cpu_seconds - before)
+                return rate
 
+            arms: dict[str, Callable[[], float]] = {
+                "ours": lambda: ours(PEOPLE),
+                "ours, free": lambda: ours(None),
+                "ours by default": lambda: ours(PEOPLE, DEFAULT_DRAFTER),
+                "llama-server": lambda: self._peer_rate(peer, PEOPLE, size),
+                "llama-server, free": lambda: self._peer_rate(peer, None, size),
+            }
+            rates: dict[str, list[float]] = {name: [] for name in arms}
+            for turn in range(self.pairs + 1):
+                for name in np.roll([*arms], turn).tolist():
+                    rates[name].append(arms[name]())
+        rates = {name: found[1:] for name, found in rates.items()}
+        for one, other in (
+            ("ours", "ours, free"),
+            ("llama-server", "llama-server, free"),
+            ("ours", "llama-server"),
+            ("ours, free", "llama-server, free"),
+            ("ours by default", "llama-server"),
+        ):
+            print(f"batch {size}: {one} against {other}: {compared(rates[one], rates[other])}", flush=True)
+        print(f"batch {size}: llama-server took {max(idle):.2f} s of CPU time at most in a turn of ours", flush=True)
 
-def _llama_speed(schema: object, num_tokens: int) -> float:
-    body = {"prompt": PROMPT, "n_predict": num_tokens, "temperature": 0, "ignore_eos": schema is None}
-    body |= {} if schema is None else {"json_schema": schema}
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{PORT}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    for _ in range(120):
-        try:
-            with urllib.request.urlopen(request, timeout=300) as answer:
-                return float(json.load(answer)["timings"]["predicted_per_second"])
-        except OSError:  # it is loading
-            time.sleep(0.5)
-    raise SystemExit("llama-server does not answer")
+    def _peer_rate(self, peer: Peer, schema: object, size: int) -> float:
+        body = {"prompt": self.ids, "n_predict": self.num_tokens, "temperature": 0, "ignore_eos": schema is None}
+        body |= {} if schema is None else {"json_schema": schema}
+        start = time.perf_counter()
+        answers = peer.complete([body] * size)
+        seconds = time.perf_counter() - start
+        assert [answer["tokens_predicted"] for answer in answers] == [self.num_tokens] * size
+        return size * self.num_tokens / seconds
 
 
 def main() -> None:
@@ -223,20 +245,29 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--pairs", type=int, default=3)
-    parser.add_argument("--only-schemas", action="store_true")
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS)
     args = parser.parse_args()
-    with LLM(args.model, drafter="none", threads=1, backend="native") as llm:
-        bench = Bench(llm, args.tokens, args.pairs)
-        if not args.only_schemas:
-            for size in args.batch:
-                bench.batch(size)
-                bench.grammar(size)
-            for num_shaped in (1, 16):
-                bench.beside(num_shaped)
+    with watched_cpu() as others_share:
+        with LLM(args.model, drafter="none", threads=1, backend="native") as llm:
+            measure(Bench(llm, args.tokens, args.pairs), args)
+        print(f"{others_share():.0%} of the CPU time was used by other processes")
+
+
+def measure(bench: Bench, args: argparse.Namespace) -> None:
+    for size in args.batch:
+        if "batch" in args.part:
+            bench.batch(size)
+        if "tools" in args.part:
+            bench.grammar(size)
+    if "beside" in args.part:
+        for num_shaped in (1, 16):
+            bench.beside(num_shaped)
+    if "schemas" in args.part:
         bench.every("schemas of the tests", SCHEMAS)
         bench.every("schemas of tools among them", TEST_TOOLS)
-    if args.llama_server:
-        llama(args.llama_server, str(resolve(args.model)), args.tokens, args.pairs)
+    if "peer" in args.part and args.llama_server:
+        for size in args.batch:
+            bench.versus(args.llama_server, args.model, size)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import threading
 import time
@@ -115,6 +116,28 @@ def test_a_full_queue_is_429_at_once(chat_llm: LLM, slow_steps: None) -> None:
         wait_for(lambda: is_idle(served))
         assert served.post(CHAT, chat_body()).status_code == 200
         assert served.post(CHAT, chat_body(n=3)).status_code == 400  # never fits
+
+
+def test_a_full_queue_refuses_before_the_body_comes(chat_llm: LLM, slow_steps: None) -> None:
+    """And does not ask all who were refused together to come back together."""
+
+    def asked_without_body(served: Served) -> bytes:
+        host, port = served.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=0.5) as sock:
+            head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            sock.sendall(f"{head}Content-Length: 100\r\n\r\n".encode())
+            return sock.recv(2**16)
+
+    with serving(chat_llm, max_running=1, max_waiting=0) as served:
+        with served.client.stream("POST", CHAT, json=chat_body(stream=True, **ENDLESS)) as running:
+            lines = running.iter_lines()  # which end the stream when they are forgotten
+            next(lines)
+            refused = [asked_without_body(served) for _ in range(40)]
+        assert all(answer.startswith(b"HTTP/1.1 429 ") for answer in refused)
+        assert {re.search(rb"retry-after: (\d)", answer)[1] for answer in refused} == {b"1", b"2"}  # type: ignore[index]
+        wait_for(lambda: is_idle(served))
+        with pytest.raises(TimeoutError):  # control: with room, the body is waited for
+            asked_without_body(served)
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -212,7 +212,7 @@ def test_refusals_are_quick_at_the_99th_percentile(chat_llm: LLM, steps: list[fl
                 answer = served.client.request("GET" if body is None else "POST", path, json=body)
                 times.append(time.monotonic() - start)
                 assert answer.status_code == status
-            assert status == 200 or answer.headers["retry-after"] == "1"
+            assert status == 200 or answer.headers["retry-after"] in ("1", "2")
             return sorted(times)[98]
 
         assert any(slowest(CHAT, chat_body(), 429) < slowest("/health", None, 200) + 0.05 for _ in range(3))

@@ -315,7 +315,7 @@ PLACE = "properties.a.anyOf[1]"
     (CHAT, {"structured_outputs": {"grammar": "start: nothing"}}, "structured_outputs.grammar"),
     (CHAT, {"structured_outputs": {"grammar": chained_rules(2990)}}, "structured_outputs.grammar"),
     (CHAT, {"structured_outputs": {"json": {"allOf": patterns(39)}}}, "structured_outputs.json"),
-    (CHAT, {"tools": [LOOK] + [{"type": "function", "function": {"name": f"f{i}"}} for i in range(300)],
+    (CHAT, {"tools": [LOOK] + [{"type": "function", "function": {"name": f"f{i}"}} for i in range(1500)],
             "tool_choice": "required"}, "tools"),
     (CHAT, {"structured_outputs": {}}, "structured_outputs"),
     (CHAT, {"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),

@@ -95,11 +95,8 @@ ROUTES = (
 )
 
 
-async def _with_room(route: Route, core: Core, received: Received) -> Reply:
-    """The route's answer, if it generates nothing or something can be generated: a refusal has to be cheap."""
-    if route.generates:
-        core.check_room()
-    return await route.handler(core, received)
+def _admit_all() -> None:
+    """What generates nothing needs no room."""
 
 
 def make_app(core: Core) -> ASGIApp:
@@ -116,7 +113,8 @@ def make_app(core: Core) -> ASGIApp:
         StarletteRoute(
             route.path,
             Endpoint(
-                partial(_with_room, route, core),
+                partial(route.handler, core),
+                admit=core.check_room if route.generates else _admit_all,
                 max_nbytes=settings.max_body_nbytes,
                 body_timeout=settings.body_timeout,
                 ping_seconds=settings.ping,

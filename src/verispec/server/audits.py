@@ -20,8 +20,8 @@ from verispec.receipt import Receipt, parse
 from verispec.receipt.report import as_object
 from verispec.receipt.rerun import Redrawing, drawn_request, known_prompt
 from verispec.server.api import ReplayRequest
-from verispec.server.core import Core, stopping
-from verispec.server.errors import ApiError
+from verispec.server.core import Core
+from verispec.server.errors import ApiError, stopping
 from verispec.server.http import Received, Reply, json_reply
 from verispec.spec.speculation import OFF, Speculation
 from verispec.types import FinishReason, SampleOutput, TokenEvent, TokenLogprobs

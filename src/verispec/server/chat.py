@@ -7,10 +7,12 @@ from typing import Any
 import msgspec
 
 from verispec.errors import InputError
+from verispec.server.answer import Answer
 from verispec.server.api import ChatRequest, TemplateRequest, TokenizeRequest
+from verispec.server.call import Call, sampling_params
 from verispec.server.choices import Choice, Commit, Item
 from verispec.server.conversation import plain_messages
-from verispec.server.core import Answer, Call, Core, sampling_params
+from verispec.server.core import Core
 from verispec.server.errors import ApiError
 from verispec.server.http import Received, Reply
 from verispec.server.logprobs import chat_entries, prompt_entries

@@ -7,9 +7,11 @@ from functools import partial
 from typing import Any
 
 from verispec.errors import InputError
+from verispec.server.answer import Answer
 from verispec.server.api import MAX_PROMPTS, CompletionRequest
+from verispec.server.call import sampling_params
 from verispec.server.choices import Choice, Commit
-from verispec.server.core import Answer, Core, sampling_params
+from verispec.server.core import Core
 from verispec.server.http import Received, Reply
 from verispec.server.logprobs import completion_entries, prompt_entries, text_len
 from verispec.server.openai import Shape, make_call, reply

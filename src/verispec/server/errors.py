@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from typing import Any
 from verispec.async_llm import SlowReaderError
 from verispec.errors import BackendDeadError, DeterminismError, InputError, QueueFullError, VerispecError
 
-RETRY_SECONDS = 1
+RETRY_SECONDS = (1, 2)  # one of them: whoever is refused together should not come back together
 _KINDS = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error",
     429: "rate_limit_error", 500: "server_error", 503: "overloaded_error", 504: "timeout_error",
@@ -63,7 +64,9 @@ def as_api_error(error: Exception, *, fields: frozenset[str] = frozenset()) -> A
         case InputError() | DeterminismError():
             return ApiError(400, _in_api_names(str(error)), param=_named(str(error), fields))
         case QueueFullError():
-            return ApiError(429, str(error), code="queue_full", headers={"Retry-After": str(RETRY_SECONDS)})
+            return ApiError(
+                429, str(error), code="queue_full", headers={"Retry-After": str(random.choice(RETRY_SECONDS))}
+            )
         case SlowReaderError():
             return ApiError(408, str(error), code="slow_reader")
         case BackendDeadError():
@@ -77,6 +80,11 @@ def as_api_error(error: Exception, *, fields: frozenset[str] = frozenset()) -> A
 def wrong(place: str, message: str) -> ApiError:
     """400 for what is wrong at a place of the request."""
     return ApiError(400, f"{place}: {message}", param=place)
+
+
+def stopping() -> ApiError:
+    """What is told of work that the server ends because it is stopping."""
+    return ApiError(503, "the server ended the request: it is stopping", code="aborted")
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from verispec.errors import InputError
+from verispec.server.answer import Answer
 from verispec.server.api import (
     MAX_PROMPTS,
     Extension,
@@ -18,8 +19,9 @@ from verispec.server.api import (
     TokensRequest,
     TokensSampling,
 )
+from verispec.server.call import sampling_params
 from verispec.server.choices import Choice
-from verispec.server.core import Answer, Core, sampling_params
+from verispec.server.core import Core
 from verispec.server.errors import as_api_error, renamed
 from verispec.server.http import EVENTS, Received, Reply, event, json_reply
 from verispec.server.logprobs import prompt_entries, shortest

@@ -123,18 +123,22 @@ def event(data: bytes, *, event_id: str | None = None, name: str | None = None) 
 
 
 class Endpoint:
-    """A handler as an ASGI application."""
+    """A handler as an ASGI application. `admit` raises where nothing can be done for a request, which is then not read:
+    a refusal has to be cheap.
+    """
 
     def __init__(
         self,
         handler: Handler,
         *,
+        admit: Callable[[], None],
         max_nbytes: int,
         body_timeout: float,
         ping_seconds: float,
         on_error: Callable[[Exception], ApiError],
     ) -> None:
         self._handler = handler
+        self._admit = admit
         self._max_nbytes = max_nbytes
         self._body_timeout = body_timeout
         self._ping_seconds = ping_seconds
@@ -144,6 +148,7 @@ class Endpoint:
         request = Request(scope, receive)
         tenant = scope.get("state", {}).get("tenant", "")
         try:
+            self._admit()
             data = await self._body(request)
             reply = await _unless_gone(receive, self._handler(Received(request, data, tenant)))
         except ClientGoneError:

@@ -7,11 +7,12 @@ from typing import Any
 
 import msgspec
 
+from verispec.server.answer import Answer
 from verispec.server.api import ChatRequest, CountRequest, Message, MessagesRequest
 from verispec.server.chat import chat_call, rendered
 from verispec.server.choices import Item
 from verispec.server.conversation import joined_text
-from verispec.server.core import Answer, Core
+from verispec.server.core import Core
 from verispec.server.errors import ApiError, as_api_error, renamed
 from verispec.server.http import EVENTS, Received, Reply, event, json_reply
 from verispec.server.openai import new_id

@@ -15,9 +15,11 @@ from typing import Any
 
 import msgspec
 
+from verispec.server.answer import Answer
 from verispec.server.api import Completing, Extension, Sampling, StreamOptions
+from verispec.server.call import Call
 from verispec.server.choices import Choice, Commit
-from verispec.server.core import Answer, Call, Core
+from verispec.server.core import Core
 from verispec.server.errors import ApiError, as_api_error, wrong
 from verispec.server.http import EVENTS, Received, Reply, event, json_reply
 from verispec.server.structure import structured, wanted_answer

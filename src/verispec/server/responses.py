@@ -7,11 +7,12 @@ from typing import Any
 
 import msgspec
 
+from verispec.server.answer import Answer
 from verispec.server.api import ChatRequest, Message, ResponsesRequest
 from verispec.server.chat import chat_call
 from verispec.server.choices import Commit
 from verispec.server.conversation import joined_text
-from verispec.server.core import Answer, Core
+from verispec.server.core import Core
 from verispec.server.errors import ApiError, as_api_error, renamed
 from verispec.server.http import EVENTS, Received, Reply, event, json_reply
 from verispec.server.logprobs import chat_entries
