@@ -235,7 +235,7 @@ def large(draft_bits: int = 0) -> None:
     for count in (1, 8, 32):
         measure(f"8B batch {count}", make, [plain(prompts[i], 256, i) for i in range(count)], timed, runs=2)
     requests = [plain(prompts[i], 256, i) for i in range(256)]
-    for budget in (2048, 1024):
+    for budget in (2048, 4096):
         config = replace(config, row_budget=budget)
         measure(f"8B 256 requests 512 + 256, {budget} rows", make, requests, timed, runs=2)
         device_times("8B 256 requests", make, requests, timed)
@@ -255,7 +255,7 @@ def windows(timed: Timed, cost: CostTable, prompt: list[int], bits: int) -> None
         while engine.has_work:
             for event in engine.step():
                 if event.output is not None:
-                    tokens, windows = list(event.output.token_ids), event.output.stats.replays
+                    tokens, windows = list(event.output.token_ids), event.output.stats.passes - 1  # one is the prompt's
         return tokens, time.perf_counter() - begin, windows
 
     seconds("none", 0)

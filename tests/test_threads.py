@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -58,9 +59,13 @@ def is_idle(llm: LLM) -> bool:
 
 
 def generate_until_interrupted(llm: LLM) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background of a shell it is ignored
     threading.Timer(0.02, _thread.interrupt_main).start()
-    while True:
-        llm.generate(PROMPTS, LONG)
+    try:
+        while True:
+            llm.generate(PROMPTS, LONG)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

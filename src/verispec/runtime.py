@@ -261,16 +261,18 @@ class Runtime:
         """The most `max_len` an engine of this LLM can have: the model's context, or the K/V capacity."""
         return min(self._backend.limits.context_len, self._config.num_slots)
 
-    def fresh_engine(self, *, drafters: Mapping[str, Drafter] | None = None, **changes: Any) -> Engine:
+    def fresh_engine(
+        self, *, drafters: Mapping[str, Drafter] | None = None, family: Sequence[int] | None = None, **changes: Any
+    ) -> Engine:
         """A further engine on the same weights, with an empty cache; `changes` are fields of EngineConfig.
 
-        `drafters` stand in for the known ones. All engines of one LLM share the K/V store: use one at a time, to its
-        end.
+        `drafters` stand in for the known ones, `family` for all canonical shapes that were found: some of them. All
+        engines of one LLM share the K/V store: use one at a time, to its end.
         """
         config = replace(self._config, **changes)
         return Engine(
             self._backend,
-            family=self.calibration.family,
+            family=self.calibration.family if family is None else family,
             cost=self.calibration.cost,
             drafters=drafters or make_drafters(self._draft_setup(config)),
             default_drafter=None if drafters else self._speculation.method,
@@ -307,14 +309,15 @@ class Runtime:
         return self._menu
 
     @contextmanager
-    def separate_engine(self, *, drafters: Mapping[str, Drafter] | None = None, **changes: Any) -> Iterator[Engine]:
-        """A `fresh_engine` to use inside the block. This LLM's own starts anew behind it, with an empty cache.
+    def separate_engine(self, **changes: Any) -> Iterator[Engine]:
+        """A `fresh_engine` with these changes to use inside the block. This LLM's own starts anew behind it, with an
+        empty cache.
 
         Waits for requests that run; others wait for the block's end.
         """
         with self.thread.alone():
             self.thread.engine = self.fresh_engine()  # what the old one has cached will be overwritten
-            yield self.fresh_engine(drafters=drafters, **changes)
+            yield self.fresh_engine(**changes)
 
     def chat_ids(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """The prompt tokens of a conversation. Control tokens written inside messages stay text.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from tests.backends.test_conformance import BACKENDS, NUM_SLOTS, PROMPT
 from tests.backends.test_provisions import as_bits
 from tests.support.passes import NO_UPDATE, RowsBuilder, Tape, joined
 from tests.support.sampling_rows import History, SamplingRowsBuilder
+from verispec.backends import native_backend, native_library
 from verispec.backends.protocol import (
     FROM_STATE,
     Backend,
@@ -336,3 +339,23 @@ def test_bad_bursts_raise(make: Callable[[], Backend], case: str) -> None:
     with pytest.raises(InputError):
         driven.backend.submit(replace(good, burst=BAD_BURSTS[case]))
     driven.backend.submit(good)
+
+
+@pytest.mark.parametrize("is_kernels", [False, True])
+def test_native_tells_what_the_host_took(is_kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """50 ms in Python are the host's, and 50 ms in the library are not."""
+    driven = Driven(BACKENDS["native-llama"](), names=("greedy",) * 8)
+
+    def late(call: Callable[..., object], *arguments: object) -> object:
+        time.sleep(0.05)
+        return call(*arguments)
+
+    class Slow:
+        def __getattr__(self, name: str) -> object:
+            return partial(late, getattr(native_library.load(native_library.PATH)[0], name))
+
+    if is_kernels:
+        monkeypatch.setattr(driven.backend._kernels, "_library", Slow())
+    else:
+        monkeypatch.setattr(native_backend, "check_pass", partial(late, native_backend.check_pass))
+    assert (driven.first_pass((5,) * 8).host_seconds > 0.05) is not is_kernels

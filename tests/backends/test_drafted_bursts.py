@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 
 from tests.backends.test_bursts import LIMIT_SETS, PROMPT_LEN, REPEATING_PARAMS, Driven, a_pass
-from tests.backends.test_conformance import BACKENDS
+from tests.backends.test_conformance import BACKENDS, PROMPT
 from tests.support.fake_backend import FakeBackend
-from tests.support.passes import NO_UPDATE, RowsBuilder
+from tests.support.passes import NO_UPDATE, RowsBuilder, Tape
 from verispec.backends.protocol import (
     FROM_DRAFT,
+    FROM_STATE,
     Backend,
     Burst,
     Drafting,
@@ -27,12 +28,17 @@ from verispec.backends.protocol import (
     Pass,
     PassKind,
     PassResult,
+    TableUpdate,
+    Tree,
     View,
     Wanted,
 )
 from verispec.backends.rounds import looked_up
 from verispec.errors import InputError
+from verispec.kv import DUMP_SLOT, NUM_RESERVED
 from verispec.sampling.draw import NO_TOKEN
+from verispec.sampling.rows import SampleKey, Sampler
+from verispec.types import SamplingParams
 
 SKIP = View.without({1})
 LENGTHS = (3, 1, 3, 2, 3, 3, 2, 3)  # the most that each sequence drafts
@@ -101,8 +107,13 @@ class Drafted(Driven):
             looks_up=looks_up,
         )
 
-    def submit(self, which: list[int], num_rounds: int, *, drafts: tuple[Drafting, ...] | None = None) -> PassResult:
-        """So many rounds of some sequences in one submit, with rows for all that may be drafted."""
+    def submit(
+        self, which: list[int], num_rounds: int, *, drafts: tuple[Drafting, ...] | None = None, is_ahead: bool = False
+    ) -> PassResult:
+        """So many rounds of some sequences in one submit, with rows for all that may be drafted.
+
+        `is_ahead`: from where the backend left them.
+        """
         draftings = (self.drafting(which),) if drafts is None else drafts
         builder, first, lengths = RowsBuilder(), [], np.zeros(len(which), np.int32)
         for part in draftings:
@@ -110,6 +121,10 @@ class Drafted(Driven):
         for i, length in zip(which, lengths.tolist(), strict=True):
             tape, start = self.tapes[i], len(self.token_ids[i]) - 1
             first.append(len(builder))
+            if is_ahead:
+                for token in (FROM_STATE, *[FROM_DRAFT] * length):
+                    builder.add(token_id=token, position=0, slot=DUMP_SLOT, seq_row=tape.seq_row, prefix_len=1)
+                continue
             for p, token in enumerate([self.token_ids[i][-1], *[FROM_DRAFT] * length], start):
                 builder.add(token_id=token, position=p, slot=tape.slot(p), seq_row=tape.seq_row, prefix_len=p + 1)
         drawn = np.arange(len(builder), dtype=np.int32)
@@ -119,9 +134,9 @@ class Drafted(Driven):
         )
         return self.backend.submit(pass_).result()
 
-    def rounds(self, which: list[int], num_rounds: int) -> list[list[Round]]:
+    def rounds(self, which: list[int], num_rounds: int, *, is_ahead: bool = False) -> list[list[Round]]:
         """The same, cut into rounds; sequences move on."""
-        result = self.submit(which, num_rounds)
+        result = self.submit(which, num_rounds, is_ahead=is_ahead)
         draw, burst = result.draw, result.burst
         assert draw is not None
         assert burst is not None
@@ -183,6 +198,21 @@ def test_a_burst_is_its_rounds(make: Callable[[], Backend], drafter: str, names:
     assert any(r.accepted < len(r.draft) for r in rounds), "nothing was rejected: no control"
     if limits == "some near":
         assert any(len(own) < 4 for own in found), "nothing ended early: no control"
+
+
+@pytest.mark.parametrize(("drafter", "names", "limits"), CASES)
+def test_a_burst_goes_on_from_where_the_last_left_it(
+    make: Callable[[], Backend], drafter: str, names: tuple[str, ...], limits: str
+) -> None:
+    """The host names neither tokens nor positions; whoever had ended idles from the first round on."""
+    every = list(range(8))
+    whole = Drafted(make(), drafter, names=names, limits=limits).rounds(every, 5)
+    cut = Drafted(make(), drafter, names=names, limits=limits)
+    parts = [cut.rounds(every, 2), cut.rounds(every, 1, is_ahead=True), cut.rounds(every, 2, is_ahead=True)]
+    assert [first + second + third for first, second, third in zip(*parts, strict=True)] == whole
+    num_further = [len(third) for third in parts[2]]
+    assert max(num_further) == 2, "nobody went on: no control"
+    assert min(num_further) == 0 or limits == "none near", "nobody had ended: no control"
 
 
 @pytest.mark.parametrize(("drafter", "names", "limits"), CASES)
@@ -294,6 +324,38 @@ def test_three_drafters_and_none_in_one_burst(make: Callable[[], Backend]) -> No
         assert tokens[: len(expected)] == expected
         assert len(tokens) - len(expected) <= 1
         assert (result.burst.drafts[i] >= 0).any() == (i < 7)
+
+
+@pytest.mark.parametrize("make", [BACKENDS["fake"], BACKENDS["numpy-llama"]], ids=["fake", "numpy"])
+def test_trees_end_with_the_table(make: Callable[[], Backend]) -> None:
+    """In the first round the places reach to the very end of the table's row; further rounds draft nothing."""
+    tree, plain, shown = Tree((2, 2), (2, 4)), list[int](), list[int]()
+    for drafts in (False, True):
+        backend = make()
+        backend.limits = replace(backend.limits, trees=True)  # type: ignore[misc]
+        start = backend.limits.context_len - 1 - tree.num_nodes
+        tape, at = Tape(backend, seq_row=1, first_slot=0), np.zeros(1, np.int32)
+        backend.bind(1, Sampler(SamplingParams(), SampleKey(0, 0)))
+        builder = RowsBuilder()
+        _, update = tape.add_prompt_rows(builder, (PROMPT * 2)[:start])
+        backend.submit(a_pass(builder.build(256), Wanted(), update)).result()
+        positions = np.arange(start, backend.limits.context_len, dtype=np.int32)
+        update, builder = TableUpdate(positions * 0 + 1, positions, positions + NUM_RESERVED), RowsBuilder()
+        for p in positions[: None if drafts else 1].tolist():
+            token_id = 1 if p == start else FROM_DRAFT
+            builder.add(token_id=token_id, position=p, slot=tape.slot(p), seq_row=1, prefix_len=p + 1)
+        part = Drafting(at, at + tree.num_nodes, 16, 16, view=SKIP, kind=PassKind.CANONICAL, tree=tree)
+        burst = Burst(at, at + 20, 16, (part,) if drafts else ())
+        wanted = Wanted(draw=DrawWanted(np.arange(len(builder), dtype=np.int32)))
+        result = backend.submit(a_pass(builder.build(16), wanted, update, burst=burst)).result()
+        assert result.draw is not None
+        assert result.burst is not None
+        shown = [int(result.draw.token_ids[0]), *result.burst.token_ids[0].tolist()]
+        plain = plain or shown
+    drafted = (result.burst.drafts[0] >= 0).sum(axis=1)
+    assert drafted[0] > 0 == drafted[1:].max()
+    first = 1 + int(result.burst.accepted[0, 0])
+    assert [t for t in shown[1:] if t >= 0] == [t for t in plain[first:] if t >= 0]
 
 
 class Nan(FakeBackend):

@@ -100,8 +100,8 @@ class Billed(FaultyFastPasses):
 
 def speed(costs: Costs, method: str, *, acceptance: float, num_running: int) -> float:
     """Tokens a second of a wave of requests whose prompts are of many lengths, behind one to warm up."""
-    backend = Billed(costs, acceptance, num_running)
-    drafters = make_drafters(DraftSetup(backend=backend))
+    backend, table = Billed(costs, acceptance, num_running), costs.table()
+    drafters = make_drafters(DraftSetup(backend=backend, cost=table))
     engine = Engine(
         backend,
         family=costs.family,
@@ -113,7 +113,7 @@ def speed(costs: Costs, method: str, *, acceptance: float, num_running: int) -> 
             row_budget=128,
             prefix_cache=False,
         ),
-        cost=costs.table(),
+        cost=table,
         clock=lambda: backend.now,
     )
     for _ in range(2):
@@ -155,16 +155,20 @@ def test_costs_of_another_load_are_slower(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_fast_weights_draw_nothing_but_windows() -> None:
     """A request that asked for no determinism keeps what it is given, so the model's own weights serve it."""
-    backend = Billed(COSTS["fast is half"], 0.9, 2)
-    drafters = make_drafters(DraftSetup(backend=backend))
-    engine = Engine(backend, family=FAMILY, drafters=drafters)
-    ids = []
-    for method, is_deterministic in (("none", False), ("decode", True)):
+    backend, found = Billed(COSTS["fast is half"], 0.9, 2), list[bool]()
+    run = backend.run
+    backend.run = lambda pass_: found.append(pass_.only_drafts) or run(pass_)
+    for method, is_deterministic, is_cheap in (("none", False, False), ("decode", True, True), ("decode", False, True)):
+        engine = Engine(
+            backend, family=FAMILY, drafters=make_drafters(DraftSetup(backend=backend, draft_len=4)), clock=lambda: 0.0
+        )
         params = SamplingParams(max_tokens=40, deterministic=is_deterministic)
-        ids.append(engine.add(Request([1, 2, 3], params, speculation=Speculation(method))))
-    outputs = collect(engine)
-    plain, windows = (outputs[i, 0].stats for i in ids)
-    assert plain.fast_passes == 0 < windows.fast_passes
+        engine.add(Request([1, 2, 3], params, speculation=Speculation(method)))
+        found.clear()
+        (output,) = collect(engine).values()
+        assert any(found) is is_cheap
+        assert output.stats.drafted == (0 if method == "none" else sum(found))
+        assert found.count(False) == output.stats.passes + output.stats.fast_passes
 
 
 # Every length of drafts and windows, for sequences that all decode.
@@ -197,21 +201,23 @@ def replaying(costs: Costs, count: int, acceptance: float, num_nodes: int) -> fl
 
 def choice(costs: Costs, count: int, odds: Odds, table: CostTable, kind: type[Policy] = Policy) -> float:
     """Tokens a second of what the policy chooses for each, when it has seen each shape thrice; all must do alike."""
+    how = {"by_backend": True, "cost": table.fast or replace(table)} if costs.fast_weights else {"by_fast_rounds": True}
     drafters = {
         "none": NoDrafter(),
         "drafts": Promising(Curve.chain(DRAFT_LEN, odds.drafts)),
-        "decode": Promising(Curve.chain(WINDOW_LEN, odds.windows, by_fast_rounds=True)),
+        "decode": Promising(Curve.chain(WINDOW_LEN, odds.windows, **how)),
     }
     found = DrafterSet(drafters, vocab_size=VOCAB_SIZE, max_tail=64)
     policy = kind(costs.family, table, found, row_budget=costs.family[-1], max_draft=None, max_burst=16)
     for shape in TIMED * 3:
         table.observe(shape, 0, costs.seconds(shape, is_fast=False))
-        (table.fast or table).observe(shape, 0, costs.seconds(shape, is_fast=True))
+        if not costs.fast_weights:
+            table.observe(shape, 0, costs.seconds(shape, is_fast=True))
     turns = [turn(i, AUTO) for i in range(count)]
     policy.choose(turns, is_canonical=True, other_rows=0, other_tokens=0, beside=0)
     assert len({t.choice for t in turns}) == 1
     chosen = turns[0].choice
-    if chosen.grows:
+    if chosen.drafter == "decode":
         return replaying(costs, count, odds.windows, chosen.num_nodes)
     return drafting(costs, count, odds.drafts, chosen.num_nodes)
 

@@ -294,6 +294,28 @@ def test_streams_wait_longer_where_the_host_would_take_more_than_a_fiftieth(host
     assert found == pytest.approx(wait / 0.001, abs=1)
 
 
+@pytest.mark.parametrize("said", [0.0, 0.004])
+def test_what_the_host_takes_inside_of_a_pass_is_its_own_time(said: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass takes 10 ms: all of them are its own unless the backend says that the host took some."""
+    now, seen = [0.0], []
+    monkeypatch.setattr(CostTable, "observe_pass", lambda cost, pass_, seconds, num_rounds: seen.append(seconds))
+
+    class Slow(WrappedBackend):
+        def submit(self, pass_: Pass) -> Ticket:
+            now[0] += 0.010
+            return ReadyTicket(replace(self.inner.submit(pass_).result(), host_seconds=said))
+
+    backend = Slow(FakeBackend(vocab_size=VOCAB_SIZE, num_slots=300))
+    engine = Engine(
+        backend, family=(1, 16), drafters={"none": NoDrafter()}, config=EngineConfig(num_slots=300), cost=CHEAP,
+        clock=lambda: now[0],
+    )  # fmt: skip
+    engine.add(Request(PROMPT, PLAIN))
+    engine.step()
+    assert seen == [pytest.approx(0.010 - said)]
+    assert engine._scheduler.host_seconds == pytest.approx(said / 10)
+
+
 def test_a_burst_that_nobody_streams_ends_within_half_a_second() -> None:
     """Ctrl-C, an abort or a newcomer waits for its end. Where nothing was timed, nothing is known of its seconds."""
     load = RoundLoad(num_going=4, num_waiting=0, context_len=10, room=90, num_free=90, is_streamed=False)
@@ -395,6 +417,18 @@ def test_prompts_do_not_empty_the_air() -> None:
         assert bursts.late.num_in_air == 1
     bursts.watched.finish()
     assert bursts.late.most_in_air == 2
+
+
+def test_prompts_are_planned_ahead_whoever_drafts_behind_them() -> None:
+    """Not those of requests that need the host, of which the control is one."""
+    for params, most in ((PLAIN, 2), (replace(PLAIN, logprobs=1), 1)):
+        bursts = Bursts(4, depth=2, row_budget=8, max_running=4)
+        for i in range(3):
+            bursts.watched.ask((i, 1) * 10, params, speculation=Speculation("suffix"))
+        for _ in range(6):  # 60 rows of prompts
+            bursts.watched.step()
+        assert bursts.late.most_in_air == most
+        bursts.watched.finish()
 
 
 def test_where_nobody_streams_prompts_come_first() -> None:

@@ -11,12 +11,14 @@ from tests.support.adversaries import VOCAB_SIZE, collect
 from tests.support.drafters import Eager
 from tests.support.fake_backend import FakeBackend
 from tests.support.faulty_backends import WrappedBackend
+from tests.support.skipping import cheap_setup
 from verispec.backends.cost import CostTable, measure_cost
 from verispec.backends.protocol import Pass, PassResult, Ticket
 from verispec.config import EngineConfig
 from verispec.engine import Engine, Request
 from verispec.spec.drafter import Curve, Refusal
 from verispec.spec.none import NoDrafter
+from verispec.spec.registry import make_drafters
 from verispec.spec.speculation import AUTO, Speculation
 from verispec.spec.turn import SequenceView
 from verispec.types import Draft, SamplingParams
@@ -33,8 +35,10 @@ def seconds(num_rows: int) -> float:
 class Far(WrappedBackend):
     """Passes run one after the other; the host's clock goes on when it asks for a result, and half a trip each way."""
 
-    def __init__(self, *, prepares: bool = True) -> None:
-        fake = FakeBackend(vocab_size=VOCAB_SIZE, num_slots=4096, context_len=640, num_seq_rows=64)
+    def __init__(self, *, prepares: bool = True, num_stores: int = 1) -> None:
+        fake = FakeBackend(
+            vocab_size=VOCAB_SIZE, num_slots=4096, context_len=640, num_seq_rows=64, num_stores=num_stores
+        )
         fake.limits = replace(fake.limits, prepares=prepares)
         super().__init__(fake)
         self.now = self._free = 0.0
@@ -105,6 +109,24 @@ def test_auto_knows_what_the_host_costs(count: int, wrong_every: int) -> None:
 
 def test_control_a_table_that_knows_of_no_trip_drafts_where_that_is_slower() -> None:
     assert served(AUTO, 1, 2, replace(table(), trip=0.0, learns=False))[0] < 0.9 * served("none", 1)[0]
+
+
+def test_the_device_does_not_wait_for_the_host_between_drafted_bursts() -> None:
+    """Two flights deep, trips are hidden behind rounds but where choices are made anew. One deep, each burst pays."""
+    took, outputs = {}, {}
+    for depth in (1, 2):
+        backend = Far(num_stores=2)
+        engine = Engine(
+            backend, family=SHAPES, drafters=make_drafters(cheap_setup(backend, 3)), cost=table(),
+            clock=lambda far=backend: far.now,
+            config=EngineConfig(num_slots=4096, max_len=640, depth=depth, max_burst=2, prefix_cache=False),
+        )  # fmt: skip
+        for i in range(4):
+            engine.add(Request([i, 2], SamplingParams(max_tokens=400, seed=i), Speculation("model"), is_streamed=False))
+        outputs[depth] = {key: output.digest for key, output in collect(engine).items()}
+        took[depth] = backend.now
+    assert outputs[1] == outputs[2]
+    assert took[1] > 1.2 * took[2]
 
 
 def test_passes_that_wait_for_others_are_timed_from_where_those_end() -> None:

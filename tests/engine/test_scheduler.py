@@ -22,11 +22,15 @@ from tests.support.adversaries import (
     alone,
     collect,
     facts,
+    keep_apart,
 )
+from tests.support.fake_backend import FakeBackend
 from verispec.backends.protocol import PassKind
-from verispec.engine import Request
+from verispec.config import EngineConfig
+from verispec.engine import Engine, Request
 from verispec.engine.sequence import NO_DRAW
 from verispec.errors import InputError, QueueFullError
+from verispec.spec.none import NoDrafter
 from verispec.types import FinishReason, SamplingParams
 
 
@@ -387,3 +391,30 @@ def test_s4_a_request_that_bans_every_token_ends_with_an_error() -> None:
         bench.engine.add(Request((0, 1), params))
     outputs = collect(bench.engine).values()
     assert [(o.finish_reason, o.token_ids) for o in outputs] == [(FinishReason.ERROR, ())] * 2
+
+
+@pytest.mark.parametrize("missing", [(), (8,), (1, 2, 4, 8)])
+def test_both_kinds_share_passes_where_every_shape_in_use_is_canonical(missing: tuple[int, ...]) -> None:
+    """Passes have at most 16 rows: that the family has no larger shape says nothing. Control: smaller ones missing."""
+    backend = FakeBackend(vocab_size=VOCAB_SIZE)
+    backend.shapes = (1, 2, 4, 8, 16, 32, 64)
+    family = tuple(m for m in backend.shapes if m <= 16 and m not in missing)
+    config = EngineConfig(num_slots=256, row_budget=16)
+    engine = keep_apart(Engine(backend, family=family, drafters={"none": NoDrafter()}, config=config))
+    for deterministic in (True, False):
+        engine.add(Request([1, 2, 3], SamplingParams(max_tokens=8, deterministic=deterministic)))
+    collect(engine)
+    kinds = {pass_.kind for pass_ in backend.passes}
+    assert kinds == ({PassKind.CANONICAL, PassKind.FAST} if missing else {PassKind.CANONICAL})
+    num_shared = sum(len({*pass_.rows.seq_rows.tolist()} - {0}) == 2 for pass_ in backend.passes)
+    assert num_shared == (1 if missing else 8), "the prompts' pass, or every one"
+
+
+def test_a_budget_below_every_canonical_shape_makes_none_of_the_smaller_ones_canonical() -> None:
+    backend = FakeBackend(vocab_size=VOCAB_SIZE)
+    engine = Engine(
+        backend, family=(32, 64), drafters={"none": NoDrafter()}, config=EngineConfig(num_slots=256, row_budget=2)
+    )
+    engine.add(Request([1, 2, 3], SamplingParams(max_tokens=8, deterministic=False)))
+    collect(engine)
+    assert PassKind.FAST in {pass_.kind for pass_ in backend.passes}

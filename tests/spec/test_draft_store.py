@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,11 +18,11 @@ from tests.support.passes import Tape
 from tests.support.scale import is_whole, scaled
 from tests.support.world import NUM_SLOTS, Second, World, make_requests, native_world, numpy_world
 from verispec.backends.cost import FLAT_COST, CostTable
-from verispec.backends.protocol import PassKind
+from verispec.backends.protocol import PassKind, View
 from verispec.config import EngineConfig
 from verispec.engine import Engine, Request, commit
 from verispec.engine.sequence import Sequence
-from verispec.kv import DRAFT_STORE, NUM_RESERVED, RadixPrefixCache
+from verispec.kv import DRAFT_STORE, NUM_RESERVED, TARGET_STORE, RadixPrefixCache
 from verispec.spec.drafter import Drafter
 from verispec.spec.growth import DraftModel
 from verispec.spec.model_drafter import ModelDrafter, ModelDrafterConfig, Source
@@ -53,29 +54,37 @@ def fed(tokens: tuple[int, ...]) -> list[int]:
     return found
 
 
-def canonical_drafts(backend: FakeBackend) -> dict[str, Drafter]:
+def canonical_drafts(backend: FakeBackend, cost: CostTable) -> dict[str, Drafter]:
     model = DraftModel(
-        backend, COST, store=DRAFT_STORE, kind=PassKind.CANONICAL, fit=lambda n: min(m for m in (*FAMILY, n) if m >= n)
+        backend, cost, store=DRAFT_STORE, kind=PassKind.CANONICAL, fit=lambda n: min(m for m in (*FAMILY, n) if m >= n)
     )
-    drafter = ModelDrafter("it", lambda: Source(model, 0.8, 0.8), ModelDrafterConfig(max_draft=5, force=True))
-    return {"model": drafter, "none": NoDrafter(), "suffix": SuffixDrafter()}
+    view = replace(model, store=TARGET_STORE, view=View.without({1}))
+    config = ModelDrafterConfig(max_draft=5, force=True)
+    return {
+        "model": ModelDrafter("it", lambda: Source(model, 0.8, 0.8), config),
+        "skip": ModelDrafter("it", lambda: Source(view, 0.8, 0.8), config),
+        "none": NoDrafter(),
+        "suffix": SuffixDrafter(),
+    }
 
 
 class Bench:
     """An engine with a draft model whose K/V is looked at after every step; free slots are overwritten."""
 
     def __init__(
-        self, *, likeness: float = 1.0, context_len: int = 128, cost: CostTable = FLAT_COST, **config: int
-    ) -> None:
+        self, *, likeness: float = 1.0, context_len: int = 128, cost: CostTable = FLAT_COST, trip: float = 0.0,
+        trees: bool = False, **config: int,
+    ) -> None:  # fmt: skip
         num_slots = config.setdefault("num_slots", 256)
         self.backend = FakeBackend(vocab_size=VOCAB, num_slots=num_slots, num_stores=2, context_len=context_len)
+        self.backend.limits = replace(self.backend.limits, trees=trees)
         target, other = self.backend.markov
         self.backend.markov[DRAFT_STORE] = likeness * target + (1 - likeness) * other
         config.setdefault("max_len", min(context_len, num_slots))
         self.engine = Engine(
             self.backend,
             family=FAMILY,
-            drafters=canonical_drafts(self.backend),
+            drafters=canonical_drafts(self.backend, replace(COST, trip=trip)),
             config=EngineConfig(**config),
             cost=cost,
         )
@@ -134,8 +143,11 @@ class Bench:
 # Any history
 
 
-def random_history(seed: int) -> Bench:
-    """Trees, chains and no drafts; shared prompts; few slots now and then; samples, stops, aborts."""
+def random_history(seed: int, *, trees: bool = False) -> Bench:
+    """Trees, chains and no drafts; shared prompts; few slots now and then; samples, stops, aborts.
+
+    With `trees` the backend drafts those, too; some of their places lie behind the sequences' ends.
+    """
     rng = np.random.default_rng(seed)
     few_slots = bool(rng.random() < 0.5)
     bench = Bench(
@@ -144,7 +156,11 @@ def random_history(seed: int) -> Bench:
         max_running=int(rng.integers(2, 8)),
         max_len=50,
         max_burst=int(rng.choice([1, 2, 4, 16])),
+        depth=1 + seed // 2 % 2,
         cost=COST,  # so that a stream may wait for several rounds
+        trip=float(seed % 2),
+        trees=trees,
+        context_len=int(rng.choice([50, 52, 60])) if trees else 128,
     )
     shared = rng.integers(0, VOCAB, 24).tolist()
     live: list[int] = []
@@ -171,10 +187,11 @@ def random_history(seed: int) -> Bench:
     return bench
 
 
-def test_what_counts_as_computed_is_what_was_fed() -> None:
+@pytest.mark.parametrize("trees", [False, True])
+def test_what_counts_as_computed_is_what_was_fed(trees: bool) -> None:
     preemptions = accepted = stops = claims = 0
     for seed in range(scaled(25)):
-        bench = random_history(seed)
+        bench = random_history(seed, trees=trees)
         preemptions += bench.engine.totals.preemptions
         accepted += bench.engine.totals.accepted
         stops += sum(o.finish_reason is FinishReason.STOP for o in bench.outputs.values())
@@ -203,8 +220,9 @@ def test_control_nodes_that_were_never_computed_are_noticed(
         return right(store_lens, turn, stored._replace(nodes=frozenset(claimed(stored.nodes))), path)
 
     monkeypatch.setattr(commit, "_with_stored", wrong)
-    with pytest.raises(AssertionError):
-        list(map(random_history, range(10)))
+    for trees in (False, True):
+        with pytest.raises(AssertionError):
+            list(map(partial(random_history, trees=trees), range(10)))
 
 
 # One event at a time
@@ -313,6 +331,33 @@ def test_long_prompts_are_caught_up_over_several_steps() -> None:
     assert len(caught_up) <= 8
     assert bench.sequence(short).stats.drafted > 8, "others draft all the while"
     assert all(o.stats.drafted > 20 for o in bench.finish())
+
+
+def test_where_the_host_is_far_prompts_are_caught_up_in_the_first_step_that_drafts() -> None:
+    """Two prompts of three fit into the rows of a step; the third, which is cut, has a step without a draft."""
+    bench = Bench(num_slots=6000, context_len=1200, trip=1e-3)
+    prompts = [[i, 2] * 450 for i in range(3)]
+    for prompt in prompts:
+        bench.add(prompt, SamplingParams(max_tokens=1), "none")
+    bench.finish()
+    ids = [bench.add(prompt, GREEDY, tree="chain:2") for prompt in prompts]
+    bench.step()
+    assert [bench.sequence(i).stats.drafted > 0 for i in ids] == [True, True, False]
+    assert [bench.sequence(i).stats.draft_passes for i in ids] == [3, 3, 1]
+    assert draft_rows(bench) == [2048, 4, 2]
+    bench.step()
+    assert all(bench.sequence(i).stats.drafted for i in ids)
+
+
+def test_control_where_it_is_near_the_same_prompt_takes_steps_without_drafts() -> None:
+    steps = {}
+    for trip in (0.0, 1e-3):
+        bench = Bench(num_slots=2000, context_len=600, trip=trip)
+        request_id, steps[trip] = bench.add([1, 2] * 200, GREEDY, tree="chain:2"), 0
+        while not bench.sequence(request_id).stats.drafted:
+            bench.step()
+            steps[trip] += lengths(bench, request_id)[0] > 400
+    assert steps == {0.0: 6, 1e-3: 2}
 
 
 # Real models

@@ -46,6 +46,7 @@ inline double __ll2double_rn(long long v) { return static_cast<double>(v); }
 inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<uint64_t>(a) * b >> 32; }
 inline uint64_t __cvta_generic_to_shared(const void* p) { return reinterpret_cast<uint64_t>(p); }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
+template <typename T> inline T __ldcg(const T* at) { return *at; }
 template <typename T> inline T atomicAdd(T* at, T v) { const T before = *at; *at += v; return before; }
 template <typename T> inline T atomicMax(T* at, T v) { const T before = *at; *at = max(*at, v); return before; }
 template <typename T> inline T atomicMin(T* at, T v) { const T before = *at; *at = min(*at, v); return before; }

@@ -25,7 +25,7 @@ from verispec.kv import DRAFT_STORE, TARGET_STORE
 Items = tuple[tuple[str, str], ...]
 _TIMED = frozenset((1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128))  # others are interpolated or extrapolated
 _MIN_OBSERVED = 16  # passes: fewer teach a table too little to be worth a file
-FORMAT = 5  # raised when the audit or the file changes meaning
+FORMAT = 6  # raised when the audit or the file changes meaning
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,10 @@ def _measured(
     record = None if fresh else _read(path, fingerprint, backend.shapes)
     if record is None:
         shapes, budget = _timed(backend.shapes), BUDGET_SECONDS / (1 + store)
-        cost = measure_cost(backend, shapes, store=store, budget_seconds=budget, progress=progress)
+        only_drafts = store != TARGET_STORE
+        cost = measure_cost(
+            backend, shapes, store=store, only_drafts=only_drafts, budget_seconds=budget, progress=progress
+        )  # fmt: skip
         record = _Record(path, fingerprint, None, cost, is_new=True)
     fast_weights = "" if store else backend.limits.fast_weights
     if record.fast_weights != fast_weights:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from verispec.backends.protocol import FROM_DRAFT, BackendLimits, Burst, DrawWanted, Pass, Rows
+from verispec.backends.protocol import FROM_DRAFT, FROM_STATE, BackendLimits, Burst, DrawWanted, Pass, Rows
 from verispec.errors import InputError
 from verispec.kv import NUM_RESERVED, ZERO_SLOT
 
@@ -124,7 +124,8 @@ def _check_drafts(burst: Burst, rows: Rows, limits: BackendLimits, drafted: np.n
         if part.shape < len(part.sequences) or part.first_shape < part.first_rows * len(part.sequences):
             raise InputError(f"{len(part.sequences)} sequences draft in a shape of {part.shape} rows")
         first = burst.rows[part.sequences]
-        if (rows.token_ids[first] < 0).any() or (rows.positions[first] < part.first_rows - 1).any():
+        is_early = (rows.positions[first] < part.first_rows - 1) & (rows.token_ids[first] != FROM_STATE)
+        if (rows.token_ids[first] == FROM_DRAFT).any() or is_early.any():
             raise InputError("a draft needs its sequence's last tokens")
     lengths = burst.draft_lens
     sequence, i = np.nonzero(np.arange(int(lengths.max())) < lengths[:, None])

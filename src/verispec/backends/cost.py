@@ -53,7 +53,7 @@ class CostTable:
 
     For each measured shape: a fixed part and a part per context token. T is not monotone in M, so a shape between two
     measured ones is interpolated and nothing is assumed beyond that. A table that `learns` follows what is observed;
-    its `version` grows when that may change a choice. `fast` is T of fast passes, where cheaper weights draw them.
+    its `version` grows when that may change a choice. `fast` is T of passes on cheaper weights, where there are.
     `trip` is what a pass takes beyond T where the host is far from the device: rounds of a burst do without it.
     """
 
@@ -165,19 +165,18 @@ class CostTable:
         if self.trip and num_rounds == 1:
             return
         seconds /= num_rounds
-        column, shape = self.fast if pass_.only_drafts else self, len(pass_.rows)
-        if column is None or not column.learns or pass_.head_shape != shape or pass_.view != FULL_VIEW:
+        shape = len(pass_.rows)
+        if not self.learns or pass_.head_shape != shape or pass_.view != FULL_VIEW:
             return
-        column._num_seen[shape] += 1
-        num_seen = column._num_seen[shape]
+        self._num_seen[shape] += 1
+        num_seen = self._num_seen[shape]
         if seconds > _QUICK or num_seen <= _ALL_OF or num_seen % _ONE_IN == 0:
-            column.observe(shape, _num_read(pass_), seconds)
+            self.observe(shape, _num_read(pass_), seconds)
 
     def pass_seconds(self, pass_: Pass) -> float:
         """The predicted time of this pass, with all its rounds."""
         num_rounds = 1 if pass_.burst is None else 1 + pass_.burst.num_rounds
-        column = (self.fast if pass_.only_drafts else None) or self
-        return num_rounds * column.seconds(len(pass_.rows), _num_read(pass_))
+        return num_rounds * self.seconds(len(pass_.rows), _num_read(pass_))
 
     def _near_to(self, shape: int) -> NDArray[np.float64]:
         """The parts of the measured shapes in the interpolation of a shape. [shapes]"""

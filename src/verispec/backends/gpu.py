@@ -24,15 +24,20 @@ def num_gpus() -> int:
 
 
 def fitting_slots(
-    architectures: Sequence[Architecture], *, index: int, gpu_memory: float, value_nbytes: int, draft_bits: int = 0
+    architectures: Sequence[Architecture],
+    *,
+    index: int,
+    gpu_memory: float,
+    value_nbytes: int,
+    draft_bits: Sequence[int],
 ) -> int:
-    """How many tokens of K/V fit into this share of the device's memory, beside weights and workspace. The target has
-    a second set of weights of `draft_bits`."""
+    """How many tokens of K/V fit into this share of the device's memory, beside weights and workspace. Models have
+    second sets of weights of `draft_bits`, 0 for none."""
     free, total = torch.cuda.mem_get_info(index)
-    weights = sum(prod(spec.shape) for arch in architectures for spec in expected_tensors(arch).values()) * value_nbytes
-    if draft_bits:
-        target = sum(prod(spec.shape) for spec in expected_tensors(architectures[0]).values())
-        weights += target * (2 * draft_bits + 1) // 16  # with a scale of 16 bits for 32 of them
+    weights = 0
+    for arch, bits in zip(architectures, draft_bits, strict=True):
+        count = sum(prod(spec.shape) for spec in expected_tensors(arch).values())
+        weights += count * value_nbytes + (count * (2 * bits + 1) // 16 if bits else 0)  # 32 share a scale of 16 bits
     per_slot = sum(2 * a.num_layers * a.num_kv_heads * a.head_dim for a in architectures) * value_nbytes
     workspace = sum(_WORKSPACE_NBYTES + _LOGITS_NBYTES * a.vocab_size for a in architectures)
     room = min(free, int(total * gpu_memory)) - weights - workspace

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -89,13 +90,19 @@ class NativeBackend:
         return sum(model.nbytes for model in self._models)
 
     def submit(self, pass_: Pass) -> ReadyTicket:
+        start, in_kernels = time.perf_counter(), self._kernels.seconds
         check_pass(pass_, self.limits)
+        result = self._all_rounds(pass_)
+        host_seconds = time.perf_counter() - start - (self._kernels.seconds - in_kernels)
+        return ReadyTicket(replace(result, host_seconds=host_seconds))
+
+    def _all_rounds(self, pass_: Pass) -> PassResult:
         burst = pass_.burst
         if burst is None or self._needs_python(pass_, burst):
-            return ReadyTicket(run_rounds(self.resident, pass_, self.run))
+            return run_rounds(self.resident, pass_, self.run)
         if _has_nothing_else(pass_, burst):
-            return ReadyTicket(self._whole(pass_, burst))
-        return ReadyTicket(run_rounds(self.resident, pass_, self.run, self._further))
+            return self._whole(pass_, burst)
+        return run_rounds(self.resident, pass_, self.run, self._further)
 
     def _needs_python(self, pass_: Pass, burst: Burst) -> bool:
         """Penalties and bias are kept there; drafts by two ways, looked up, or beside masks, are rare."""
@@ -175,13 +182,16 @@ class NativeBackend:
             call()
         else:
             one, found = found, no_rounds(burst, int(rounds.max()))
-            for number in range(int(rounds.max())):
-                going[:] = (tokens >= 0) & (number < rounds)
-                if not going.any():
+            counts = rounds.tolist()
+            for number in range(max(counts)):  # by few operations: a pass leaves the caches cold
+                goes_on = [token >= 0 and number < most for token, most in zip(tokens.tolist(), counts, strict=True)]
+                if not any(goes_on):
                     break
-                one.token_ids[:], one.logprobs[:], one.accepted[:] = NO_TOKEN, 0, -1
+                if not all(goes_on):
+                    going[:] = goes_on
+                    one.token_ids[:], one.logprobs[:], one.accepted[:] = NO_TOKEN, 0, -1
                 call()
-                follow(resident, pass_, burst, fed, going > 0)
+                follow(resident, pass_, burst, fed, goes_on)
                 found.token_ids[:, number], found.logprobs[:, number] = one.token_ids[:, 0], one.logprobs[:, 0]
                 found.accepted[:, number] = one.accepted[:, 0]
         tokens_of = np.concatenate([first_tokens[:, None], found.token_ids[:, :-1]], axis=1)  # that had rows

@@ -6,6 +6,7 @@ The structures mirror native/api.h field by field; `ABI` tells a library that wa
 import ctypes
 import functools
 import hashlib
+import time
 from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
@@ -168,10 +169,14 @@ class Kernels:
         if not self._handle:
             raise InputError(f"this CPU, or this build, has no {isa} kernels")
         self.isa = str(self._library.vs_isa(self._handle).decode())
+        self.seconds = 0.0  # that calls have taken so far
 
     def call(self, name: str, *arguments: Any) -> int | None:
         """Run one function of the library, give its result if it has one."""
-        result: int | None = getattr(self._library, name)(self._handle, *map(_passed, arguments))
+        function, passed = getattr(self._library, name), [_passed(argument) for argument in arguments]
+        start = time.perf_counter()
+        result: int | None = function(self._handle, *passed)
+        self.seconds += time.perf_counter() - start
         return result
 
     def close(self) -> None:

@@ -124,12 +124,13 @@ class DraftRule(NamedTuple):
     least_logprob: float = -math.inf
     tree: Tree | None = None
     looks_up: bool = False
+    only_drafts: bool = False  # by cheaper weights, where the backend has them
 
     def drafting(self, sequences: Sequence[tuple[int, int]]) -> Drafting:
         """Of these sequences, by their index in the burst, and the lengths of their chains."""
         at, lengths = np.array(sequences, np.int32).T.copy()
         shape = self.shape(len(at) * (1 if self.tree is None else self.tree.most_rows))
-        who = self.store, self.view, self.kind, self.least_logprob, self.tree, self.looks_up
+        who = self.store, self.view, self.kind, self.least_logprob, self.tree, self.looks_up, self.only_drafts
         found = Drafting(at, lengths, 0, shape, *who)
         return found._replace(first_shape=self.shape(found.first_rows * len(at)))
 
@@ -219,6 +220,12 @@ class PassBuilder:
         self._drafts.setdefault(rule, []).append((len(self.fed_rows), length))
         self.feed_back(row, num_rounds)
         self.draw.rows += range(row, row + 1 + length)
+
+    def add_drafted_ahead(self, seq_row: int, length: int, num_rounds: int, rule: DraftRule) -> None:
+        """The same of a sequence whose last token only the backend knows, and where it is."""
+        first = len(self)
+        self.add_drafted(seq_row, 0, FROM_STATE, [DUMP_SLOT] * (1 + length), num_rounds, rule)
+        self.positions[first:] = [0] * (1 + length)
 
     def want_top(self, row: int, k: int) -> None:
         """The k most likely ids at a row; the largest k of a pass serves all."""

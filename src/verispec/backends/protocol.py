@@ -203,11 +203,12 @@ class Drafting(NamedTuple):
     With a `tree` of as many nodes as `lengths` say, each round begins with that, one pass for each level, of children
     with the target's noise; nodes behind a stop id have none. Node i has the slot of the table's position i + 1 behind
     the last token; when a path was accepted, its slots change places with those of its positions, in every round. Only
-    the backend's table knows: the next pass sends these entries once more. Whoever has not as many tokens left as the
-    tree has nodes drafts nothing.
+    the backend's table knows: the next pass sends these entries once more. Levels that could no longer be committed are
+    left out. Places may lie behind the sequence's limit, but not behind the end of the table's row: there is no tree
+    where they would.
 
     A chain that is looked up needs no pass and no model: it is what followed the sequence's last tokens before
-    (`rounds.looked_up`), and ends as others do.
+    (`rounds.looked_up`), and ends as others do. With `only_drafts` cheaper weights may serve, as in a `Pass`.
     """
 
     sequences: Int32  # [D], indices of the burst's sequences
@@ -220,6 +221,7 @@ class Drafting(NamedTuple):
     least_logprob: float = -math.inf
     tree: Tree | None = None
     looks_up: bool = False
+    only_drafts: bool = False
 
     @property
     def first_rows(self) -> int:
@@ -236,7 +238,8 @@ class Burst(NamedTuple):
     does not draw itself are accepted, its own draw behind them is fed back. Slots are the table's at their positions,
     rows are padded to `shape`. A sequence that draws a stop id, reaches its limit, cannot draw or has had its rounds
     idles from then on. With no rounds, the backend only remembers where the sequences are: a `FROM_STATE` row of a
-    later pass goes on from there. Those that draft do so in the pass's own round, too: `FROM_DRAFT` rows behind theirs.
+    later pass goes on from there. Those that draft do so in the pass's own round, too: `FROM_DRAFT` rows behind theirs,
+    which have no places either where that one is a `FROM_STATE` row.
     Sequences whose rows have masks draft nothing; `follow(i, token_id)` says what sequence i may draw behind its next
     token, as a row of the mask table, or None if it idles from then on. Their rows of that table are nobody else's.
     """
@@ -312,7 +315,7 @@ class BurstResult(NamedTuple):
     """What the further rounds drew, one after the other: NO_TOKEN where a sequence idled, or could not draw.
 
     Round i of a sequence gave `accepted[i]` tokens that were drafted and one more; -1 where it idled. The round of the
-    pass itself is round 0, whose draws are the pass's.
+    pass itself is round 0, whose draws are the pass's; whoever had ended before the pass idles in it, too.
     """
 
     token_ids: NDArray[np.int64]  # [S, rounds * (1 + K)]
@@ -333,6 +336,7 @@ class PassResult:
     distribution: DistributionHandle | None = None
     burst: BurstResult | None = None
     hidden: Any = None  # the backend's own array [R, layers, width]
+    host_seconds: float = 0.0  # of the time since it was submitted: what the host took, where the backend knows
 
 
 class Ticket(Protocol):

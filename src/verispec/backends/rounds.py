@@ -4,7 +4,7 @@ A round is: draft (a pass per token), verify (one pass), keep what the target dr
 that do not draft have rounds without the first part; chains that are looked up need no pass.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -37,9 +37,9 @@ def run_rounds(resident: Resident, pass_: Pass, run: Run, further: Further | Non
     burst, settling = pass_.burst, Settling(resident, run)
     drafts = Drafts.none(0, 0, ())
     if burst is not None and burst.drafts:
-        resident.take(pass_)
+        pass_ = resident.take(pass_)
         fed, settling.update = before(pass_, burst), pass_.table_update
-        drafts = _draft(resident, burst, fed, np.ones(len(burst.rows), np.bool_), settling)
+        drafts = _draft(resident, burst, fed, fed.token_ids >= 0, settling)
         pass_ = replace(pass_, rows=_with_drafts(resident, pass_.rows, burst, fed, drafts))
     pass_ = resident.take(pass_)
     result, wanted, settling.update = run(pass_), pass_.wanted.draw, NO_UPDATE
@@ -51,10 +51,10 @@ def run_rounds(resident: Resident, pass_: Pass, run: Run, further: Further | Non
     fed, draws = before(pass_, burst), _draws(pass_, result.draw, burst)
     if not burst.drafts:
         drafts = Drafts.none(len(draws), 0, ())
-    going = np.ones(len(draws), np.bool_)
+    going = fed.token_ids >= 0
     along, order = settling.settle(fed, drafts, draws, going)
     accepted = advance(resident, fed, along, np.take_along_axis(draws, order, axis=1), going)
-    follow(resident, pass_, burst, fed, going)
+    follow(resident, pass_, burst, fed, going.tolist())
     if burst.num_rounds:
         found = further(pass_, burst, fed) if further else _loop(resident, pass_, burst, fed, settling)
     else:
@@ -68,11 +68,12 @@ def run_rounds(resident: Resident, pass_: Pass, run: Run, further: Further | Non
 
 
 def before(pass_: Pass, burst: Burst) -> Fed:
-    """The tokens of a burst's rows: the last that are committed."""
+    """The tokens of a burst's rows: the last that are committed, NO_TOKEN of sequences that had ended."""
     rows = pass_.rows
+    has_ended = rows.slots[burst.rows] == DUMP_SLOT
     return Fed(
         rows.seq_rows[burst.rows],
-        rows.token_ids[burst.rows].astype(np.int64),
+        np.where(has_ended, NO_TOKEN, rows.token_ids[burst.rows]).astype(np.int64),
         rows.positions[burst.rows].astype(np.int64),
     )
 
@@ -108,17 +109,19 @@ def advance(resident: Resident, fed: Fed, drafts: Tokens, draws: Tokens, going: 
     return accepted
 
 
-def follow(resident: Resident, pass_: Pass, burst: Burst, fed: Fed, going: NDArray[np.bool_]) -> None:
+def follow(resident: Resident, pass_: Pass, burst: Burst, fed: Fed, going: Sequence[bool]) -> None:
     """Renew the masks of the sequences that were going, behind what they drew; NO_TOKEN is fed back where one ends."""
     if burst.follow is None or pass_.rows.masks is None:
         return
-    masks = pass_.rows.masks[burst.rows]
-    for i in np.flatnonzero(going & (masks > 0) & (fed.token_ids >= 0)).tolist():
-        allowed = burst.follow(i, int(fed.token_ids[i]))
+    masks, token_ids = pass_.rows.masks[burst.rows].tolist(), fed.token_ids.tolist()  # few: faster than as arrays
+    for i, is_going in enumerate(going):
+        if not is_going or not masks[i] or token_ids[i] < 0:
+            continue
+        allowed = burst.follow(i, token_ids[i])
         if allowed is None:
             fed.token_ids[i] = NO_TOKEN
         else:
-            resident.set_masks(int(masks[i]), allowed[None])
+            resident.set_masks(masks[i], allowed[None])
 
 
 def _draws(pass_: Pass, draw: DrawResult, burst: Burst) -> Tokens:
@@ -139,7 +142,8 @@ def _with_drafts(resident: Resident, rows: Rows, burst: Burst, fed: Fed, drafts:
     positions, tails = placed(resident, fed, drafts, sequence[there], 1 + i[there])
     rows = copied(rows, max([len(tail) for _, tail in tails], default=1))
     rows.token_ids[at] = np.maximum(tokens, 0)
-    rows.positions[at[there]] = positions
+    rows.positions[at[there]], rows.prefix_lens[at[there]] = positions, positions + 1
+    rows.slots[at[there]] = resident.table[rows.seq_rows[at[there]], fed.t[sequence[there]] + 1 + i[there]]
     for row, tail in tails:
         row = at[there][row]
         rows.tails[row, : len(tail)] = tail
@@ -156,7 +160,8 @@ def _draft(resident: Resident, burst: Burst, fed: Fed, going: NDArray[np.bool_],
     lengths = np.where(going, np.minimum(burst.draft_lens, resident.limits[seq_rows] - t - 2), 0)
     for part in burst.drafts:
         if part.tree is not None:
-            grow(resident, part, fed, part.sequences[lengths[part.sequences] == part.lengths], found, run)
+            has_places = fed.t[part.sequences] + part.lengths < resident.table.shape[1]
+            grow(resident, part, fed, part.sequences[has_places & (lengths[part.sequences] > 0)], lengths, found, run)
             continue
         live, i = part.sequences[lengths[part.sequences] > 0], 0
         if part.looks_up:
@@ -214,7 +219,10 @@ def _draft_pass(resident: Resident, part: Drafting, fed: Fed, live: NDArray[np.i
     rows = padded(tokens, positions, resident.table[seq_rows, positions], seq_rows, shape=shape)
     drawn = np.arange(count - 1, len(tokens), count, dtype=np.int32)
     wanted = Wanted(draw=DrawWanted(drawn))
-    return Pass(part.kind, rows, wanted, NO_UPDATE, head_shape=part.shape, store=part.store, view=part.view)
+    return Pass(
+        part.kind, rows, wanted, NO_UPDATE, head_shape=part.shape, store=part.store, view=part.view,
+        only_drafts=part.only_drafts,
+    )  # fmt: skip
 
 
 def _loop(resident: Resident, pass_: Pass, burst: Burst, fed: Fed, run: Settling) -> BurstResult:
@@ -247,7 +255,7 @@ def _loop(resident: Resident, pass_: Pass, burst: Burst, fed: Fed, run: Settling
         along, order = run.settle(fed, drafts, draws, going)
         draws, logprobs = (np.take_along_axis(values, order, axis=1) for values in (draws, logprobs))
         accepted = result.accepted[:, i] = advance(resident, fed, along, draws, going)
-        follow(resident, pass_, burst, fed, going)
+        follow(resident, pass_, burst, fed, going.tolist())
         sequence, column = np.nonzero(np.arange(width) <= accepted[:, None])
         at = num_drawn[sequence] + column
         result.token_ids[sequence, at] = draws[sequence, column]

@@ -59,10 +59,10 @@ class _Front(NamedTuple):
 
 
 def grow(
-    resident: Resident, part: Drafting, fed: Fed, live: NDArray[np.int32], drafts: Drafts,
+    resident: Resident, part: Drafting, fed: Fed, live: NDArray[np.int32], depths: Ints, drafts: Drafts,
     run: Callable[[Pass], PassResult],
 ) -> None:  # fmt: skip
-    """The trees of these sequences, one pass for each level."""
+    """The trees of these sequences, one pass for each level, of up to `depths` levels for each of the burst's."""
     tree = part.tree
     assert tree is not None
     fronts, first = {int(s): _Front([NO_PARENT], root()) for s in live}, 0
@@ -80,7 +80,7 @@ def grow(
             t = np.full(len(left.places), fed.t[s] + 1 + level)
             ids = drafts.token_ids[s, left.places]
             goes_on = np.flatnonzero(resident.goes_on(Fed(np.repeat(fed.seq_rows[s], len(t)), ids, t)))
-            if len(goes_on):
+            if len(goes_on) and level + 1 < depths[s]:
                 paths = Paths(*(values[goes_on] for values in left.paths)) if tree.is_beam else left.paths
                 going[s] = _Front([left.places[i] for i in goes_on], paths)
         fronts, first = going, first + keep
@@ -120,7 +120,10 @@ def _level(resident: Resident, part: Drafting, fed: Fed, fronts: dict[int, _Fron
     assert part.tree is not None
     rows = padded(*builder.columns, shape=part.shape if level else part.first_shape, tails=builder.tails)
     wanted = Wanted(noisy_top_k=NoisyTopKWanted(np.array(asked, np.int32), part.tree.branching[level]))
-    return Pass(part.kind, rows, wanted, NO_UPDATE, head_shape=part.shape, store=part.store, view=part.view)
+    return Pass(
+        part.kind, rows, wanted, NO_UPDATE, head_shape=part.shape, store=part.store, view=part.view,
+        only_drafts=part.only_drafts,
+    )  # fmt: skip
 
 
 class _Rows:

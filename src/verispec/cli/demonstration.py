@@ -158,12 +158,16 @@ class Demonstration:
             yield situation.case(run, reference)
 
     def fast_cases(self) -> Iterator[FastCase]:
-        """The request on fast passes, alone and then in ever larger crowds that run on fast passes too."""
+        """The request on fast passes, alone and then in ever larger crowds that run on fast passes too.
+
+        Where every shape is canonical there would be none: these engines do without the smallest one.
+        """
         request = _fast(self._request)
+        family = self._llm.calibration.family
         alone: Run | None = None
         for num_others in (0, *self._crowd_sizes):
             others = [Arrival(0, _fast(other)) for other in self._others[:num_others]]
-            with self._llm.separate_engine() as engine:
+            with self._llm.separate_engine(family=family[1:] or family) as engine:
                 run = _run(engine, [*others, Arrival(0, request)], request)
             alone = alone or run
             yield FastCase(num_others, run, compare(run.output, alone.output))

@@ -42,10 +42,11 @@ def verify(trial: Trial, sampling: options.Sampling, loading: options.Loading) -
     of them, preempted and computed again, with its prompt cut into small chunks, and with every drafter. Each run gives
     a digest over its tokens and log-probabilities, and all digests must be equal.
 
-    Then it runs on fast passes, which promise nothing (`deterministic=False`): alone and in crowds. With the numpy
-    backend the last bits usually depend on the crowd there, and in time the tokens do. That is no failure, it is what
-    the promise is for. With the native backend nothing differs, as its kernels compute each row by itself; a third
-    table shows how the rows of a library's matrix product differ.
+    Then it runs on fast passes, which promise nothing (`deterministic=False`): alone and in crowds, in engines that
+    have such passes even where every shape could be canonical. With the numpy backend the last bits usually depend on
+    the crowd there, and in time the tokens do. That is no failure, it is what the promise is for. With the native
+    backend nothing differs, as its kernels compute each row by itself; a third table shows how the rows of a library's
+    matrix product differ.
 
     Exit code 0: all digests are equal. 1: one differs, which is a defect. 2: bad input.
     """

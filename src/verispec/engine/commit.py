@@ -152,6 +152,8 @@ class Committer:
             if sequence.finish_reason is not None:
                 self._end(sequence)
                 return
+        if sequence.kv.num_flights:  # another turn counts on the lease
+            return
         sequence.kv.epoch += 1
         self._roster.trim(sequence, 0)
         if turn.start < sequence.prompt_len <= sequence.computed_len:

@@ -135,15 +135,15 @@ class Engine:
             shapes, cost, self._drafters, row_budget=row_budget, max_draft=config.max_draft, max_burst=config.max_burst,
             follows=backend.limits.follows,
         )  # fmt: skip
-        only_drafts = bool(shapes) and bool(backend.limits.fast_weights)
         max_running = min(config.max_running, row_budget, backend.limits.num_seq_rows)
         self._roster = Roster(self._pool, self._cache, backend.bind, clock, max_running=max_running)
         self._scheduler = Scheduler(
             self._roster,
             policy,
             row_budget=row_budget,
+            context_len=backend.limits.context_len,
             has_family=bool(shapes),
-            all_canonical=only_drafts or set(shapes) >= set(backend.shapes),
+            all_canonical=bool(shapes) and set(shapes) >= {m for m in backend.shapes if m <= row_budget},
             feeds=config.depth > 1,
             follows=backend.limits.follows,
         )
@@ -153,7 +153,6 @@ class Engine:
             canonical_shape=policy.canonical_shape,
             fast_shape=policy.fast_shape,
             joins=policy.joins,
-            only_drafts=only_drafts,
             observe=cost.observe_pass,
             clock=clock,
         )
@@ -253,7 +252,7 @@ class Engine:
                 self._drafters.draft(step.turns)
                 self._flights.append(self._passes.submit(step))
             submitted = self._clock()
-            step = self._flights.popleft().collect() if self._flights else Step()
+            step = self._landed(self._flights.popleft()) if self._flights else Step()
             waited = self._clock() - submitted
             judge(step.turns)
         except BaseException:  # a pass failed or was interrupted: what was in the air is given up, and planned again
@@ -265,7 +264,12 @@ class Engine:
         return self._told(events)
 
     def _plan(self) -> Step:
-        return self._scheduler.plan_ahead() if self._flights else self._scheduler.plan()
+        return self._scheduler.plan_ahead(self._flights[-1].step) if self._flights else self._scheduler.plan()
+
+    def _landed(self, flight: Flight) -> Step:
+        """What was planned ahead learns where its sequences are now."""
+        self._scheduler.locate(flight.step.turns)
+        return flight.collect()
 
     def _abandon(self) -> None:
         while self._flights:

@@ -91,7 +91,6 @@ class Policy:
         self._follows = follows
         self._family = tuple(family)
         self._cost = cost
-        self._fast_cost = cost.fast or cost
         self._drafters = drafters
         self.states = drafters.states
         self._row_budget = row_budget
@@ -99,7 +98,7 @@ class Policy:
         self.max_burst = max_burst
         self.host_seconds = cost.trip / 2  # of a round that the host drafts, beyond T; the engine measures it
         self._round_seconds = 0.0  # of the host, for a sequence's round that the backend drafts
-        self._cost_versions = (0, 0, 0, 0)
+        self._cost_versions = (0, 0, 0)
         self._entries: dict[Hashable, _Entry] = {}
         self._canonical_shapes: dict[int, int] = {}
 
@@ -110,9 +109,7 @@ class Policy:
 
         `other_rows` run in the same pass and give `other_tokens`; `beside` rows run in the step's other pass.
         """
-        versions = (
-            self._cost.version, self._fast_cost.version, _rough(self.host_seconds), _rough(self._round_seconds)
-        )  # fmt: skip
+        versions = self._cost.version, _rough(self.host_seconds), _rough(self._round_seconds)
         if versions != self._cost_versions:
             self._cost_versions = versions
             self._entries.clear()
@@ -138,7 +135,7 @@ class Policy:
             choice = self._choice(found, drafting, crowd._replace(needs_host=needs_host))
             drafts += 0 if choice.grows else choice.num_nodes * len(group)
             for turn in group:
-                turn.choice = _within(choice, turn.room) if turn.room > 0 else NO_ROOM
+                turn.choice = _within(choice, turn) if turn.room > 0 else NO_ROOM
         if drafts > self._row_budget - rows:
             _ration([turn for turn in turns if _held(turn.states) is None], self._row_budget - rows)
 
@@ -383,7 +380,7 @@ class Policy:
 
     def fast_shape(self, num_rows: int) -> int:
         """The shape of a fast pass of so many rows."""
-        return self._fast_cost.fast_shape(num_rows)
+        return self._cost.fast_shape(num_rows)
 
     def _step_seconds(self, num_canonical: int, num_fast: int, context_len: int) -> float:
         if not num_fast:
@@ -407,7 +404,7 @@ class Policy:
         return self._cost.seconds(self.canonical_shape(num_rows), num_rows * context_len)
 
     def _fast_seconds(self, num_rows: int, context_len: int) -> float:
-        return _pass_seconds(self._fast_cost, num_rows, context_len) if num_rows else 0.0
+        return _pass_seconds(self._cost, num_rows, context_len) if num_rows else 0.0
 
 
 def refusal(states: States) -> Choice | None:
@@ -441,16 +438,16 @@ def _ration(turns: Sequence[Turn], left: int) -> None:
         left -= turn.choice.num_nodes
 
 
-def _within(choice: Choice, room: int) -> Choice:
+def _within(choice: Choice, turn: Turn) -> Choice:
     """The choice, no deeper than what can still be committed."""
-    shape = choice.shape
+    shape, room = choice.shape, turn.room
     if shape is None:
         return choice if choice.num_nodes <= room else choice._replace(num_nodes=room)
-    if not shape.is_chain and choice.num_nodes > room:
-        choice = choice._replace(by_backend=False)  # the places of its nodes are positions, too
-    if shape.depth <= room:
-        return choice
-    return choice._replace(num_nodes=min(choice.num_nodes, shape.within(choice.num_nodes, room).num_nodes))
+    if shape.depth > room:
+        choice = choice._replace(num_nodes=min(choice.num_nodes, shape.within(choice.num_nodes, room).num_nodes))
+    if not shape.is_chain and choice.num_nodes > turn.table_room:
+        choice = choice._replace(by_backend=False)  # the places of its nodes are positions of the table
+    return choice
 
 
 def _pass_seconds(cost: CostTable, num_rows: int, context_len: int) -> float:

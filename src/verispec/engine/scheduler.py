@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
+from verispec.engine.ahead import can_follow, is_current, num_missing, num_slots, own, turn_behind
 from verispec.engine.policy import Policy, RoundLoad, refusal
 from verispec.engine.roster import Roster
 from verispec.engine.sequence import Sequence
@@ -38,8 +39,8 @@ class Scheduler:
 
     `has_family` says whether there are canonical shapes; without them everything runs in fast passes. With
     `all_canonical` fast passes have nothing but windows: other rows would gain nothing by them, and lose company.
-    `feeds`: the backend remembers draws for turns that are planned ahead. `follows`: it asks for the next masks between
-    rounds.
+    `context_len` is the width of the backend's table. `feeds`: it remembers draws for turns that are planned ahead.
+    `follows`: it asks for the next masks between rounds.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Scheduler:
         policy: Policy,
         *,
         row_budget: int,
+        context_len: int,
         has_family: bool,
         all_canonical: bool = False,
         feeds: bool = False,
@@ -56,6 +58,7 @@ class Scheduler:
         self._roster = roster
         self._policy = policy
         self._row_budget = row_budget
+        self._context_len = context_len
         self._has_family = has_family
         self._all_canonical = all_canonical
         self._feeds = feeds
@@ -115,17 +118,19 @@ class Scheduler:
         self._go_on((), cohorts, self._num_rounds(plain))
         return Step((), cohorts)
 
-    def plan_ahead(self) -> Step:
-        """A step behind those in the air: further rounds of their cohorts, and rows of whoever is in none of them.
+    def plan_ahead(self, last: Step) -> Step:
+        """A step behind those in the air: further rounds of their cohorts, and rows of whoever is in none of them; or
+        further rounds of the turns in the last one, if the backend drafts all of them.
 
-        Only for sequences that decode without the host. Nothing is preempted for it; lengths are upper bounds: the
-        backend knows better. A sequence whose prompt is in the air waits for its commit, and the others for it.
+        Only for sequences that decode without the host, and prompts of any that have single rows behind them. Nothing
+        is preempted for it; lengths are upper bounds: the backend knows better. A sequence whose prompt is in the air
+        waits for its commit, and the others for it.
         """
         self._roster.admit()
         self._wake()
         running = self._roster.running
-        if not all(s.is_plain for s in running):
-            return Step()
+        if not all(s.is_plain or _reads_prompt(s) for s in running):
+            return Step(self._turns_behind(last.turns))
         is_awaited = any(s.kv.num_flights and not s.kv.num_ahead for s in running)
         going = [s for s in running if s.kv.num_ahead and s.committed_len + s.kv.num_ahead < s.max_len]
         ahead: _Plain = {kind: [s for s in going if self._is_canonical(s) is kind] for kind in (True, False)}
@@ -142,6 +147,33 @@ class Scheduler:
             self._extend_prompt(turn, granted[turn.sequence.sequence_id], 0)
         self._go_on(turns, cohorts, 1 if is_awaited or 0 in granted.values() else self._num_rounds(plain, turns))
         return Step(turns, cohorts)
+
+    def _turns_behind(self, turns: SequenceOf[Turn]) -> list[Turn]:
+        """The same rounds once more for everybody, if slots are free and somebody is sure to need them.
+
+        Choices are made anew when nothing is in the air, so now and then nothing is planned ahead.
+        """
+        if len(turns) != len(self._roster.running) or self._roster.may_admit or not all(map(can_follow, turns)):
+            return []
+        if all(own(turn).kv.num_flights == 1 for turn in turns):
+            self.locate(turns)  # what was in the air before them is committed
+        found = [turn_behind(turn) for turn in turns]
+        is_needed = any(turn.room >= 0 for turn in found)
+        if not is_needed or not self._roster.make_room(sum(map(num_missing, found))):
+            return []
+        for turn in found:
+            if not self._roster.take(own(turn), num_slots(turn)):
+                raise AssertionError("slots for rounds planned ahead were not kept free")
+            self._freeze(turn)
+        return found
+
+    def locate(self, turns: SequenceOf[Turn]) -> None:
+        """Say where turns that were planned ahead begin, now that those before them are committed."""
+        for turn in turns:
+            if turn.num_behind:
+                begin = self._turn(own(turn))
+                turn.start, turn.room, turn.table_room = begin.start, begin.room, begin.table_room
+                turn.is_stale = not is_current(turn)
 
     def _prompts_come_first(self, others: SequenceOf[Sequence]) -> bool:
         """Whether those that decode wait, because nobody streams and prompts alone fill more than a pass.
@@ -325,13 +357,18 @@ class Scheduler:
             turn.num_rounds = num_rounds
 
     def _stay(self, turn: Turn, num_rounds: int) -> None:
-        """Rounds that the backend drafts by itself, if slots are free up to the last token that can have a row."""
+        """Rounds that the backend drafts by itself, if slots are free up to the last token that can have a row.
+
+        In the last round that drafts, a tree has places behind the sequence's end; it must have them in the table.
+        """
         assert isinstance(turn.sequence, Sequence)
-        choice, shape = turn.choice, turn.choice.shape
-        num_rows = min(num_rounds * (1 + choice.num_nodes), 1 + turn.room)
+        num_nodes, shape = turn.choice.num_nodes, turn.choice.shape
+        num_rows = min(num_rounds * (1 + num_nodes), 1 + turn.room)
         if shape is not None and not shape.is_chain:
-            num_rounds = min(num_rounds, 1 + (turn.room - choice.num_nodes) // (1 + shape.depth))
-            num_rows = (num_rounds - 1) * (1 + shape.depth) + 1 + choice.num_nodes
+            most, left = 1 + shape.depth, turn.table_room - num_nodes
+            if left < turn.room - 1:
+                num_rounds = min(num_rounds, 1 + left // most)
+            num_rows = min((num_rounds - 1) * most, turn.room - 1) + 1 + num_nodes
         if num_rounds > 1 and self._roster.take(turn.sequence, num_rows):
             turn.num_rounds = num_rounds
 
@@ -370,6 +407,7 @@ class Scheduler:
             kv.synced_len,
             (),
             sequence.max_len - len(sequence.token_ids) - 1,
+            self._context_len - len(sequence.token_ids),
             kv.store_lens,
         )
 
@@ -438,15 +476,21 @@ class Scheduler:
         sequence.kv.num_flights += 1
 
     def _send_table(self, turn: Turn, sequence: Sequence) -> None:
+        """Nodes of a tree that the host grows need no place in the table: its row may end before them."""
         kv = sequence.kv
         assert kv.lease is not None
-        held, leased = len(kv.held), kv.lease.slots
+        held, leased = len(kv.held), kv.lease.slots[: self._context_len - len(kv.held)]
         turn.table_start = kv.synced_len
         if kv.synced_len >= held:
             turn.table_slots = leased[kv.synced_len - held :]
         else:
             turn.table_slots = kv.held[kv.synced_len :] + leased
         kv.synced_len = held + len(leased)
+
+
+def _reads_prompt(sequence: Sequence) -> bool:
+    """Whether nothing of it needs the host yet: drafters are asked when its prompt is computed."""
+    return sequence.has_single_rows and len(sequence.kv.held) < sequence.prompt_len
 
 
 def _patience(sequence: Sequence) -> int:

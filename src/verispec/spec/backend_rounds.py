@@ -1,11 +1,11 @@
 """Rounds that a backend drafted and judged by itself, cut out of a burst's result: each becomes a turn of its own."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import fields, replace
 from operator import attrgetter
 from typing import NamedTuple
 
-from verispec.backends.protocol import BurstResult, Tree
+from verispec.backends.protocol import BurstResult
 from verispec.kv import TARGET_STORE
 from verispec.sampling.draw import NO_TOKEN
 from verispec.spec.turn import NO_ROOM, Recipe, Score, Turn
@@ -54,9 +54,10 @@ def rounds_of(turn: Turn, recipe: Recipe, burst: BurstResult, index: int) -> lis
         else:
             at = [0, *(1 + place for place in path)]
             drawn = _Drawn([rows.draws[j] for j in at], [rows.logprobs[j] for j in at])
-        drafted = (
-            _chain(ids, is_stored=is_stored) if tree is None else _tree(tree, ids, parents, turn.sequence.stopping_ids)
-        )
+        if tree is None:
+            drafted = _chain(ids, is_stored=is_stored)
+        else:
+            drafted = _tree(tree.keep[: max(0, turn.room - first)], ids, parents, turn.sequence.stopping_ids)
         found.append(_round(turn, recipe, first, drafted, path, drawn))
         first += count + 1
     return found
@@ -80,13 +81,16 @@ def _chain(ids: list[int], *, is_stored: bool) -> _Drafted:
     return _Drafted(draft, [], computed, max(1, len(draft)))
 
 
-def _tree(tree: Tree, ids: list[int], parents: list[int], stopping_ids: Collection[int]) -> _Drafted:
-    """Places that are free are no nodes; those of the last level, and behind a stop, were not computed."""
-    levels = [level for level, keep in enumerate(tree.keep) for _ in range(keep)]
+def _tree(keep: Sequence[int], ids: list[int], parents: list[int], stopping_ids: Collection[int]) -> _Drafted:
+    """Places that are free are no nodes; those of the last level, and behind a stop, were not computed.
+
+    `keep` are the places of each level that could still be committed.
+    """
+    levels = [level for level, count in enumerate(keep) for _ in range(count)]
     places = [place for place, token_id in enumerate(ids) if token_id >= 0]
     node_of = {place: node for node, place in enumerate(places)} | {NO_PARENT: NO_PARENT}
     draft = Draft(tuple(ids[p] for p in places), tuple(node_of[parents[p]] for p in places))
-    computed = [p for p in places if levels[p] + 1 < len(tree.keep) and ids[p] not in stopping_ids]
+    computed = [p for p in places if levels[p] + 1 < len(keep) and ids[p] not in stopping_ids]
     return _Drafted(draft, places, frozenset(node_of[p] for p in computed), 1 + len({levels[p] for p in computed}))
 
 
@@ -96,11 +100,13 @@ def _round(turn: Turn, recipe: Recipe, first: int, drafted: _Drafted, path: list
     found = Turn(*_fields_of(turn))  # there are many rounds: `dataclasses.replace` would take most of the time
     found.start, found.room, found.num_rounds = turn.start + first, room, 1
     found.draft, found.rounds = drafted.draft, []
-    found.num_draft_passes = drafted.num_passes if room > 0 and not recipe.rule.looks_up else 0
+    num_before = 0 if first else turn.num_draft_passes  # it was caught up in them
+    found.num_draft_passes = num_before + (drafted.num_passes if room > 0 and not recipe.rule.looks_up else 0)
+    num_nodes = min(recipe.num_nodes, room) if recipe.rule.tree is None else sum(recipe.rule.tree.keep[: max(0, room)])
     if room <= 0:
         found.choice = NO_ROOM
-    elif choice.num_nodes != min(recipe.num_nodes, room):
-        found.choice = choice._replace(num_nodes=min(recipe.num_nodes, room))
+    elif choice.num_nodes != num_nodes:
+        found.choice = choice._replace(num_nodes=num_nodes)
     if store != TARGET_STORE and room > 0:
         found.draft = replace(drafted.draft, stored=Stored(store, found.start + 1, drafted.computed))
     nodes = [drafted.places.index(place) for place in path] if is_tree else path

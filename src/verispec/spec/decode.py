@@ -8,13 +8,21 @@ the row of token L-1 and of every w canonically, into the same slots, so fast K/
 that the target does not draw itself are committed, and the rest is forgotten. Rollback is forgetting.
 Where the rows of a pass do not suffice for a whole window, its front is verified.
 Windows are dropped, never repaired: when their slots were lost (`draft_epoch`), or when a draw failed.
+
+A backend that has cheaper weights draws windows on those (`on_cheaper_weights`). Nothing else may run on them, so such
+a window shares its passes with other windows alone, and the backend draws and replays it by itself, round after round:
+it is a chain that the whole model drafts for itself.
 """
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
+from verispec.backends.cost import CostTable
+from verispec.backends.protocol import Backend
 from verispec.errors import InputError
 from verispec.spec.drafter import Curve, Held, Refusal
+from verispec.spec.growth import DraftModel
+from verispec.spec.model_drafter import ModelDrafter, ModelDrafterConfig, Source
 from verispec.spec.rate import Rate
 from verispec.spec.turn import Pending, SequenceView, Turn
 from verispec.types import Draft
@@ -23,6 +31,13 @@ _FINAL = Refusal("what fast passes give this request is final already")
 _FIRST = Refusal("the first token comes with the prompt")
 _OFF = Refusal("the window length is 0")
 _KEY = "window"
+_CHEAP_AGREEMENT = 0.85  # believed of cheaper weights until some of their windows were judged
+
+
+def on_cheaper_weights(backend: Backend, cost: CostTable, config: ModelDrafterConfig) -> ModelDrafter:
+    """Windows of up to `config.max_draft` tokens, or as many as promise most; `cost` is T of passes on such weights."""
+    source = Source(DraftModel(backend, cost, only_drafts=True), _CHEAP_AGREEMENT, _CHEAP_AGREEMENT)
+    return ModelDrafter("a window on cheaper weights", lambda: source, config)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

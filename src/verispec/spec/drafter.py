@@ -173,10 +173,13 @@ class DrafterSet:
             return _failed(name, ())
 
     def draft(self, turns: Sequence[Turn]) -> None:
-        """Fill in a valid draft for every turn that was granted nodes; a drafter drafts for all its turns at once."""
+        """Fill in a valid draft for every turn that was granted nodes; a drafter drafts for all its turns at once.
+
+        Those planned ahead have the draft of the turn before them.
+        """
         wanted: dict[str, list[Turn]] = {}
         for turn in turns:
-            if turn.choice.drafter:
+            if turn.choice.drafter and not turn.num_behind:
                 wanted.setdefault(turn.choice.drafter, []).append(turn)
         for name, group in wanted.items():
             try:
@@ -198,7 +201,7 @@ class DrafterSet:
         """Tell each drafter what became of its drafts."""
         for turn in turns:
             name = turn.choice.drafter
-            if name and (isinstance(turn.draft, Pending) or len(turn.draft)):
+            if name and not turn.is_stale and (isinstance(turn.draft, Pending) or len(turn.draft)):
                 try:
                     for part in turn.rounds or (turn,):
                         self._drafters[name].observe(part)

@@ -8,7 +8,7 @@ one stream per parent and round, and the distributions drawn from are kept.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -37,7 +37,8 @@ def never(probability: float) -> bool:
 class DraftModel:
     """What drafts: a view of the model behind `store`, and T(M, context) of its passes.
 
-    `kind` and `fit`, the shape for a number of rows, are those of fast passes; tests draft in canonical ones.
+    `kind` and `fit`, the shape for a number of rows, are those of fast passes; tests draft in canonical ones. With
+    `only_drafts` its passes run on cheaper weights, where the backend has them.
     """
 
     backend: Backend
@@ -46,6 +47,7 @@ class DraftModel:
     store: int = TARGET_STORE
     kind: PassKind = PassKind.FAST
     fit: Callable[[int], int] | None = None
+    only_drafts: bool = False
 
     def shape(self, num_rows: int) -> int:
         return self.cost.fast_shape(num_rows) if self.fit is None else self.fit(num_rows)
@@ -59,14 +61,16 @@ class DraftModel:
         """How a backend drafts with it: chains end behind a token less likely than that."""
         least = math.log(least_probability) if least_probability > 0 and shape.is_chain else -math.inf
         tree = None if shape.is_chain else Tree(shape.branching, shape.keep, shape.kind == "beam")
-        return DraftRule(self.store, self.view, self.kind, self.shape, least, tree)
+        return DraftRule(
+            self.store, self.view, self.kind, self.shape, least, tree, only_drafts=self.only_drafts
+        )  # fmt: skip
 
     def run(self, builder: PassBuilder) -> PassResult:
         builder.send_masks(self.backend)
         pass_ = builder.build(
             self.kind, self.shape, vocab_size=self.backend.limits.vocab_size, store=self.store, view=self.view
         )
-        return self.backend.submit(pass_).result()
+        return self.backend.submit(replace(pass_, only_drafts=self.only_drafts)).result()
 
 
 class _Child(NamedTuple):

@@ -24,7 +24,8 @@ logger = logging.getLogger(__name__)
 # What `auto` weighs against a chain.
 TREES = tuple(map(TreeShape.parse, ("branch:2", "branch:2,1,1", "branch:3,2,1", "beam:2,3", "beam:3,4", "beam:4,5")))
 _MOST_CAUGHT_UP = 128  # committed tokens that one step computes for the drafter, over all sequences
-_CAUGHT_UP_AT_ONCE = 16  # committed tokens that the first pass of a draft may compute
+_MOST_CAUGHT_UP_FAR = 2048  # where the host is far from the device: every further step would cost trips
+_CAUGHT_UP_AT_ONCE = 16  # committed tokens that the first pass of any draft may compute
 _NOT_COMPUTED = Refusal("the prompt is not computed yet")
 
 
@@ -162,31 +163,35 @@ class ModelDrafter:
     def draft(self, turns: Sequence[Turn]) -> list[Draft | Recipe]:
         """One pass per level, over all sequences that have not taken their exit; laggards catch up first.
 
-        Drafts that need nothing of the host are left to the backend.
+        Drafts that need nothing of the host are left to the backend. Where the host is far from the device, laggards
+        draft in the step that they catch up in, if its rows suffice.
         """
         assert isinstance(self._source, Source)
         model = self._source.model
         deepest = model.backend.limits.max_tail
+        first_rows = first_draft_rows(model.store)
         drafts: list[Draft | Recipe] = [NO_DRAFT] * len(turns)
         ready: list[int] = []
-        late: list[tuple[int, range]] = []
-        room = _MOST_CAUGHT_UP
+        behind: list[tuple[Turn, range]] = []
+        is_far = model.cost.trip > 0
+        room = _MOST_CAUGHT_UP_FAR if is_far else _MOST_CAUGHT_UP
         for i, turn in enumerate(turns):
             last, first = len(turn.sequence.token_ids) - 1, model.first_row(turn)
-            if turn.is_resident and last - first < first_draft_rows(model.store) <= last + 1:
-                shape = _shape(turn, deepest)
-                rule = model.rule(shape, self._exit.gamma if self._config.exits else 0.0)
-                drafts[i] = Recipe(shape.num_nodes, rule)
+            is_close = last - first < first_rows  # the first pass of a chain has these rows anyway
+            missing = range(first, min(last, first + room))
+            if turn.is_resident and first_rows <= last + 1 and (is_close or (is_far and missing.stop == last)):
+                drafts[i] = self._recipe(_shape(turn, deepest))
             elif last - first < _CAUGHT_UP_AT_ONCE:
                 ready.append(i)
-            elif room:
-                late.append((i, range(first, min(last, first + room))))
-                room -= len(late[-1][1])
-        if late:
-            compute(model, [(turns[i], positions) for i, positions in late])
-        for i, positions in late:
-            turns[i].note = f"{self._what} is catching up with the prompt"
-            drafts[i] = Draft(stored=Stored(model.store, positions.stop))
+                continue
+            elif missing:
+                turn.note = f"{self._what} is catching up with the prompt"
+                drafts[i] = Draft(stored=Stored(model.store, missing.stop))
+            if missing and not is_close:
+                behind.append((turn, missing))
+                room -= len(missing)
+        if behind:
+            compute(model, behind)
         shapes = [_shape(turns[i], deepest) for i in ready]
         stops = self._exit.stops if self._config.exits else never
         for i, draft in zip(ready, grow(model, [turns[i] for i in ready], shapes, stops=stops), strict=True):
@@ -195,6 +200,11 @@ class ModelDrafter:
             if self._config.exits:
                 turn.exit_state = self._exit.gamma, self._exit.rate
         return drafts
+
+    def _recipe(self, shape: TreeShape) -> Recipe:
+        assert isinstance(self._source, Source)
+        rule = self._source.model.rule(shape, self._exit.gamma if self._config.exits else 0.0)
+        return Recipe(shape.num_nodes, rule)
 
     def observe(self, turn: Turn) -> None:
         """Move the acceptance, and for chains the exit."""

@@ -11,7 +11,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -76,7 +76,7 @@ class Flight:
     def collect(self) -> Step:
         for part in self._parts:
             result = part.ticket.result()
-            seconds = self._timing.seconds_since(part.submitted)
+            seconds = max(0.0, self._timing.seconds_since(part.submitted) - result.host_seconds)
             _fill(part, result)
             if len(self._parts) == 1:  # one of two cannot be timed
                 self._time(part.pass_, result, seconds)
@@ -106,8 +106,7 @@ class Passes:
     """Submits steps.
 
     `canonical_shape` and `fast_shape` give the shape of a pass for a number of rows; `joins` says whether rows of both
-    kinds, that many of each, should share a canonical pass; `observe` hears how long passes took. With
-    `only_drafts`, fast passes have nothing but windows, which are replayed: cheaper weights may draw them.
+    kinds, that many of each, should share a canonical pass; `observe` hears how long passes took.
     """
 
     def __init__(
@@ -117,7 +116,6 @@ class Passes:
         canonical_shape: Fit,
         fast_shape: Fit,
         joins: Callable[[int, int], bool],
-        only_drafts: bool = False,
         observe: Observe = lambda pass_, seconds, num_rounds: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -125,7 +123,6 @@ class Passes:
         self._canonical_shape = canonical_shape
         self._fast_shape = fast_shape
         self._joins = joins
-        self._only_drafts = only_drafts
         self._timing = _Timing(clock, observe)
         self._next_mask = 1
         self.newest: Pass | None = None  # submitted last
@@ -169,8 +166,6 @@ class Passes:
                 add_cohort(builder, cohort)
             self._next_mask = builder.send_masks(self._backend, self._next_mask)
             pass_ = builder.build(kind, fit, vocab_size=self._backend.limits.vocab_size)
-        if kind is PassKind.FAST and self._only_drafts:
-            pass_ = replace(pass_, only_drafts=True)
         self.newest = pass_
         return _Part(turns, cohorts, builder, marks, pass_, self._timing.clock(), self._backend.submit(pass_))
 
@@ -233,6 +228,9 @@ def add_turn(builder: PassBuilder, turn: Turn) -> None:
         builder.draw.rows.append(row)
         _mask(builder, turn.places, range(row, row + 1))
         builder.feed_back(row, turn.num_rounds)
+        return
+    if isinstance(draft, Recipe) and turn.num_behind:
+        builder.add_drafted_ahead(turn.seq_row, draft.num_nodes, turn.num_rounds, draft.rule)
         return
     if isinstance(draft, Recipe):
         slots = turn.slots[: 1 + draft.num_nodes]

@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from verispec.backends.cost import CostTable
+from verispec.backends.cost import FLAT_COST, CostTable
 from verispec.backends.protocol import Backend
 from verispec.config import DEFAULTS
 from verispec.errors import InputError
 from verispec.kv import DRAFT_STORE
-from verispec.spec.decode import DecodeConfig, DecodeDrafter
+from verispec.spec.decode import DecodeConfig, DecodeDrafter, on_cheaper_weights
 from verispec.spec.drafter import Drafter
 from verispec.spec.grammar import GrammarDrafter
 from verispec.spec.growth import DraftModel
@@ -24,7 +24,7 @@ SKIP_DRAFTER, MODEL_DRAFTER, LOOKUP_DRAFTER = "skip", "model", "lookup"
 NO_DRAFT_MODEL = "there is no draft model; --draft-model names one"
 _MODEL_DRAFT_LEN = _LOOKUP_DRAFT_LEN = 8
 _BELIEVED_AGREEMENT = 0.75  # of a draft model, until some of its drafts were judged
-_CHEAP_WINDOW_LEN, _CHEAP_AGREEMENT = 5, 0.85  # of `decode` by cheaper weights
+_CHEAP_WINDOW_LEN = 8  # the most of `decode` on cheaper weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +54,12 @@ class DraftSetup:
 
 
 def _decode(setup: DraftSetup) -> Drafter:
-    """Cheaper weights err more often than other shapes of a pass: shorter windows."""
-    config = DecodeConfig()
+    """A length that the user names is that of every window."""
     if setup.backend is not None and setup.backend.limits.fast_weights:
-        config = DecodeConfig(window_len=_CHEAP_WINDOW_LEN, prior_acceptance=_CHEAP_AGREEMENT, prior_weight=10.0)
-    return DecodeDrafter(replace(config, window_len=setup.length(config.window_len)))
+        config = replace(setup.config(_CHEAP_WINDOW_LEN), force=setup.force or setup.draft_len is not None)
+        cost = setup.cost and setup.cost.fast
+        return on_cheaper_weights(setup.backend, cost or FLAT_COST, config)
+    return DecodeDrafter(DecodeConfig(window_len=setup.length(DecodeConfig().window_len)))
 
 
 def _skip(setup: DraftSetup) -> Drafter:
@@ -70,7 +71,7 @@ def _skip(setup: DraftSetup) -> Drafter:
 def _model(setup: DraftSetup) -> Drafter:
     if setup.backend is None or setup.draft_cost is None:
         return NoDrafter(NO_DRAFT_MODEL)
-    model = DraftModel(setup.backend, setup.draft_cost, store=DRAFT_STORE)
+    model = DraftModel(setup.backend, setup.draft_cost, store=DRAFT_STORE, only_drafts=True)
     source = Source(model, _BELIEVED_AGREEMENT, _BELIEVED_AGREEMENT)
     return ModelDrafter("the draft model", lambda: source, setup.config(_MODEL_DRAFT_LEN))
 

@@ -16,7 +16,7 @@ from verispec.backends import kept
 from verispec.backends.cost import CostTable
 from verispec.backends.protocol import View
 
-FORMAT = 2  # raised when the search or the file changes meaning
+FORMAT = 3  # raised when the search or the file changes meaning
 MAX_DRAFT = 12  # the longest draft, as published
 WORTH_IT = 1.05  # a smaller predicted speed-up is not worth drafting
 TYPICAL_CONTEXT = 256

@@ -143,7 +143,8 @@ class Turn:
     stale turn from a current one. `completes`: every pending token has its row, so the target draws a new token.
     A growing draft is drawn in `num_rounds` rounds without the host; a turn without a draft may go on for as many, each
     with a row for the last draw; one that the backend drafts has up to as many, each with a draft and a verdict of its
-    own. They come back as `rounds`, turns of one round each.
+    own. They come back as `rounds`, turns of one round each. A turn planned while an earlier one of its sequence was in
+    the air, the `num_behind`-th in a row, begins at `start` at the latest, until it has landed.
     """
 
     sequence: SequenceView
@@ -157,10 +158,13 @@ class Turn:
     table_start: int
     table_slots: Sequence[int]
     room: int = 0  # tokens of a draft that could still be committed: the one behind it must fit too
+    table_room: int = 0  # positions of the backend's table behind the last committed token
     store_lens: tuple[int, ...] = ()
     states: States = ()  # where the sequence stands with its drafters, if they were asked
     choice: Choice = PLAIN
     num_rounds: int = 1
+    num_behind: int = 0
+    is_stale: bool = False  # the sequence went on without it
     # Filled in by drafters,
     draft: Drafted = NO_DRAFT
     places: Places = ()  # where a draft stands in its grammar; of a growing one, the last place alone

@@ -48,7 +48,7 @@ def rows_differ(a: np.ndarray, b: np.ndarray) -> int:
     return int((np.ascontiguousarray(a).view(np.int32) != np.ascontiguousarray(b).view(np.int32)).any(-1).sum())
 
 
-def make(name: str, device, *, models: int = 2, poison: int | None = None) -> CudaBackend:
+def make(name: str, device, *, models: int = 2, poison: int | list[int] | None = None) -> CudaBackend:
     source = tiny.tiny_model(name)
     tensors = {k: v.copy() for k, v in source.tensors.items()}
     if poison is not None:
@@ -57,7 +57,7 @@ def make(name: str, device, *, models: int = 2, poison: int | None = None) -> Cu
     readers = [tensors.__getitem__, other.__getitem__]
     return CudaBackend(
         [CudaModel(source.arch, read) for read in readers[:models]], device=device, num_slots=2000, num_seq_rows=16,
-        max_tail=32,
+        max_tail=32, second_bits=0,
     )  # fmt: skip
 
 

@@ -87,6 +87,15 @@ test_hidden_start = provisions.test_a_row_may_start_from_a_hidden_state
 test_three_drafters = drafted.test_three_drafters_and_none_in_one_burst
 
 
+def test_trees_end_with_the_table() -> None:
+    """No place behind it is read, whoever drafts. The control reads one."""
+    drafted.test_trees_end_with_the_table(alone)
+    drafted.test_trees_end_with_the_table(hosted)
+    fault = "chains.cu", "record[kLength] + m.lengths[s] <= a.table_width", "true"
+    with pytest.raises(AssertionError):
+        drafted.test_trees_end_with_the_table(partial(alone, changes=(fault,)))
+
+
 class Alone(CudaBackend):
     """A backend whose host takes part in nothing."""
 
@@ -126,6 +135,7 @@ def test_drafted_bursts_need_no_host(drafter: str, limits: str) -> None:
     expected = by_the_host(drafter, limits)
     assert four_rounds(alone(), drafter, limits) == expected
     assert four_rounds(alone(backwards=True), drafter, limits) == expected
+    drafted.test_a_burst_goes_on_from_where_the_last_left_it(alone, drafter, drafted.NO_EDITS, limits)
 
 
 @pytest.mark.parametrize("limits", list(bursts.LIMIT_SETS))
@@ -144,6 +154,10 @@ FAULTS = {
     "no early end": ("chains.cu", "a.logprobs[i] >= pass.least_logprob &&", ""),
     "another slot": ("chains.cu", "record[kNext], position + n,", "record[kNext], position + n + 1,"),
 }
+FAULTS_OF_GOING_ON = {
+    "the host's word for it": ("chains.cu", "if (m.tokens[s] >= 0) record", "record"),
+    "whoever has ended goes on": ("chains.cu", "round <= m.rounds[s] && record[kNext] >= 0", "round <= m.rounds[s]"),
+}
 FAULTS_OF_LOOKING_UP = {
     "the first time": ("chains.cu", "n << kPositionBits | position", "n << kPositionBits | (last - position)"),
     "two are enough": ("chains.cu", "constexpr int kMost = 4", "constexpr int kMost = 2"),
@@ -159,6 +173,11 @@ def test_a_fault_in_the_chains_is_noticed() -> None:
         expected = by_the_host(drafter, limits)
         for fault in faults.values():
             assert four_rounds(alone(changes=(fault,)), drafter, limits) != expected, fault
+    for fault in FAULTS_OF_GOING_ON.values():
+        with pytest.raises((AssertionError, IndexError)):
+            drafted.test_a_burst_goes_on_from_where_the_last_left_it(
+                partial(alone, changes=(fault,)), "skip", drafted.NO_EDITS, "some near"
+            )
 
 
 TREE_FAULTS = {
@@ -171,6 +190,7 @@ TREE_FAULTS = {
     "branch:3,2": {
         "nobody's children": ("trees.cu", "c.parents[at] = parent.place", "c.parents[at] = -1"),
         "one child each": ("trees.cu", "pass.place + j, 0.0", "pass.place + j / k * k, 0.0"),
+        "levels behind the end": ("trees.cu", "&& pass.token + 1 < most_drafted(record, m.lengths[s])", ""),
     },
 }
 
@@ -184,10 +204,21 @@ def test_trees_are_those_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     assert backend_check.FAILED == []
 
 
+def test_only_what_the_target_draws_can_break_a_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control marks sequences for whatever was drafted for them."""
+    monkeypatch.setattr(backend_check, "FAILED", [])
+    trees_check.check_poison(StandIn(), max_tokens=8, num_requests=8)
+    assert backend_check.FAILED == []
+    whole = "for (int i = 0; i < prefix_len; ++i)"
+    changed = StandIn(changes=(("chains.cu", whole, whole.replace("prefix_len", "prefix_len + 3")),))
+    trees_check.check_poison(changed, max_tokens=8, num_requests=8)
+    assert any("chain" in failed for failed in backend_check.FAILED)
+
+
 def drafted_tree(backend: CudaBackend, tree: str) -> list[trees_check.Told] | None:
     """None: the engine noticed by itself."""
     asked = trees_check.requests(Speculation.of("model", tree=tree), seed=1, max_tokens=20)[1:2]
-    with suppress(ValueError):
+    with suppress(ValueError, IndexError):
         return trees_check.told(trees_check.engine_of(backend, max_burst=4), asked)
     return None
 
@@ -382,9 +413,37 @@ def test_windows_drawn_by_fast_weights_change_no_output(monkeypatch: pytest.Monk
     plain, _, _ = run(exact, "none")
     tokens, passes, accepted = run(cheap, "decode")
     assert tokens == plain
-    assert sum(p.only_drafts for p in passes) > 5
+    assert sum(any(part.only_drafts for part in p.burst.drafts) for p in passes if p.burst is not None) > 5
+    assert not any(p.only_drafts for p in run(cheap, "none")[1])
     assert 0.1 < accepted < 0.95, "four bits are no copy of the weights"
     assert run(cheap, "none")[0] == plain
     # The control: weights of four bits for everything.
-    monkeypatch.setattr(CudaBackend, "_drafts", lambda self, pass_, num_rows: bool(self._models[0].draft_layers))
+    monkeypatch.setattr(CudaBackend, "_drafts", lambda self, *_, **__: bool(self._models[0].draft_layers))
     assert run(CudaBackend([model], **sizes, draft_bits=4), "none")[0] != plain
+
+
+def test_a_draft_model_of_eight_bits_changes_no_output() -> None:
+    """Its passes of few rows run on them, those of prompts do not; what it drafts is judged by the target."""
+    config = TinyConfig(mlp_size=128, context_len=256)
+    tensors = make_tensors(config)
+    other = {name: values * np.float32(0.97) for name, values in tensors.items()}
+    models = [CudaModel(config.architecture, source.__getitem__) for source in (tensors, other)]
+    backend = CudaBackend(models, device=StandIn(), num_slots=conformance.NUM_SLOTS, num_seq_rows=8)
+    found = []
+    for method in ("none", "model"):
+        sizes = EngineConfig(num_slots=conformance.NUM_SLOTS, max_running=8)
+        drafters = make_drafters(cheap_setup(backend, draft_len=3))
+        engine = Engine(backend, family=(1, 4, 16, 64, 256), drafters=drafters, config=sizes)
+        for i in range(4):
+            params = SamplingParams(max_tokens=20, seed=i, temperature=i % 2)
+            prompt = conformance.PROMPT[5 * i :][:12]
+            engine.add(Request(prompt, params, speculation=Speculation.of(method), is_streamed=False))
+        outputs = []
+        while engine.has_work:
+            outputs += [event.output for event in engine.step() if event.output is not None]
+        found.append(sorted(output.digest for output in outputs))
+    assert found[0] == found[1]
+    assert sum(output.stats.accepted for output in outputs) > 10
+    by_eight_bits = {key.store: key.sizes.rows for key in backend._graphs._graphs if key.drafts}
+    assert by_eight_bits.keys() == {1}
+    assert any(key.store == 1 and not key.drafts and key.sizes.rows > 8 for key in backend._graphs._graphs)

@@ -18,8 +18,8 @@ SOURCES = [
     *(("rows.cu", {**MODEL, "MLP": 1536, "PARTS": parts}) for parts in (1, 2, 3, 4)),
     *(("attention.cu", {**MODEL, "HEAD_DIM": size, "TWO_BUFFERS": 1, "WHOLE": 0}) for size in (64, 128)),
     *(("attention.cu", {**MODEL, "HEAD_DIM": size, "TWO_BUFFERS": 0, "WHOLE": 1}) for size in (64, 256)),
-    ("quantized.cu", {"KIND": 0, "N": 960, "K": 576, "BITS": 4, "TILES": 8, "SPLITS": 1, **MODEL}),
-    ("quantized.cu", {"KIND": 1, "N": 576, "K": 1536, "BITS": 8, "TILES": 1, "SPLITS": 8, **MODEL}),
+    ("quantized.cu", {"KIND": 0, "N": 960, "K": 576, "BITS": 4, "SPLITS": 4, "STAGES": 8, **MODEL}),
+    ("quantized.cu", {"KIND": 1, "N": 576, "K": 1536, "BITS": 8, "SPLITS": 8, "STAGES": 4, **MODEL}),
     ("draw.cu", {}),
     ("draw.cu", {"MASKED": 1}),
     ("filter.cu", {}),
@@ -42,7 +42,9 @@ def test_ptx_has_no_approximations_and_only_k16_products(
     known = {"rcp.approx.ftz.f64"} if source == "trees.cu" else set()
     assert set(re.findall(r"\b\w+\.(?:approx|full|ftz)[.\w]*", ptx)) <= known
     assert {m for m in re.findall(r"mma\.sync\.[.\w]*", ptx) if "m16n8k16" not in m} == set()
-    assert "wgmma" not in ptx
+    is_wide = architecture == "sm_90a" and source == "attention.cu" and defines["HEAD_DIM"] <= 128
+    assert set(re.findall(r"m\d+n\d+(k\d+)\.f32", ptx)) <= {"k16"}
+    assert ("wgmma" in ptx) is is_wide
     # Every float sum and product says how it rounds, so that nothing may be contracted.
     assert not re.findall(r"\b(?:add|sub|mul|fma)\.f32", ptx)
 

@@ -23,6 +23,7 @@ from tests.backends.cuda.chains_check import random_backend
 from tests.support.skipping import CHEAP, cheap_setup
 from verispec.backends.cuda.backend import CudaBackend
 from verispec.backends.cuda.outputs import DeviceOutputs
+from verispec.backends.protocol import Pass, Ticket
 from verispec.config import EngineConfig
 from verispec.engine import Engine, Request
 from verispec.sampling import draw
@@ -73,8 +74,14 @@ def looped(backend: CudaBackend) -> CudaBackend:
 
 
 def unassisted(backend: CudaBackend) -> CudaBackend:
-    """A backend whose host takes part in nothing."""
-    backend._sampled_by_hand = None
+    """A backend whose host takes part in nothing; it counts the levels of trees that are asked for one by one."""
+    submit, backend.num_grown = backend.submit, 0
+
+    def counted(pass_: Pass) -> Ticket:
+        backend.num_grown += pass_.wanted.noisy_top_k is not None
+        return submit(pass_)
+
+    backend._sampled_by_hand, backend.submit = None, counted
     return backend
 
 
@@ -121,7 +128,10 @@ def check_trees(
                 what, how = f"{drafter} {tree} {accept}", Speculation.of(drafter, tree=tree, accept=accept)
                 asked = requests(how, seed=len(tree), max_tokens=max_tokens)[:num_requests]
                 expected = told(engine_of(host, max_burst=1, max_running=1), asked)
+                alone.num_grown = 0
                 found = told(engine_of(alone, max_burst=6, max_running=1), asked)
+                if drafter == "skip" and accept == "match":  # `model` reads the prompt with its first draft
+                    report(f"{what}: passes in which the host drafted", len(asked), alone.num_grown)
                 report(f"{what}: of the device and of the host", len(asked), differing(found, expected))
                 report(f"{what}: control: accepted", len(asked), sum(t.counted[-1] for t in found), control=True)
                 if accept == "match":
@@ -135,6 +145,48 @@ def check_trees(
         differing(told(engine_of(alone, max_running=1), asked), found),
         control=True,
     )
+
+
+POISONED = list(range(5, 320, 9))  # those of the prompts are not among them
+
+
+def check_poison(device, max_tokens: int = 12, num_requests: int = 24) -> None:
+    """Tokens whose K/V are not finite: one that the target draws ends its sequence, one that is only drafted does not,
+    and what the host gets is what the device does."""
+    backend = make("qwen2", device, poison=POISONED)
+    expected = poisoned(backend, Speculation.of("none"), max_tokens, num_requests, {"max_burst": 1, "max_running": 1})
+    ended = sum(error is not None for _, error, _ in expected)
+    report("control: the target draws tokens that are not finite", num_requests, ended, control=True)
+    for drafter, tree in (
+        ("none", None),
+        ("skip", "chain:3"),
+        ("model", "chain:3"),
+        ("model", "beam:3,3"),
+        ("skip", "branch:2,2"),
+    ):
+        found = poisoned(backend, Speculation.of(drafter, tree=tree), max_tokens, num_requests, {"max_burst": 6})
+        what = f"with tokens that are not finite, {drafter} {tree or ''}"
+        report(what, num_requests, sum(a[:2] != b[:2] for a, b in zip(found, expected, strict=True)))
+        if drafter != "none":
+            only_drafted = sum(bool(set(POISONED) & rejected) for _, _, rejected in found)
+            report(f"{what}: control: only drafted", num_requests, only_drafted, control=True)
+
+
+def poisoned(
+    backend: CudaBackend, speculation: Speculation, max_tokens: int, num_requests: int, sizes: dict[str, int]
+) -> list[tuple[tuple[int, ...], str | None, set[int]]]:
+    """Tokens, error and what was rejected of each request."""
+    engine, found, rejected = engine_of(backend, **sizes), {}, defaultdict(set)
+    for i in range(num_requests):
+        params = SamplingParams(max_tokens=max_tokens, seed=i, temperature=1.0)
+        engine.add(Request([9 * i % 300, 51, 60, 69], params, speculation=speculation))
+    while engine.has_work:
+        for event in engine.step():
+            rejected[event.request_id].update(event.rejected_ids)
+            if event.output is not None:
+                found[event.request_id] = tuple(event.output.token_ids), event.output.error
+    engine.check()
+    return [(*found[i], rejected[i]) for i in sorted(found)]
 
 
 def differing(found: Sequence[Told], expected: Sequence[Told]) -> int:
@@ -206,6 +258,7 @@ def main() -> None:
         with np.errstate(all="ignore"):
             report("draws and children, of the device and of numpy", 288, check_draws(vocabs=(5000, 151936)))
         check_trees(device)
+        check_poison(device)
         print(f"checks: {time.perf_counter() - begin:.0f} s", flush=True)
         for name, second in (("smol", ""), ("qwen1.5b", "qwen0.5b")):
             time_trees(device, name, second, results)

@@ -30,7 +30,8 @@ __device__ __forceinline__ float exp2_at_most_126(float x) {
   p = fused(p, f, 6.9314700365e-1f);
   p = fused(p, f, 1.0f);
   const float scale = __int_as_float((__float_as_int(shifted) - 0x4B400000 + 127) << 23);
-  return x < -126.0f ? 0.0f : mul(p, scale);
+  const float y = mul(p, scale);  // whatever x is, so that there is no branch
+  return x < -126.0f ? 0.0f : y;
 }
 
 // The same for any x: 2^126 above 126.

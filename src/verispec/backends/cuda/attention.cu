@@ -4,10 +4,15 @@
 // attention_groups has all spans of its rows and merges them (many groups), or one. Context index j of a row stands in slot
 // table[seq_row, j], or behind its prefix in its tail. Tiles of 64 and spans of 256 positions begin at absolute multiples, so
 // a row's sums do not depend on the rows beside it.
-#include "arithmetic.cuh"
+#include "wide.cuh"
 
 using namespace vs;
 
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) && (HEAD_DIM == 64 || HEAD_DIM == 128)
+#define WIDE 1  // attention_groups: products of 64 rows at once
+#else
+#define WIDE 0
+#endif
 constexpr int kTile = 64, kSpan = 256, kTiles = kSpan / kTile;
 constexpr int kGroup = HEADS / KV_HEADS, kChunks = HEAD_DIM / 8, kMask = (kChunks & -kChunks) - 1;
 constexpr bool kBoth = kGroup > 8;  // attention_rows: whether rows g + 8 of a tile of 16 are heads at all
@@ -94,6 +99,56 @@ __device__ __forceinline__ void load_query(unsigned (*q)[4], const bf16* low, co
   }
 }
 
+#if WIDE
+// The same for attention_groups, into a tile as wide.cuh wants it.
+__device__ __forceinline__ void fetch_wide(const bf16* store, const int* slots, int kv_head, int origin, int len, unsigned to) {
+  constexpr int kStep = 128 / kChunks;  // rows at once, a multiple of eight: they are swizzled alike
+  const int chunk = threadIdx.x % kChunks, first = threadIdx.x / kChunks;
+  const bf16* from = store + kv_head * HEAD_DIM + chunk * 8;
+  unsigned at = to + wide_offset<kTile>(first, chunk);
+#pragma unroll
+  for (int row = first; row < kTile; row += kStep, at += kStep * kWideColumn)
+    copy16(at, from + static_cast<int64>(slots[row]) * (KV_HEADS * HEAD_DIM), origin + row < len);
+}
+
+// q in the order of columns that the tensor core has.
+__device__ __forceinline__ void load_wide_query(unsigned (*q)[4], const bf16* low, const bf16* high, int t) {
+#pragma unroll
+  for (int step = 0; step < HEAD_DIM / 16; ++step)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int at = step * 16 + half * 8 + 2 * t;
+      q[step][2 * half] = low == nullptr ? 0 : *reinterpret_cast<const unsigned*>(low + at);
+      q[step][2 * half + 1] = high == nullptr ? 0 : *reinterpret_cast<const unsigned*>(high + at);
+    }
+}
+
+// s = chain(q, k) of the block's 64 query rows and a tile's positions.
+__device__ __forceinline__ void wide_scores(float (*s)[4], const unsigned (*q)[4], unsigned keys) {
+  wide_fence();
+#pragma unroll
+  for (int step = 0; step < HEAD_DIM / 16; ++step)
+    wide_mma64<0>(s, q[step], wide_operand(keys + step / 4 * kTile * kWideColumn + step % 4 * 32, 16), step > 0);
+  wide_wait();
+}
+
+// o continued by chain(p, v).
+__device__ __forceinline__ void wide_values(float (*o)[4], const unsigned (*p)[2], unsigned values) {
+  wide_fence();
+#pragma unroll
+  for (int step = 0; step < kTile / 16; ++step) {
+    const unsigned w[4] = {p[2 * step][0], p[2 * step][1], p[2 * step + 1][0], p[2 * step + 1][1]};
+    const uint64 v = wide_operand(values + step * 16 * kWideColumn, kTile * kWideColumn);
+#if HEAD_DIM == 64
+    wide_mma64<1>(o, w, v, 1);
+#else
+    wide_mma128<1>(o, w, v, 1);
+#endif
+  }
+  wide_wait();
+}
+#endif
+
 // Two k16 steps' worth of V for eight columns: positions first .. first + 31.
 __device__ __forceinline__ void load_values(unsigned* v, unsigned values, int first, int column, int lane) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];\n"
@@ -103,7 +158,8 @@ __device__ __forceinline__ void load_values(unsigned* v, unsigned values, int fi
 }
 
 __device__ __forceinline__ float masked(float s, float scale, int j, int len, int window) {
-  return j < len && j >= len - window ? mul(s, scale) : neg_inf();
+  const float value = mul(s, scale);
+  return (j < len) & (j >= len - window) ? value : neg_inf();
 }
 // Weights behind a maximum of -inf are 0, so any finite number may stand for it.
 __device__ __forceinline__ float subtracted(float m) { return m == neg_inf() ? 0.0f : m; }
@@ -309,10 +365,11 @@ extern "C" __global__ void __launch_bounds__(kRowThreads) attention_rows(const A
 // are prefixes of the last row's; a warp holds 16 pairs of row and head. For rows with several spans attention_merge follows,
 // unless WHOLE: then a block has all spans.
 extern "C" __global__ void __launch_bounds__(128, HEAD_DIM > 128 ? 1 : WHOLE ? 2 : 3) attention_groups(const Args a) {
-  extern __shared__ __align__(128) unsigned char memory[];
+  extern __shared__ __align__(1024) unsigned char memory[];
   __shared__ int slots[3][kTile];  // of the tiles in hand, on their way, and behind them
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, t = lane & 3, kv_head = blockIdx.y;
-  const int first = a.groups[2 * blockIdx.x], count = a.groups[2 * blockIdx.x + 1], final_row = first + max(count, 1) - 1;
+  const int group = gridDim.x - 1 - blockIdx.x;  // the longest contexts of a prompt first
+  const int first = a.groups[2 * group], count = a.groups[2 * group + 1], final_row = first + max(count, 1) - 1;
   const int shortest = a.positions[first] + 1, longest = a.positions[final_row] + 1;
   const int first_tile = max(0, shortest - a.window) / kTile;
   const int first_span = first_tile / kTiles, spans = (longest + kSpan - 1) / kSpan, span = WHOLE ? first_span : blockIdx.z;
@@ -333,7 +390,11 @@ extern "C" __global__ void __launch_bounds__(128, HEAD_DIM > 128 ? 1 : WHOLE ? 2
     q_row[i] = valid ? a.q + to[i] : nullptr;
   }
   unsigned q[HEAD_DIM / 16][4];
+#if WIDE
+  load_wide_query(q, q_row[0], q_row[1], t);
+#else
   load_query(q, q_row[0], q_row[1], t);
+#endif
   const unsigned base = shared_address(memory);
   constexpr int kStage = 2 * kTile * kRowBytes;
   float o[kColumns][4] = {}, l[4] = {}, m[2] = {neg_inf(), neg_inf()};
@@ -359,8 +420,13 @@ extern "C" __global__ void __launch_bounds__(128, HEAD_DIM > 128 ? 1 : WHOLE ? 2
   const auto slot_at = [&](int j) { return j < longest ? static_cast<int>(slot_of(a, final_row, seq_row, prefix_len, j)) : 0; };
   const auto fetch_tile = [&](int tile) {
     const unsigned to = base + (tile & 1) * kStage;
+#if WIDE
+    fetch_wide(a.k_store, slots[tile % 3], kv_head, tile * kTile, longest, to);
+    fetch_wide(a.v_store, slots[tile % 3], kv_head, tile * kTile, longest, to + kStage / 2);
+#else
     fetch<true, 128>(a.k_store, slots[tile % 3], kv_head, tile * kTile, tile * kTile, (tile + 1) * kTile, longest, to);
     fetch<false, 128>(a.v_store, slots[tile % 3], kv_head, tile * kTile, tile * kTile, (tile + 1) * kTile, longest, to + kStage / 2);
+#endif
     copy_commit();
   };
   const int half = threadIdx.x / kTile, place = threadIdx.x % kTile;
@@ -374,19 +440,33 @@ extern "C" __global__ void __launch_bounds__(128, HEAD_DIM > 128 ? 1 : WHOLE ? 2
     if (tile + 1 < end) fetch_tile(tile + 1);
     else copy_commit();
     copy_wait<1>();
+#if WIDE
+    wide_written();
+#endif
     __syncthreads();
     float s[8][4];
+#if WIDE
+    wide_scores(s, q, base + stage * kStage);
+#else
     scores<8>(s, q, memory + stage * kStage, g, t);
+#endif
     float top[2] = {neg_inf(), neg_inf()};
-    const bool whole = (tile + 1) * kTile <= shortest && tile * kTile >= longest - a.window;  // every row sees all of it
+    if ((tile + 1) * kTile <= shortest && tile * kTile >= longest - a.window) {  // every row sees all of it
+#pragma unroll
+      for (int n = 0; n < 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s[n][e] = mul(s[n][e], a.scale);
+    } else {
+#pragma unroll
+      for (int n = 0; n < 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          s[n][e] = masked(s[n][e], a.scale, tile * kTile + n * 8 + 2 * t + (e & 1), len[e / 2], a.window);
+    }
 #pragma unroll
     for (int n = 0; n < 8; ++n)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        s[n][e] = whole ? mul(s[n][e], a.scale)
-                        : masked(s[n][e], a.scale, tile * kTile + n * 8 + 2 * t + (e & 1), len[e / 2], a.window);
-        top[e / 2] = fmaxf(top[e / 2], s[n][e]);
-      }
+      for (int e = 0; e < 4; ++e) top[e / 2] = fmaxf(top[e / 2], s[n][e]);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       top[i] = fmaxf(m[i], quad_max(top[i]));
@@ -412,6 +492,7 @@ extern "C" __global__ void __launch_bounds__(128, HEAD_DIM > 128 ? 1 : WHOLE ? 2
         const unsigned w[4] = {p[n][0], p[n][1], p[n + 1][0], p[n + 1][1]}, ones[2] = {kOnes, kOnes};
         mma(l, w, ones);
       }
+#if !WIDE
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) {
         unsigned v[4];
@@ -423,7 +504,11 @@ extern "C" __global__ void __launch_bounds__(128, HEAD_DIM > 128 ? 1 : WHOLE ? 2
           mma(o[c], w, v + 2 * step);
         }
       }
+#endif
     }
+#if WIDE
+    wide_values(o, p, values);
+#endif
     if (half == 0) slots[(tile + 2) % 3][place] = later;
     __syncthreads();
     if (WHOLE && (tile + 1) % kTiles == 0) {

@@ -40,7 +40,6 @@ from verispec.backends.cuda.outputs import DeviceOutputs
 from verispec.backends.cuda.probes import probes
 from verispec.backends.cuda.shapes import Shapes, positions_of
 from verispec.backends.cuda.steps import (
-    BROKEN,
     LENGTH,
     MAX_BIAS,
     MAX_EDITED_ROWS,
@@ -56,7 +55,7 @@ from verispec.backends.cuda.steps import (
 )
 from verispec.backends.gpu import Health
 from verispec.backends.native_backend import fingerprint
-from verispec.backends.options import NUM_MASKS, CudaOptions
+from verispec.backends.options import NUM_MASKS, SECOND_MODEL_BITS, CudaOptions
 from verispec.backends.protocol import (
     FROM_STATE,
     BackendLimits,
@@ -106,6 +105,7 @@ class CudaBackend:
     def __init__(
         self, models: Sequence[CudaModel], *, device: Device, num_slots: int, num_seq_rows: int,
         context_len: int | None = None, max_tail: int = 64, progress: Progress = no_progress, draft_bits: int = 0,
+        second_bits: int = SECOND_MODEL_BITS,
     ) -> None:  # fmt: skip
         arch = models[0].architecture
         context_len = min(context_len or arch.context_len, arch.context_len)
@@ -122,8 +122,8 @@ class CudaBackend:
         self._architectures = [m.architecture for m in models]
         with device.current():
             self._models = [
-                _loaded(m, device, self.limits, partial(_report, progress, i, len(models)), 0 if i else draft_bits)
-                for i, m in enumerate(models)
+                _loaded(m, device, self.limits, partial(_report, progress, i, len(models)), bits)
+                for i, (m, bits) in enumerate(zip(models, _bits(models, draft_bits, second_bits), strict=True))
             ]
             self._max_row_spans = min(_row_spans(Shapes.of(arch)) for arch in self._architectures)
             self._state = StepState(self.limits, MAX_PLACES, device.name)
@@ -173,7 +173,9 @@ class CudaBackend:
         spans = spans_of(self._longest(pass_, num_rounds if chains is None else chains.reach))
         parcel, once, again = Parcel(lane.sent), list[GraphKey](), list[GraphKey]()
         masked = _is_masked(pass_)
-        is_cohort = burst is not None and chains is None and not masked and _is_cohort(pass_)
+        is_cohort = (
+            burst is not None and not masked and (_is_cohort(pass_) if chains is None else chains.are_all(pass_))
+        )
         width = extra_at = 0
         if not is_cohort:
             arranged = arrange(pass_.rows, len(_drawn(pass_)), self._models[pass_.store].kernels.rows_per_group)
@@ -183,15 +185,18 @@ class CudaBackend:
             self._put_rows(parcel, arranged, pass_, _drawn(pass_))
             width = arranged.head
         if chains is not None:
-            drafting = chains.drafting(spans, draw)
-            once, again = [*drafting, *once], [*drafting, chains.verifying(pass_, spans, draw)]
+            drafting = [
+                key._replace(drafts=self._drafts(key.store, key.sizes.rows, only_drafts=key.drafts))
+                for key in chains.drafting(spans, draw)
+            ]
+            once, again = drafting * len(once) + once, [*drafting, chains.verifying(pass_, spans, draw)]
             extra_at = max(width, len(chains.owners))
             width = chains.put(parcel, pass_.rows, _drawn(pass_), extra_at)
         elif burst is not None:
             if is_cohort or num_rounds:
                 size = at_least(ROW_SIZES, len(burst.rows))
                 sizes = StepSizes(size, size, is_round=True)
-                drafts = self._drafts(pass_, size)
+                drafts = self._drafts(pass_.store, size, only_drafts=pass_.only_drafts)
                 again = [GraphKey(pass_.store, pass_.view, sizes, size, spans, draw, drafts=drafts)]
                 width = max(width, size)
             self._put_burst(parcel, pass_, burst, is_cohort=is_cohort)
@@ -200,10 +205,11 @@ class CudaBackend:
         if not all(self._fits(key) for key in (*once, *again)):
             return None
         first = [self._graphs.get(key) for key in once]
-        further = [self._graphs.get(key) for key in again] if num_rounds or is_cohort else []
+        num_again = num_rounds + is_cohort  # rounds whose rows the device names
+        further = [self._graphs.get(key) for key in again] if num_again else []
         parcel.set("out_width", width)
         self._send(parcel, lane, pass_.table_update)
-        for graph in (*first, *further * (num_rounds + is_cohort)):
+        for graph in (*first, *further * num_again):
             graph.replay()
         num_drawn = len(_drawn(pass_)) if _asked(pass_) is not None else None
         num_fed = None if burst is None else len(burst.rows)
@@ -250,14 +256,13 @@ class CudaBackend:
         )
 
     def _shown(self, pass_: Pass) -> DistributionHandle | None:
-        """Distributions from the logits that the last graph leaves: NaN where a sequence's K or V was not finite."""
+        """Distributions from the logits that the last graph leaves: NaN where a row's context was not finite."""
         shown = pass_.wanted.distribution
         if shown is None:
             return None
-        columns = np.stack([np.searchsorted(_drawn(pass_), shown.rows), pass_.rows.seq_rows[shown.rows]])
-        at, seq_rows = torch.from_numpy(columns).to(self._device.name, non_blocking=True)
+        at = torch.from_numpy(np.searchsorted(_drawn(pass_), shown.rows)).to(self._device.name, non_blocking=True)
         logits = self._models[pass_.store].logits[at]
-        logits.masked_fill_(self._state.records[seq_rows, BROKEN, None] != 0, np.nan)
+        logits.masked_fill_(self._state.broken_rows[at, None] != 0, np.nan)
         return self._outputs.handle(logits, self.resident.sampling(pass_.rows, shown.rows))
 
     def _put_burst(self, parcel: Parcel, pass_: Pass, burst: Burst, *, is_cohort: bool) -> None:
@@ -287,13 +292,12 @@ class CudaBackend:
         starts = pass_.start is not None
         return GraphKey(
             pass_.store, pass_.view, sizes, arranged.single, spans, draw, starts=starts, hidden=layers,
-            drafts=self._drafts(pass_, sizes.rows),
+            drafts=self._drafts(pass_.store, sizes.rows, only_drafts=pass_.only_drafts),
         )  # fmt: skip
 
-    def _drafts(self, pass_: Pass, num_rows: int) -> bool:
+    def _drafts(self, store: int, num_rows: int, *, only_drafts: bool) -> bool:
         """Whether weights of fewer bits serve: nothing of the pass is committed, and it has few rows."""
-        has_weights = bool(self._models[pass_.store].draft_layers)
-        return pass_.only_drafts and has_weights and num_rows <= _MAX_DRAFT_ROWS
+        return only_drafts and bool(self._models[store].draft_layers) and num_rows <= _MAX_DRAFT_ROWS
 
     def _put_rows(self, parcel: Parcel, arranged: Arranged, pass_: Pass, head_rows: Int32) -> None:
         parcel.put("rows", arranged.columns)
@@ -408,7 +412,7 @@ class CudaBackend:
         return [np.sort(order[i : i + most]) for i in range(0, len(rows), most)]
 
     def _forwarded(self, pass_: Pass, head_rows: Int32, lane: Lane) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits of these rows, NaN where a sequence's K or V was not finite, and the hidden states that are wanted.
+        """Logits of these rows, NaN where a row's context was not finite, and the hidden states that are wanted.
 
         The logits stand until the next pass.
         """
@@ -425,9 +429,7 @@ class CudaBackend:
         self._send(parcel, lane, pass_.table_update)
         graph.replay()
         logits = model.logits[: len(head_rows)]
-        broken = self._state.records[:, BROKEN].cpu().numpy() != 0
-        if broken[rows.seq_rows[head_rows]].any():
-            logits[torch.from_numpy(broken[rows.seq_rows[head_rows]]).to(self._device.name)] = np.nan
+        logits.masked_fill_(self._state.broken_rows[: len(head_rows), None] != 0, np.nan)
         if hidden is None:
             return logits, logits
         places, kept = torch.from_numpy(arranged.places[hidden.rows]).to(self._device.name), self._graphs.hidden(key)
@@ -532,6 +534,12 @@ def _loaded(
         max_row_spans=_row_spans(Shapes.of(arch)), head_rows=MAX_HEAD_ROWS, loaded=loaded,
         draft_bits=draft_bits,
     )  # fmt: skip
+
+
+def _bits(models: Sequence[CudaModel], target_bits: int, second_bits: int) -> list[int]:
+    """Of the second set of weights of each model, by which passes of few rows draft; 0 for none."""
+    others = [Shapes.of(model.architecture) for model in models[1:]]
+    return [target_bits, *(second_bits if shapes.has_whole_chunks else 0 for shapes in others)]
 
 
 def _row_spans(shapes: Shapes) -> int:

@@ -26,9 +26,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) begin_draft(const ChainAr
     const int s = i < pass.count ? pass.members[i] : 0, seq_row = i < pass.count ? m.seq_rows[s] : 0;
     const int* record = record_of(a, seq_row);
     if (i < pass.count && pass.token == 0) {
-      const int most = most_drafted(record, m.lengths[s]);
+      const bool has_places = !m.is_tree[s] || record[kLength] + m.lengths[s] <= a.table_width;
       c.counts[s] = 0;
-      c.live[s] = round <= m.rounds[s] && record[kNext] >= 0 && (m.is_tree[s] ? most == m.lengths[s] : most > 0);
+      c.live[s] = round <= m.rounds[s] && record[kNext] >= 0 && most_drafted(record, m.lengths[s]) > 0 && has_places;
       for (int n = 1; m.is_tree[s] && n <= m.lengths[s]; ++n) c.drafts[m.base[s] + n] = -1;
     }
     const bool drafts = i < pass.count && c.live[s];
@@ -48,11 +48,11 @@ extern "C" __global__ void __launch_bounds__(kThreads) end_draft(const ChainArgs
   const Args& a = c.step;
   const Members m(a.sent);
   const DraftPass pass(a.sent);
-  mark_broken(a);
+  note_broken(a);
   for (int i = threadIdx.x; i < pass.count; i += kThreads) {
     const int s = pass.members[i], *record = record_of(a, m.seq_rows[s]);
     if (!c.live[s]) continue;
-    const int token = record[kBroken] ? -1 : a.drawn[i], count = pass.token + 1;
+    const int token = drawn_at(a, i, a.row_ids[i]), count = pass.token + 1;
     c.drafts[m.base[s] + count] = token;
     c.counts[s] = token >= 0 ? count : pass.token;
     c.live[s] = goes_on(record, token, record[kLength] + count) && a.logprobs[i] >= pass.least_logprob &&
@@ -61,10 +61,10 @@ extern "C" __global__ void __launch_bounds__(kThreads) end_draft(const ChainArgs
   if (threadIdx.x == 0) ++a.sent[kPass];
 }
 
-// Before the first look_up; behind passes that drafted for others it changes nothing.
+// Before look_up; it matters in the first round, but behind passes that drafted for others it changes nothing.
 extern "C" __global__ void __launch_bounds__(kThreads) begin_look_up(const ChainArgs c) {
   wait_for_previous();
-  start_burst(c.step);
+  if (c.step.sent[kRound] == 0) start_burst(c.step);
 }
 
 // A block for each member: its chain is what followed its last 4, 3 or 2 tokens the last time they occurred before, the most of
@@ -193,12 +193,12 @@ extern "C" __global__ void __launch_bounds__(kThreads) end_verify(const ChainArg
   const Args& a = c.step;
   int* sent = a.sent;
   const Members m(sent);
-  mark_broken(a);
+  note_broken(a);
   const int round = sent[kRound], width = sent[kOutWidth];
   int* tokens = a.out + static_cast<int64>(round) * 2 * width;
   for (int i = threadIdx.x; i < sent[kOwners]; i += kThreads) {
     const bool is_padding = a.slots[i] == kDumpSlot;
-    tokens[i] = is_padding || record_of(a, a.seq_rows[i])[kBroken] ? -1 : a.drawn[i];
+    tokens[i] = is_padding ? -1 : drawn_at(a, i, i);
     tokens[width + i] = is_padding ? 0 : __float_as_int(a.logprobs[i]);
   }
   __syncthreads();

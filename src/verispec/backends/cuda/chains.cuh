@@ -48,7 +48,7 @@ struct DraftPass {
   }
 };
 
-// How many tokens a member may draft: its last draw must still fit.
+// How many tokens, or levels, a member may draft: its last draw must still fit.
 __device__ __forceinline__ int most_drafted(const int* record, int length) { return min(length, record[kLimit] - record[kLength] - 1); }
 
 __device__ __forceinline__ void set_table_row(const Args& a, int row, int token, int position, int seq_row, int ready_len) {

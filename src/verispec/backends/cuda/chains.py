@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from verispec.backends.cuda.arrange import MAX_HEAD_ROWS, ROW_SIZES, at_least
 from verispec.backends.cuda.graphs import Draw, GraphKey
 from verispec.backends.cuda.steps import MAX_OFFERED, Parcel, Stage, StepSizes
-from verispec.backends.protocol import Burst, BurstResult, Drafting, Pass, Rows
+from verispec.backends.protocol import FROM_STATE, Burst, BurstResult, Drafting, Pass, Rows
 from verispec.backends.rounds import no_rounds
 from verispec.backends.tree_rounds import Drafts
+from verispec.kv import DUMP_SLOT
 
 Int32 = NDArray[np.int32]
 
@@ -103,12 +104,26 @@ class Chains(NamedTuple):
         """Whether some chains are looked up."""
         return any(part.looks_up for part in self.burst.drafts)
 
+    def are_all(self, pass_: Pass) -> bool:
+        """Whether the pass has no rows but theirs, in their order: then the device can name those of the first round,
+        too."""
+        assert pass_.wanted.draw is not None
+        count = len(self.owners)
+        return bool(
+            len(pass_.wanted.draw.rows) == count
+            and (self.burst.rows == self.base).all()
+            and (pass_.rows.slots[count:] == DUMP_SLOT).all()
+        )
+
     def fit(self, pass_: Pass) -> bool:
-        """Whether the device can do it alone: each row draws, with the target's noise, and all fit the head."""
+        """Whether the device can do it alone: each row draws, with the target's noise, and all fit the head. It can
+        name the first rows of all sequences, or of none."""
         draw = pass_.wanted.draw
         if draw is None or draw.noise is not None or len(self.owners) > MAX_HEAD_ROWS:
             return False
         if any(p.head_rows > MAX_HEAD_ROWS or p.children * p.head_rows > MAX_OFFERED for _, p in _passes(self.burst)):
+            return False
+        if (pass_.rows.token_ids[self.burst.rows] == FROM_STATE).any() and not self.are_all(pass_):
             return False
         first = np.searchsorted(draw.rows, self.burst.rows)
         at = first[self.owners] + self.places
@@ -121,8 +136,10 @@ class Chains(NamedTuple):
         for part, pass_ in _passes(self.burst):
             stage = Stage.DRAFT if part.tree is None else Stage.LEVEL if pass_.token else Stage.ROOT
             rows = pass_.head_rows * pass_.rows_each
-            sizes, children = StepSizes(rows, pass_.head_rows), pass_.children
-            found.append(GraphKey(part.store, part.view, sizes, rows, spans, draw, stage=stage, children=children))
+            found.append(GraphKey(
+                part.store, part.view, StepSizes(rows, pass_.head_rows), rows, spans, draw, drafts=part.only_drafts,
+                stage=stage, children=pass_.children,
+            ))  # fmt: skip
         return found
 
     def verifying(self, pass_: Pass, spans: int, draw: Draw) -> GraphKey:
@@ -160,7 +177,6 @@ class Chains(NamedTuple):
         found, num_rows = no_rounds(self.burst, len(words)), len(self.owners)
         accepted = found.accepted
         accepted[:] = words[:, 0, extra_at + num_rows :][:, : len(self.base)].T
-        np.maximum(accepted[:, 0], 0, out=accepted[:, 0])  # of the pass itself nobody idles
         places = self.places
         drafted = np.flatnonzero(places)
         found.drafts[self.owners[drafted], :, places[drafted] - 1] = words[:, 0, extra_at + drafted].T

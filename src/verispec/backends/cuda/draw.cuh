@@ -83,7 +83,8 @@ __device__ __forceinline__ float exp_f32(float x) {  // as native/maths.h has it
   p = add(mul(p, r), 5.0000001201e-1f);
   const float y = add(add(mul(mul(p, r), r), r), 1.0f);
   const float scale = __int_as_float((static_cast<int>(n) + 127) << 23);
-  return x < -87.0f ? 0.0f : mul(y, scale);
+  const float scaled = mul(y, scale);
+  return x < -87.0f ? 0.0f : scaled;
 }
 
 __device__ __forceinline__ float log_f32(float x) {  // as native/maths.h has it, for positive normal values

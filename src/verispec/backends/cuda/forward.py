@@ -54,7 +54,7 @@ class DeviceModel:
         refusal = shapes.refusal()
         if refusal is not None:
             raise InputError(refusal)
-        if draft_bits and (shapes.width % 64 or shapes.attention % 64 or shapes.mlp % 64):
+        if draft_bits and not shapes.has_whole_chunks:
             raise InputError("fast_weights need a model whose width, heads and MLP size are multiples of 64")
         self.shapes = shapes
         self.device = device = device or Gpu()

@@ -92,7 +92,7 @@ class Graphs:
             view=key.view, starts=model.starts() if key.starts else None, hidden=self._hidden.get(key),
         )  # fmt: skip
         if key.looks_up:
-            self._steps.look_up(state, sizes, key.stage)
+            self._steps.look_up(state, sizes)
         self._steps.begin(state, sizes, key.stage)
         every_row = not key.sends_rows and sizes.rows == sizes.head_rows
         logits = model.forward(state.inputs, plan, None if every_row else state.row_ids[: sizes.head_rows])
@@ -107,7 +107,10 @@ class Graphs:
             else:
                 self.draws.draw(logits, state.draws, sizes.head_rows, **how)
         if offered is not None and key.stage is Stage.PASS:
-            self._steps.end_children(state, sizes, offered, model.buffers.not_finite)
+            self._steps.end_children(state, sizes, offered, model.buffers.not_finite, store=key.store)
             return
         drawn, logprobs = self.draws.token_ids, self.draws.logprobs
-        self._steps.end(state, sizes, drawn, logprobs, model.buffers.not_finite, key.stage, offered)
+        not_finite = model.buffers.not_finite
+        self._steps.end(
+            state, sizes, drawn, logprobs, not_finite, store=key.store, stage=key.stage, offered=offered
+        )  # fmt: skip

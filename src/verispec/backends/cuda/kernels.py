@@ -32,8 +32,9 @@ _STAGE_ROW_NBYTES = 128
 # Shared memory for rings: as much of an SM's 227 KiB as leaves room for the next kernel's first blocks.
 _SM_RING_NBYTES, _BLOCK_RING_NBYTES = 160 * 1024, 96 * 1024
 _MIN_STAGES, _MAX_STAGES = 4, 16
+_WHOLE_STAGES = 8  # of products that are not cut into parts of K, eight rows at most
 _MAX_ROW_THREADS = 256
-_ENOUGH_WARPS = 4096  # of a quantised product: columns are shared until there are so many
+_DRAFT_STAGES = 8  # of a quantised product
 WHOLE_GROUPS_PER_SM = 4  # with so many blocks in a launch, a block of prompt attention takes all spans of its rows
 _MAX_BLOCK_NBYTES = 227 * 1024  # of shared memory
 
@@ -223,7 +224,7 @@ class Kernels:
         self._sizes = {"WIDTH": shapes.width, "HEADS": shapes.heads, "KV_HEADS": shapes.kv_heads}
         self._sizes |= {"HEAD_DIM": shapes.head_dim, **({"GELU": 1} if shapes.gelu else {})}
         self._scale = float(softmax_scale(shapes.query_scalar or shapes.head_dim))
-        self._num_sms = torch.cuda.get_device_properties("cuda").multi_processor_count
+        self._num_sms: int = torch.cuda.get_device_properties("cuda").multi_processor_count
 
     # Steps of a pass. `b` is written, `rows` is M.
 
@@ -359,17 +360,17 @@ class Kernels:
 
     def _quantized(self, kind: Kind, w: Quantized, rows: int, args: ctypes.Structure) -> None:
         outputs, columns = w.shape
-        weight_tiles = outputs // 16
-        possible = [n for n in (1, 2, 4, 8) if columns % (TILE * n) == 0]
-        splits = next((n for n in possible if n * weight_tiles >= _ENOUGH_WARPS), possible[-1])
-        tiles = 8 // splits
+        tiles = outputs // 16
+        splits = 8 if tiles <= 2 * self._num_sms else 4
         defines = {
-            "KIND": int(kind), "N": outputs, "K": columns, "BITS": w.bits, "TILES": tiles, "SPLITS": splits,
+            "KIND": int(kind), "N": outputs, "K": columns, "BITS": w.bits, "SPLITS": splits, "STAGES": _DRAFT_STAGES,
             **self._sizes,
         }  # fmt: skip
-        grid = (-(-weight_tiles // tiles), -(-rows // _ROWS_PER_TILE), 1)
-        warps = 8 + (kind in (Kind.QKV, Kind.GATE_UP, Kind.HEAD))
-        self._kernel("quantized.cu", "quantized", defines).launch(grid, 32 * warps, args, stream=current_stream())
+        grid = (tiles, -(-rows // _ROWS_PER_TILE), 1)
+        warps = splits + (kind in (Kind.QKV, Kind.GATE_UP, Kind.HEAD))
+        shared = splits * _DRAFT_STAGES * (128 * w.bits + 64)  # of each warp's chunks: values and scales
+        kernel = self._kernel("quantized.cu", "quantized", defines)
+        kernel.launch(grid, 32 * warps, args, stream=current_stream(), shared=shared)
 
     def _linear(self, kind: Kind, w: Matrix, rows: int, args: ctypes.Structure) -> None:
         if isinstance(w, Quantized):
@@ -381,12 +382,18 @@ class Kernels:
         row_tiles = next(n for n in (1, 2, 4, 8) if n == most or n * _ROWS_PER_TILE >= rows)
         row_blocks = -(-rows // (row_tiles * _ROWS_PER_TILE))
         weight_tiles = outputs // 16
-        tiles = 1 if parts > 1 or weight_tiles <= 256 else 2 if weight_tiles <= 1024 else 4
+        tile_nbytes = (_STAGE_NBYTES + row_tiles * _ROWS_PER_TILE * _STAGE_ROW_NBYTES) * parts  # of one stage
+        is_whole = parts == row_tiles == 1
+        if is_whole and weight_tiles > 256:
+            tiles = min((2, 1), key=lambda n: self._waves(-(-weight_tiles // n), n * _WHOLE_STAGES * tile_nbytes))
+        else:
+            tiles = 1 if parts > 1 or weight_tiles <= 256 else 2 if weight_tiles <= 1024 else 4
         blocks = -(-weight_tiles // tiles)
-        stage = (_STAGE_NBYTES + row_tiles * _ROWS_PER_TILE * _STAGE_ROW_NBYTES) * tiles * parts
+        stage = tile_nbytes * tiles
         room = min(_BLOCK_RING_NBYTES, _SM_RING_NBYTES // -(-blocks * row_blocks // self._num_sms))
         steps = -(-columns // parts // TILE)
-        stages = min(steps + 1, max(_MIN_STAGES, min(_MAX_STAGES, room // stage)))
+        least = _WHOLE_STAGES if is_whole else _MIN_STAGES
+        stages = min(steps + 1, max(least, min(_MAX_STAGES, room // stage)))
         defines = {
             "KIND": int(kind), "N": outputs, "K": columns, "PARTS": parts, "ROW_TILES": row_tiles, "TILES": tiles,
             "STAGES": stages, **self._sizes,
@@ -394,6 +401,10 @@ class Kernels:
         kernel = self._kernel("linear.cu", "linear", defines)
         warps = tiles * parts + (row_tiles if kind in (Kind.QKV, Kind.GATE_UP, Kind.HEAD) else 0)
         kernel.launch((blocks, row_blocks, 1), 32 * warps, args, stream=current_stream(), shared=stages * stage)
+
+    def _waves(self, blocks: int, shared: int) -> int:
+        """How often the SMs take blocks of so much shared memory, until all have run."""
+        return -(-blocks // (self._num_sms * (_MAX_BLOCK_NBYTES // shared)))
 
     def _eighths(self, rows: int) -> tuple[int, int, int]:
         """Blocks of 128 threads, each of which has eight values of the residual stream."""

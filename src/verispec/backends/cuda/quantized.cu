@@ -1,40 +1,37 @@
 // One linear layer of few rows on weights of BITS bits, with what follows it: for drafts, so its bits are nobody's promise.
-// Compiled for one layer: KIND, N, K, BITS (4 or 8), TILES (16 weight rows each, per block), SPLITS (warps that
-// share the columns of a tile), WIDTH, and for q/k/v HEADS, KV_HEADS, HEAD_DIM.
-// Weights stand in the order in which lanes want them (quantize.py): 64 columns of 16 weight rows are one load per lane and
-// 4 bits; all scales lie behind them. Whole numbers are multiplied, and each sum over 32 columns is scaled. The first loads
-// do not wait for the kernel in front.
+// Compiled for one layer: KIND, N, K, BITS (4 or 8), SPLITS (warps of a block, which share the columns of 16 weight rows),
+// STAGES, WIDTH, and for q/k/v HEADS, KV_HEADS, HEAD_DIM.
+// Weights stand in the order in which lanes want them (quantize.py): 64 columns of 16 weight rows, a chunk, are one load per
+// lane and 4 bits; all scales lie behind them. Whole numbers are multiplied, and each sum over 32 columns is scaled. A warp
+// streams its chunks through a ring of its own in shared memory, which is filled before the wait for the kernel in front.
 #include "epilogues.cuh"
 
 using namespace vs;
 
-constexpr int kChunks = K / 64, kWarps = TILES * SPLITS, kLoads = BITS / 4;
-constexpr int kOwn = kChunks / SPLITS;  // chunks of a warp
-static_assert(kOwn * SPLITS == kChunks, "warps share the columns equally");
+constexpr int kChunks = K / 64, kLoads = BITS / 4;
+constexpr int kOwn = (kChunks + SPLITS - 1) / SPLITS;  // chunks of a warp; the last one may have fewer
+constexpr bool kEven = kOwn * SPLITS == kChunks;
+constexpr int kAhead = kOwn < 4 ? kOwn : 4;  // chunks whose columns of x are on their way to registers
+constexpr int kValueBytes = kLoads * 512, kStageBytes = kValueBytes + 64, kRingBytes = STAGES * kStageBytes;
+constexpr int kThreads = 32 * (SPLITS + kScaled);
 
-__host__ __device__ constexpr int largest_divisor(int n, int most) { return n % most == 0 ? most : largest_divisor(n, most - 1); }
-// Chunks on their way, and blocks on an SM: measured on an H200. Few blocks fetch far ahead, many keep each other busy.
-constexpr int kMost = KIND == RESIDUAL ? 8 : KIND == QKV ? 4 : 2, kBlocks = KIND == RESIDUAL ? 2 : KIND == QKV ? 3 : 4;
-constexpr int kAhead = largest_divisor(kOwn, kMost);
-constexpr int kThreads = 32 * (kWarps + kScaled);
+// Chunk `at` of a warp: each lane's own values, and the scales of all.
+__device__ __forceinline__ void fetch(unsigned ring, const unsigned char* values, const unsigned char* scales, int at, int lane) {
+  const unsigned stage = ring + at % STAGES * kStageBytes;
+#pragma unroll
+  for (int i = 0; i < kLoads; ++i) copy16(stage + (i * 32 + lane) * 16, values + (at * kLoads + i) * 512 + lane * 16, true);
+  if (lane < 4) copy16(stage + kValueBytes + lane * 16, scales + at * 64 + lane * 16, true);
+}
 
 struct Chunk {
   uint4 values[kLoads];
   uint2 scales;  // bf16: rows g and g + 8, columns 0-31 and 32-63 of each
-};
-
-__device__ __forceinline__ uint4 load16(const uint4* from) {
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];\n"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
-  return v;
-}
-
-__device__ __forceinline__ void fetch(Chunk& chunk, const uint4* values, const uint2* scales, int at) {
+  __device__ Chunk(const unsigned char* stage, int lane) {
 #pragma unroll
-  for (int i = 0; i < kLoads; ++i) chunk.values[i] = load16(values + (at * kLoads + i) * 32);
-  chunk.scales = __ldg(scales + at * 8);
-}
+    for (int i = 0; i < kLoads; ++i) values[i] = *reinterpret_cast<const uint4*>(stage + (i * 32 + lane) * 16);
+    scales = *reinterpret_cast<const uint2*>(stage + kValueBytes + (lane >> 2) * 8);
+  }
+};
 
 // The 8 weights of a lane for one k16 step, as whole numbers in bf16.
 __device__ __forceinline__ void whole_numbers(unsigned* w, const Chunk& chunk, int step) {
@@ -82,24 +79,29 @@ __device__ __forceinline__ void multiply(float* acc, const Chunk& chunk, const u
   }
 }
 
-// grid (blocks of TILES tiles, blocks of eight rows)
-extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) quantized(const Args a) {
-  __shared__ float4 sums[kWarps][32];
+// grid (tiles of 16 weight rows, blocks of eight rows)
+extern "C" __global__ void __launch_bounds__(kThreads, 2) quantized(const Args a) {
+  extern __shared__ __align__(128) unsigned char memory[];
+  __shared__ float4 sums[SPLITS][32];
   __shared__ float factor[8];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, t = lane & 3, split = warp % SPLITS;
-  const int tile = blockIdx.x * TILES + warp / SPLITS, first_row = blockIdx.y * 8;
-  const bool works = warp < kWarps && tile * 16 < N;
+  const int split = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, t = lane & 3;
+  const int tile = blockIdx.x, first_row = blockIdx.y * 8, own = kEven ? kOwn : min(kOwn, kChunks - split * kOwn);
+  const bool works = split < SPLITS;
   const int64 begin = static_cast<int64>(tile) * kChunks + split * kOwn;
-  const uint4* values = reinterpret_cast<const uint4*>(a.w) + begin * kLoads * 32 + lane;
-  const uint4* behind = reinterpret_cast<const uint4*>(a.w) + static_cast<int64>(N / 16) * kChunks * kLoads * 32;
-  const uint2* scales = reinterpret_cast<const uint2*>(behind) + begin * 8 + g;
+  const unsigned char* values = reinterpret_cast<const unsigned char*>(a.w) + begin * kValueBytes;
+  const unsigned char* scales =
+      reinterpret_cast<const unsigned char*>(a.w) + static_cast<int64>(N / 16) * kChunks * kValueBytes + begin * 64;
+  const unsigned char* ring = memory + split * kRingBytes;
+  const unsigned to = shared_address(ring);
   Columns columns;
   Beside beside[2];  // of rows 2 t and 2 t + 1
-  Chunk chunks[kAhead];
   release_next();
   if (works) {
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) fetch(chunks[i], values, scales, i);
+    for (int at = 0; at < STAGES - 1; ++at) {
+      if (at < own) fetch(to, values, scales, at, lane);
+      copy_commit();
+    }
     if (split == 0) {
       fetch_columns(a, columns, tile, g);
 #pragma unroll
@@ -115,29 +117,30 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) quantized(const 
     const bf16* x = row < a.rows ? a.x + static_cast<int64>(row_of(a, row)) * K + split * kOwn * 64 + 4 * t : nullptr;
     float acc[4] = {};
     uint2 b[kAhead][4];
-#pragma unroll 1
-    for (int at = 0; at < kOwn - kAhead; at += kAhead) {
 #pragma unroll
-      for (int i = 0; i < kAhead; ++i) load_row(b[i], x, at + i);
+    for (int i = 0; i < kAhead; ++i) load_row(b[i], i < own ? x : nullptr, i);
+#pragma unroll 1
+    for (int first = 0; first < own; first += kAhead)
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
-        multiply(acc, chunks[i], b[i]);
-        fetch(chunks[i], values, scales, at + i + kAhead);
+        const int at = first + i;
+        if (at >= own) break;
+        copy_wait<STAGES - 2>();
+        __syncwarp();
+        if (at + STAGES - 1 < own) fetch(to, values, scales, at + STAGES - 1, lane);  // where all lanes have read before
+        copy_commit();
+        multiply(acc, Chunk(ring + at % STAGES * kStageBytes, lane), b[i]);
+        if (at + kAhead < own) load_row(b[i], x, at + kAhead);
       }
-    }
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) load_row(b[i], x, kOwn - kAhead + i);
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) multiply(acc, chunks[i], b[i]);
-    sums[warp][lane] = make_float4(acc[0], acc[1], acc[2], acc[3]);
-  } else if (kScaled && warp == kWarps) {
+    sums[split][lane] = make_float4(acc[0], acc[1], acc[2], acc[3]);
+  } else if (kScaled) {
     eight_factors(a, first_row, factor, lane);
   }
   __syncthreads();
   if (!works || split > 0) return;
-  float4 y = sums[warp][lane];
+  float4 y = sums[0][lane];
   for (int p = 1; p < SPLITS; ++p) {
-    const float4 other = sums[warp + p][lane];
+    const float4 other = sums[p][lane];
     y.x = add(y.x, other.x), y.y = add(y.y, other.y), y.z = add(y.z, other.z), y.w = add(y.w, other.w);
   }
   const int row = first_row + 2 * t;

@@ -46,6 +46,11 @@ class Shapes:
         """Inputs of the output product."""
         return self.heads * self.head_dim
 
+    @property
+    def has_whole_chunks(self) -> bool:
+        """Whether its matrices can be of few bits: those come in chunks of columns."""
+        return not (self.width % TILE or self.attention % TILE or self.mlp % TILE)
+
     @classmethod
     def of(cls, arch: Architecture) -> Shapes:
         """The shapes of an architecture whose layers are alike, but for windows and RoPE."""

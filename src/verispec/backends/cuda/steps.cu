@@ -55,16 +55,18 @@ struct ChildrenArgs {
   int k;
 };
 
-// One block, in the place of end_round: the same of the rows that were asked for, [3, draws, k], none of a broken sequence.
+// One block, in the place of end_round: the same of the rows that were asked for, [3, draws, k], none of a broken row.
 extern "C" __global__ void __launch_bounds__(kThreads) end_children(const ChildrenArgs c) {
   wait_for_previous();
   const Args& a = c.step;
-  mark_broken(a);
-  const int count = a.sent[kDraws] * c.k;
+  note_broken(a);
+  const int draws = a.sent[kDraws], count = draws * c.k;
+  for (int i = threadIdx.x; i < draws; i += kThreads) a.broken_rows[i] = is_broken(a, a.row_ids[i]);
+  __syncthreads();
   for (int i = threadIdx.x; i < count; i += kThreads) {
-    const bool is_broken = record_of(a, a.seq_rows[a.row_ids[i / c.k]])[kBroken];
+    const bool broken = a.broken_rows[i / c.k];
     for (int part = 0; part < 3; ++part)
-      a.out[part * count + i] = !is_broken ? c.offered[part * a.head_rows * c.k + i] : part ? __float_as_int(neg_inf()) : -1;
+      a.out[part * count + i] = !broken ? c.offered[part * a.head_rows * c.k + i] : part ? __float_as_int(neg_inf()) : -1;
   }
 }
 
@@ -72,13 +74,13 @@ extern "C" __global__ void __launch_bounds__(kThreads) end_children(const Childr
 extern "C" __global__ void __launch_bounds__(kThreads) end_round(const Args a) {
   wait_for_previous();
   int* sent = a.sent;
-  mark_broken(a);
+  note_broken(a);
   const int round = sent[kRound], width = sent[kOutWidth], count = a.is_round ? sent[kMembers] : sent[kDraws];
   int* tokens = a.out + static_cast<int64>(round) * 2 * width;
   for (int i = threadIdx.x; i < count; i += kThreads) {
     const int row = a.row_ids[i];
     const bool is_padding = a.slots[row] == kDumpSlot;
-    const int token = is_padding || record_of(a, a.seq_rows[row])[kBroken] ? -1 : a.drawn[i];
+    const int token = is_padding ? -1 : drawn_at(a, i, row);
     tokens[i] = token;
     tokens[width + i] = is_padding ? 0 : __float_as_int(a.logprobs[i]);
     if (a.is_round && !is_padding) remember(a, row, token);

@@ -11,7 +11,7 @@ enum Header {
   kFedAt, kMembers, kMembersAt, kOutWidth, kChains, kChainsAt, kOwners, kOwnersAt, kPasses, kPassesAt, kDraftersAt, kPass, kExtraAt
 };
 enum Record {
-  kSeedLow, kSeedHigh, kSample, kTemperature, kTopK, kTopP, kLogMinP, kLimit, kNext, kLength, kBroken, kMinLen, kPromptLen,
+  kSeedLow, kSeedHigh, kSample, kTemperature, kTopK, kTopP, kLogMinP, kLimit, kNext, kLength, kMinLen, kPromptLen,
   kEdits, kPenalises, kCountsPrompt, kRepetition, kPresence, kFrequency = kPresence + 2, kNumBias = kFrequency + 2, kNumStops, kStops,
   kBias = kStops + kMaxStops  // pairs of id and value
 };
@@ -40,6 +40,9 @@ struct Args {
   const int* drawn;       // [head_rows]
   const float* logprobs;  // [head_rows]
   const int* not_finite;  // [rows]
+  int* broken;            // [slots], 1 where K or V of the pass's model was not finite, and so is not there
+  int* num_broken;        // of all models
+  int* broken_rows;       // [head_rows], whether such a slot is in the context of a row that draws
   int* out;               // [rounds, 2, out width]: tokens, then log-probabilities
   int64 table_width;
   int tail_width;
@@ -98,9 +101,30 @@ __device__ __forceinline__ void take_news(const Args& a) {
   __syncthreads();
 }
 
-// A sequence with a row whose K or V was not finite draws nothing any more.
-__device__ __forceinline__ void mark_broken(const Args& a) {
-  for (int i = threadIdx.x; i < a.rows; i += kThreads)
-    if (a.not_finite[i]) record_of(a, a.seq_rows[i])[kBroken] = 1;
+// Which slots are broken, from the rows that were written last. There are none, but with weights that are useless.
+__device__ __forceinline__ void note_broken(const Args& a) {
+  for (int i = threadIdx.x; i < a.rows; i += kThreads) {
+    const int slot = a.slots[i], is_now = a.not_finite[i];
+    if (slot == kDumpSlot || (!is_now && !__ldcg(a.num_broken))) continue;
+    const int was = a.broken[slot];
+    if (is_now != was) a.broken[slot] = is_now, atomicAdd(a.num_broken, is_now - was);
+  }
   __syncthreads();
+}
+
+// Whether a row attends to a broken slot, its own included: what it draws is worth nothing. Behind note_broken.
+__device__ __forceinline__ bool is_broken(const Args& a, int row) {
+  if (!__ldcg(a.num_broken)) return false;
+  const int prefix_len = a.prefix_lens[row], *slots = a.table + a.seq_rows[row] * a.table_width;
+  bool found = false;
+  for (int i = 0; i < prefix_len; ++i) found |= a.broken[slots[i]];
+  for (int i = 0; i <= a.positions[row] - prefix_len; ++i) found |= a.broken[a.tails[static_cast<int64>(row) * a.tail_width + i]];
+  return found;
+}
+
+// The token drawn at row `i` of the head, which is row `row` of the pass; -1 if there is none.
+__device__ __forceinline__ int drawn_at(const Args& a, int i, int row) {
+  const bool broken = is_broken(a, row);
+  a.broken_rows[i] = broken;
+  return broken ? -1 : a.drawn[i];
 }

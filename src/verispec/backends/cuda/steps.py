@@ -20,7 +20,7 @@ from verispec.backends.cuda.compiler import Kernel, Modules
 from verispec.backends.cuda.drawing import DrawInputs
 from verispec.backends.cuda.kernels import RowInputs
 from verispec.backends.protocol import BackendLimits
-from verispec.kv import DUMP_SLOT, NUM_RESERVED
+from verispec.kv import DUMP_SLOT, NUM_RESERVED, TARGET_STORE
 from verispec.sampling.rows import Sampler, log_or_off
 
 Int32 = NDArray[np.int32]
@@ -35,20 +35,20 @@ HEADER = (
 _AT = {name: i for i, name in enumerate(HEADER)}
 RECORD = (
     "seed_low", "seed_high", "sample", "temperature", "top_k", "top_p", "log_min_p", "limit", "next", "length",
-    "broken", "min_len", "prompt_len", "edits", "penalises", "counts_prompt", "repetition", "presence", "presence_high",
+    "min_len", "prompt_len", "edits", "penalises", "counts_prompt", "repetition", "presence", "presence_high",
     "frequency", "frequency_high", "num_bias", "num_stops",
 )  # fmt: skip
 RECORD_WORDS = 64
 MAX_BIAS = (RECORD_WORDS - len(RECORD) - MAX_STOPS) // 2  # ids with a bias that a record has room for
 MAX_OFFERED = 1 << 16  # children that one pass may offer to beams
 MAX_EDITED_ROWS = 64  # rows of one pass whose logits the device can change
-NEXT, LENGTH, BROKEN = (RECORD.index(name) for name in ("next", "length", "broken"))
+NEXT, LENGTH = RECORD.index("next"), RECORD.index("length")
 _ROWS = ("token_ids", "positions", "slots", "seq_rows", "prefix_lens", "ready_lens", "tails")
 _DRAWS = ("seeds", "counters", "temperature", "top_k", "top_p", "log_min_p", "masks")
 _StepArgs = struct(
     "StepArgs",
     *pointers("sent", "records", "table", "slot_tokens", *_ROWS, "groups", "row_ids", *_DRAWS),
-    *pointers("drawn", "logprobs", "not_finite", "out"),
+    *pointers("drawn", "logprobs", "not_finite", "broken", "num_broken", "broken_rows", "out"),
     ("table_width", ctypes.c_longlong),
     *((name, ctypes.c_int) for name in ("tail_width", "rows", "num_groups", "head_rows", "is_round")),
 )
@@ -64,7 +64,7 @@ class Stage(Enum):
     """What a captured pass is of a burst: the kernels before it, and those behind it."""
 
     PASS = ("begin_round",), ("end_round",)
-    FIRST = ("begin_round", "place_drafts"), ("end_round", "judge_first")  # of a burst whose rounds begin with drafts
+    FIRST = ("begin_round", "place_drafts"), ("end_round", "judge_first")  # verifies drafts beside other rows
     DRAFT = ("begin_draft",), ("end_draft",)
     ROOT = ("begin_draft",), ("end_level",)  # the first level of trees
     LEVEL = ("begin_level",), ("end_level",)
@@ -92,6 +92,8 @@ class StepState:
         self.sent = zeros(self.max_words)
         self.records = zeros(count, RECORD_WORDS)
         self.slot_tokens = zeros(limits.num_slots + NUM_RESERVED)
+        self.broken = zeros(limits.num_stores, limits.num_slots + NUM_RESERVED)  # slots of each model
+        self.num_broken, self.broken_rows = zeros(1), zeros(rows)
         self.groups = zeros(rows, 2)
         self.row_ids = zeros(rows)
         self.allowed = zeros(limits.num_masks, -(-limits.vocab_size // 32))  # the mask table
@@ -122,23 +124,25 @@ class StepKernels:
 
     def end(
         self, state: StepState, sizes: StepSizes, drawn: torch.Tensor, logprobs: torch.Tensor, not_finite: torch.Tensor,
-        stage: Stage = Stage.PASS, offered: torch.Tensor | None = None,
+        *, store: int = TARGET_STORE, stage: Stage = Stage.PASS, offered: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """Results of the round, and where it leaves its sequences; `offered` are children [3, R, k]."""
-        args = filled(_arguments(state, sizes), drawn=drawn, logprobs=logprobs, not_finite=not_finite)
+        broken = state.broken[store]
+        args = filled(_arguments(state, sizes), drawn=drawn, logprobs=logprobs, not_finite=not_finite, broken=broken)
         self._run(stage.value[1], state, args, offered)
 
-    def end_children(self, state: StepState, sizes: StepSizes, offered: torch.Tensor, not_finite: torch.Tensor) -> None:
+    def end_children(
+        self, state: StepState, sizes: StepSizes, offered: torch.Tensor, not_finite: torch.Tensor, *, store: int
+    ) -> None:
         """Results of a pass whose rows offer children, [3, R, k]."""
-        step = filled(_arguments(state, sizes), not_finite=not_finite)
+        step = filled(_arguments(state, sizes), not_finite=not_finite, broken=state.broken[store])
         args = filled(_ChildrenArgs(step=step, k=offered.shape[2]), offered=offered)
         self.launch("steps.cu", "end_children", args)
 
-    def look_up(self, state: StepState, sizes: StepSizes, stage: Stage) -> None:
+    def look_up(self, state: StepState, sizes: StepSizes) -> None:
         """The chains that are looked up, before the pass that verifies them."""
         args = filled(_ChainArgs(step=_arguments(state, sizes)), **state.chains)
-        if stage is Stage.FIRST:
-            self.launch("chains.cu", "begin_look_up", args)
+        self.launch("chains.cu", "begin_look_up", args)
         self.launch("chains.cu", "look_up", args, blocks=sizes.head_rows)
 
     def edit(self, state: StepState, sizes: StepSizes, logits: torch.Tensor) -> torch.Tensor:
@@ -172,7 +176,8 @@ def _arguments(state: StepState, sizes: StepSizes) -> ctypes.Structure:
     inputs, draws = state.inputs, state.draws
     return filled(
         _StepArgs(), sent=state.sent, records=state.records, table=inputs.table, slot_tokens=state.slot_tokens,
-        groups=state.groups, row_ids=state.row_ids, out=state.out, table_width=inputs.table.shape[1],
+        num_broken=state.num_broken, broken_rows=state.broken_rows, groups=state.groups, row_ids=state.row_ids,
+        out=state.out, table_width=inputs.table.shape[1],
         tail_width=inputs.tails.shape[1], **sizes._asdict(),
         **{name: getattr(inputs, name) for name in _ROWS}, **{name: getattr(draws, name) for name in _DRAWS},
     )  # fmt: skip
@@ -191,7 +196,7 @@ def record_of(sampler: Sampler, limits: BackendLimits) -> Int32:
     top_k, limit = min(params.top_k, limits.vocab_size), min(sampler.limit, limits.context_len)
     has_edits = params.has_penalties or bool(bias) or params.min_tokens > 0
     values = (
-        *seed, sampler.key.sample_index, temperature, top_k, top_p, log_min_p, limit, -1, 0, 0,
+        *seed, sampler.key.sample_index, temperature, top_k, top_p, log_min_p, limit, -1, 0,
         sampler.prompt_len + params.min_tokens, sampler.prompt_len, has_edits, params.has_penalties,
         params.repetition_penalty != 1, repetition, *doubles, len(bias), len(stops), *stops,
     )  # fmt: skip

@@ -31,7 +31,7 @@ struct Parent {
     const int s = pass.members[row / pass.width], at = m.base[s] + 1 + pass.before + row % pass.width;
     const bool is_root = pass.token == 0;
     place = is_root ? -1 : pass.before + row % pass.width;
-    grows = c.live[s] && !record_of(c.step, m.seq_rows[s])[kBroken] && (is_root || (c.drafts[at] >= 0 && c.grows[at]));
+    grows = c.live[s] && !is_broken(c.step, c.step.row_ids[row]) && (is_root || (c.drafts[at] >= 0 && c.grows[at]));
     phi = is_root || !grows ? 0.0 : c.phi[at], log_tau = is_root || !grows ? 0.0 : c.log_tau[at];
   }
 };
@@ -53,7 +53,7 @@ __device__ __forceinline__ bool hang(const ChainArgs& c, const Members& m, const
   const int *record = record_of(c.step, m.seq_rows[s]), token = c.offered[child];
   const Parent parent(c, m, pass, row);
   c.drafts[at] = token, c.parents[at] = parent.place;
-  c.grows[at] = goes_on(record, token, record[kLength] + 1 + pass.token);
+  c.grows[at] = goes_on(record, token, record[kLength] + 1 + pass.token) && pass.token + 1 < most_drafted(record, m.lengths[s]);
   c.phi[at] = parent.phi + __int_as_float(c.offered[2 * c.step.head_rows * pass.k + child]), c.log_tau[at] = time;
   return c.grows[at];
 }
@@ -63,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) end_level(const ChainArgs
   const Args& a = c.step;
   const Members m(a.sent);
   const DraftPass pass(a.sent);
-  mark_broken(a);
+  note_broken(a);
   const int k = pass.k, step = a.head_rows * k, each = pass.width * k;
   for (int row = threadIdx.x; pass.is_beam && row < pass.count * pass.width; row += kThreads) {
     const Parent parent(c, m, pass, row);
