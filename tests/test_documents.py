@@ -46,7 +46,7 @@ def test_the_readme_python_runs(smollm2_path: Path) -> None:
 def plain(said: str) -> list[str]:
     """The lines, without progress, and without what depends on the machine's speed."""
     lines = [line for line in said.splitlines() if not re.fullmatch(r"[a-z ]+ \.\.\.|replaying .*: about [\d:]+", line)]
-    return [re.sub(r" [\d.]+/s|, drafts \d+/\d+", "", line) for line in lines]
+    return [re.sub(r" [\d.]+/s|, drafts \d+/\d+|, [\d.]+ per pass", "", line) for line in lines]
 
 
 def console(path: Path) -> list[tuple[str, list[str]]]:

@@ -14,24 +14,37 @@ import numpy as np
 from tests.scale.conftest import Farm
 from verispec.llm import LLM
 
+NAMED = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 9}, "age": {"type": "integer"}}}
+PEOPLE = {"type": "array", "items": {**NAMED, "required": ["name", "age"]}, "minItems": 50}  # longer than any answer
 KINDS: list[dict[str, Any]] = [
     {"temperature": 1.0, "max_tokens": 90},
     {"temperature": 1.0, "max_tokens": 40, "n": 3, "frequency_penalty": 0.4, "presence_penalty": 0.2},
     {"temperature": 0.8, "max_tokens": 90, "stop": ["\n\n", "zzzz"], "repetition_penalty": 1.1},
     {"temperature": 0.0, "max_tokens": 90, "logprobs": 3},
+    {"temperature": 1.0, "max_tokens": 90, "n": 2, "structured_outputs": {"json": PEOPLE}},
+    {"temperature": 0.0, "max_tokens": 90, "structured_outputs": {"regex": "([A-Z][a-z]{3,8} (and|or) )+the end"}},
 ]
 
 
 def bodies(num: int) -> list[dict[str, Any]]:
-    return [{"prompt": f"Chapter {i}. The story of a", "seed": i, "logprobs": 1, **KINDS[i % 4]} for i in range(num)]
+    return [
+        {"prompt": f"Chapter {i}. The story of a", "seed": i, "logprobs": 1, **KINDS[i % len(KINDS)]}
+        for i in range(num)
+    ]
 
 
 Said = dict[int, tuple[list[int], str, list[float]]]
 
 
+def library_params(body: dict[str, Any]) -> dict[str, Any]:
+    """What a body asks for, as the library names it."""
+    params = {name: value for name, value in body.items() if name not in ("prompt", "structured_outputs")}
+    shape = body.get("structured_outputs", {})
+    return params | {{"json": "schema"}.get(kind, kind): value for kind, value in shape.items()}
+
+
 def expected(llm: LLM, asked: list[dict[str, Any]]) -> list[Said]:
-    params = [{k: v for k, v in body.items() if k != "prompt"} for body in asked]
-    found = llm.generate([body["prompt"] for body in asked], params)
+    found = llm.generate([body["prompt"] for body in asked], [library_params(body) for body in asked])
     return [
         {s.sample_index: (list(s.token_ids), s.text, [float(v) for v in s.logprobs.values]) for s in each.samples}
         for each in found
