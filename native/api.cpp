@@ -186,7 +186,7 @@ static const Table* find(const char* name) {
 
 using namespace vs;
 
-VS_API int vs_abi() { return 9; }
+VS_API int vs_abi() { return 10; }
 
 // "" is the best instruction set here; null if it is unknown, or unknown to this CPU.
 VS_API Engine* vs_create(const char* isa, int num_threads) {
@@ -349,9 +349,9 @@ VS_API void vs_burst(Engine* engine, const Model* model, const Rows* rows, const
   const int count = burst->num_sequences, most = burst->max_draft;
   const int64_t width = int64_t(burst->num_rounds) * (1 + most);
   std::vector<int> going;
-  std::vector<int64_t> num_drawn(size_t(count), 0);
+  std::vector<int64_t> num_drawn(size_t(count), burst->first_round);
   Batch batch;
-  for (int round = 0; round < burst->num_rounds; ++round) {
+  for (int round = burst->first_round; round < burst->end_round; ++round) {
     going.clear();
     for (int i = 0; i < count; ++i)
       if (round < burst->rounds[i] && burst->tokens[i] >= 0) going.push_back(i);

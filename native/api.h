@@ -100,6 +100,7 @@ struct Sampling {
 // or a draw that failed: its token is then -1. Round r of sequence i drafted drafts[i][r], up to the first -1, of which `accepted` were drawn.
 struct Burst {
   int32_t num_sequences, num_rounds, num_stop_ids, max_draft;
+  int32_t first_round, end_round;  // which of the rounds run now; from a later one on only if nobody drafts
   const int32_t *seq_rows, *rounds, *draft_lens;
   const int64_t *stop_ids, *min_lens, *limits;  // [sequences][num_stop_ids], [sequences], [sequences]
   int64_t *tokens, *earlier, *t;

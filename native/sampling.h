@@ -176,9 +176,40 @@ static int64_t noisy_argmax(const Sampling& s, int64_t row, const float* z, int 
   return best_id;
 }
 
+// Whether nothing but its mask changes the logits of sampling row `row`.
+static bool only_masked(const Sampling& s, int64_t row) {
+  const int32_t penalties = first_of(s.penalty_rows, s.num_penalties, row);
+  const int32_t bias = first_of(s.bias_rows, s.num_bias, row);
+  return s.masks && s.masks[row] && (penalties == s.num_penalties || s.penalty_rows[penalties] != row) &&
+         (bias == s.num_bias || s.bias_rows[bias] != row);
+}
+
+// The smallest id of the largest allowed logit, or -1 if that is -infinity. Logits hold no NaN and no +infinity.
+static int64_t largest_allowed(const Sampling& s, int64_t row, const float* logits, int vocab) {
+  const uint32_t* allowed = s.allowed + size_t(s.masks[row]) * size_t(s.mask_words);
+  float best = -kInfinity;
+  int at = 0;
+  for (int first = 0; first < vocab; first += 32) {
+    const uint32_t word = allowed[first / 32];
+    if (!word) continue;
+    const int count = vocab - first < 32 ? vocab - first : 32;
+    float top = -kInfinity;
+    for (int i = 0; i < count; ++i) {
+      const float value = word >> i & 1 ? logits[first + i] : -kInfinity;
+      top = value > top ? value : top;
+    }
+    if (top > best) best = top, at = first;
+  }
+  if (best == -kInfinity) return -1;
+  while (!(allowed[at / 32] >> at % 32 & 1) || logits[at] != best) ++at;
+  return at;
+}
+
 // The token of sampling row `row`, or -1. `raw_top` is the largest of the raw logits, NaN if they are not usable.
 static int64_t draw_row(const Sampling& s, int64_t row, const float* raw, float raw_top, int vocab, float* z,
                         float* spare) {
+  if (s.temperature[row] == 0.0f && is_finite(raw_top) && only_masked(s, row))
+    return largest_allowed(s, row, raw, vocab);
   const float* logits = edit(s, row, raw, vocab, z);
   const float top = logits == raw ? raw_top : largest_of(logits, vocab);
   if (!is_finite(top)) return -1;

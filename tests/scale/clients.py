@@ -15,7 +15,7 @@ from tests.scale.conftest import Farm
 from verispec.llm import LLM
 
 NAMED = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 9}, "age": {"type": "integer"}}}
-PEOPLE = {"type": "array", "items": {**NAMED, "required": ["name", "age"]}, "minItems": 50}  # longer than any answer
+PEOPLE = {"type": "array", "items": {**NAMED, "required": ["name", "age"]}, "minItems": 100}  # longer than any answer
 KINDS: list[dict[str, Any]] = [
     {"temperature": 1.0, "max_tokens": 90},
     {"temperature": 1.0, "max_tokens": 40, "n": 3, "frequency_penalty": 0.4, "presence_penalty": 0.2},
@@ -26,11 +26,13 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
-def bodies(num: int) -> list[dict[str, Any]]:
-    return [
+def bodies(num: int, times: int = 1) -> list[dict[str, Any]]:
+    """Answers of up to `times` as many tokens as usual."""
+    found = [
         {"prompt": f"Chapter {i}. The story of a", "seed": i, "logprobs": 1, **KINDS[i % len(KINDS)]}
         for i in range(num)
     ]
+    return [{**body, "max_tokens": times * body["max_tokens"]} for body in found]
 
 
 Said = dict[int, tuple[list[int], str, list[float]]]

@@ -41,7 +41,7 @@ from verispec.backends.protocol import (
     Wanted,
 )
 from verispec.backends.resident import Fed, Resident
-from verispec.backends.rounds import before, follow, no_rounds, run_rounds
+from verispec.backends.rounds import Following, before, no_rounds, run_rounds
 from verispec.kv import DUMP_SLOT, NUM_RESERVED, TARGET_STORE
 from verispec.model.architecture import Architecture
 from verispec.sampling.draw import NO_TOKEN, DrawResult, NoisyTopK, TopKResult
@@ -153,12 +153,13 @@ class NativeBackend:
         """So many rounds of each sequence, in one call, or in one each where masks are followed; `fed` moves on."""
         resident, (seq_rows, tokens, t) = self.resident, fed
         first, first_tokens = t.copy(), tokens.copy()
-        num_rounds = int(rounds.max()) if burst.follow is None else 1
-        found, stop_ids, going = no_rounds(burst, num_rounds), resident.stop_ids[seq_rows], np.array(rounds, np.int32)
+        num_rounds = int(rounds.max())
+        found, stop_ids = no_rounds(burst, num_rounds), resident.stop_ids[seq_rows]
         struct = native.Burst(
             num_sequences=len(seq_rows), num_rounds=num_rounds, num_stop_ids=stop_ids.shape[1],
-            max_draft=found.drafts.shape[2], seq_rows=np.ascontiguousarray(seq_rows, np.int32),
-            rounds=going, draft_lens=burst.draft_lens, stop_ids=stop_ids,
+            max_draft=found.drafts.shape[2], first_round=0, end_round=num_rounds,
+            seq_rows=np.ascontiguousarray(seq_rows, np.int32), rounds=np.ascontiguousarray(rounds, np.int32),
+            draft_lens=burst.draft_lens, stop_ids=stop_ids,
             min_lens=resident.min_lens[seq_rows], limits=resident.limits[seq_rows],
             earlier=resident.slot_tokens[resident.table[seq_rows, np.maximum(t - 1, 0)]].astype(np.int64),
             tokens=tokens, t=t, drawn=found.token_ids, logprobs=found.logprobs, drafts=found.drafts,
@@ -174,26 +175,20 @@ class NativeBackend:
                 skip_attention=skip_attention, skip_mlp=skip_mlp,
                 first_rows=part.first_rows, least_logprob=part.least_logprob,
             )  # fmt: skip
-        call = partial(
-            self._kernels.call, "vs_burst", *self._structs(pass_), *self._skipped(pass_.store, pass_.view),
+        run = self._kernels.prepared(
+            "vs_burst", *self._structs(pass_), *self._skipped(pass_.store, pass_.view),
             sampling_struct(resident.sampling(pass_.rows, burst.rows)), struct, drafting,
         )  # fmt: skip
         if burst.follow is None:
-            call()
+            run()
         else:
-            one, found = found, no_rounds(burst, int(rounds.max()))
-            counts = rounds.tolist()
-            for number in range(max(counts)):  # by few operations: a pass leaves the caches cold
-                goes_on = [token >= 0 and number < most for token, most in zip(tokens.tolist(), counts, strict=True)]
-                if not any(goes_on):
+            following = Following(resident, pass_, burst, fed, rounds)
+            for number in range(num_rounds):  # by few operations: a pass leaves the caches cold
+                struct.first_round, struct.end_round = number, number + 1
+                run()
+                following.renew(number)
+                if not following.goes_on(number + 1):
                     break
-                if not all(goes_on):
-                    going[:] = goes_on
-                    one.token_ids[:], one.logprobs[:], one.accepted[:] = NO_TOKEN, 0, -1
-                call()
-                follow(resident, pass_, burst, fed, goes_on)
-                found.token_ids[:, number], found.logprobs[:, number] = one.token_ids[:, 0], one.logprobs[:, 0]
-                found.accepted[:, number] = one.accepted[:, 0]
         tokens_of = np.concatenate([first_tokens[:, None], found.token_ids[:, :-1]], axis=1)  # that had rows
         i, j = np.nonzero(np.arange(tokens_of.shape[1]) < (t - first)[:, None])
         resident.slot_tokens[resident.table[seq_rows[i], first[i] + j]] = tokens_of[i, j]

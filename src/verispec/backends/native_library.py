@@ -7,6 +7,7 @@ import ctypes
 import functools
 import hashlib
 import time
+from collections.abc import Callable
 from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from verispec.errors import InputError
 
 PATH = Path(__file__).with_name("_native.so")
-ABI = 9
+ABI = 10
 ARITHMETICS = ("cpu-1", "hopper-1")  # by the kernels' number
 ACTIVATIONS = ("silu", "gelu_tanh")  # likewise
 
@@ -97,7 +98,7 @@ class Sampling(Structure):
 
 class Burst(Structure):
     _fields_ = [
-        *_fields(c_int32, "num_sequences num_rounds num_stop_ids max_draft"),
+        *_fields(c_int32, "num_sequences num_rounds num_stop_ids max_draft first_round end_round"),
         *_fields(c_void_p, "seq_rows rounds draft_lens stop_ids min_lens limits tokens earlier t"),
         *_fields(c_void_p, "drawn logprobs drafts accepted"),
     ]
@@ -173,11 +174,19 @@ class Kernels:
 
     def call(self, name: str, *arguments: Any) -> int | None:
         """Run one function of the library, give its result if it has one."""
+        return self.prepared(name, *arguments)()
+
+    def prepared(self, name: str, *arguments: Any) -> Callable[[], int | None]:
+        """The call, to be made as often as wanted; what its arguments hold may change between."""
         function, passed = getattr(self._library, name), [_passed(argument) for argument in arguments]
-        start = time.perf_counter()
-        result: int | None = function(self._handle, *passed)
-        self.seconds += time.perf_counter() - start
-        return result
+
+        def run() -> int | None:
+            start = time.perf_counter()
+            result: int | None = function(self._handle, *passed)
+            self.seconds += time.perf_counter() - start
+            return result
+
+        return run
 
     def close(self) -> None:
         if self._handle:

@@ -93,6 +93,10 @@ class Resident:
             raise InputError(f"masks {first}.. of shape {allowed.shape} do not fit [1 to {num_masks}, {width}]")
         self._masks[first : first + len(allowed)] = allowed
 
+    def renew_mask(self, mask: int, allowed: NDArray[np.uint32]) -> None:
+        """Of a row of the table that a burst has for itself."""
+        self._masks[mask] = allowed
+
     def take(self, pass_: Pass) -> Pass:
         """Note what the pass says of slots and tokens. Returns it with the rows named that the host could not name."""
         update = pass_.table_update

@@ -4,7 +4,7 @@ A round is: draft (a pass per token), verify (one pass), keep what the target dr
 that do not draft have rounds without the first part; chains that are looked up need no pass.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -54,7 +54,7 @@ def run_rounds(resident: Resident, pass_: Pass, run: Run, further: Further | Non
     going = fed.token_ids >= 0
     along, order = settling.settle(fed, drafts, draws, going)
     accepted = advance(resident, fed, along, np.take_along_axis(draws, order, axis=1), going)
-    follow(resident, pass_, burst, fed, going.tolist())
+    Following(resident, pass_, burst, fed, burst.rounds + 1).renew(0)
     if burst.num_rounds:
         found = further(pass_, burst, fed) if further else _loop(resident, pass_, burst, fed, settling)
     else:
@@ -109,19 +109,30 @@ def advance(resident: Resident, fed: Fed, drafts: Tokens, draws: Tokens, going: 
     return accepted
 
 
-def follow(resident: Resident, pass_: Pass, burst: Burst, fed: Fed, going: Sequence[bool]) -> None:
-    """Renew the masks of the sequences that were going, behind what they drew; NO_TOKEN is fed back where one ends."""
-    if burst.follow is None or pass_.rows.masks is None:
-        return
-    masks, token_ids = pass_.rows.masks[burst.rows].tolist(), fed.token_ids.tolist()  # few: faster than as arrays
-    for i, is_going in enumerate(going):
-        if not is_going or not masks[i] or token_ids[i] < 0:
-            continue
-        allowed = burst.follow(i, token_ids[i])
-        if allowed is None:
-            fed.token_ids[i] = NO_TOKEN
-        else:
-            resident.set_masks(masks[i], allowed[None])
+class Following:
+    """The masks of a burst's sequences, renewed behind what they draw in up to so many `rounds` each."""
+
+    def __init__(self, resident: Resident, pass_: Pass, burst: Burst, fed: Fed, rounds: NDArray[np.int32]) -> None:
+        masks = None if burst.follow is None else pass_.rows.masks
+        self._masked = [] if masks is None else [(i, mask) for i, mask in enumerate(masks[burst.rows].tolist()) if mask]
+        self._follow, self._resident, self._rounds = burst.follow, resident, rounds.tolist()
+        self._tokens = memoryview(fed.token_ids.data)  # as they are after each round; costs less than an array
+
+    def renew(self, number: int) -> None:
+        """After a round: NO_TOKEN is fed back where a sequence ends with it."""
+        for i, mask in self._masked:
+            if number >= self._rounds[i] or self._tokens[i] < 0:
+                continue
+            assert self._follow is not None
+            allowed = self._follow(i, self._tokens[i])
+            if allowed is None:
+                self._tokens[i] = NO_TOKEN
+            else:
+                self._resident.renew_mask(mask, allowed)
+
+    def goes_on(self, number: int) -> bool:
+        """Whether anybody has a row in this round."""
+        return any(token >= 0 and number < most for token, most in zip(self._tokens, self._rounds, strict=True))
 
 
 def _draws(pass_: Pass, draw: DrawResult, burst: Burst) -> Tokens:
@@ -229,7 +240,7 @@ def _loop(resident: Resident, pass_: Pass, burst: Burst, fed: Fed, run: Settling
     seq_rows, tokens, t = fed
     result = no_rounds(burst, burst.num_rounds)
     width = 1 + result.drafts.shape[2]
-    num_drawn = np.zeros(len(tokens), np.int64)
+    num_drawn, following = np.zeros(len(tokens), np.int64), Following(resident, pass_, burst, fed, burst.rounds)
     for i in range(burst.num_rounds):
         going = (tokens >= 0) & (i < burst.rounds)
         if not going.any():
@@ -255,7 +266,7 @@ def _loop(resident: Resident, pass_: Pass, burst: Burst, fed: Fed, run: Settling
         along, order = run.settle(fed, drafts, draws, going)
         draws, logprobs = (np.take_along_axis(values, order, axis=1) for values in (draws, logprobs))
         accepted = result.accepted[:, i] = advance(resident, fed, along, draws, going)
-        follow(resident, pass_, burst, fed, going.tolist())
+        following.renew(i)
         sequence, column = np.nonzero(np.arange(width) <= accepted[:, None])
         at = num_drawn[sequence] + column
         result.token_ids[sequence, at] = draws[sequence, column]

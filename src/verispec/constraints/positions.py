@@ -49,7 +49,6 @@ class CompiledGrammar:
         self._matcher = matcher
         self._library = library
         self._textless = textless
-        self._vocabulary = _bits(range(vocab_size), vocab_size)
         self._vocab_size = vocab_size
 
     def first_ids(self) -> NDArray[np.int64]:
@@ -58,15 +57,17 @@ class CompiledGrammar:
 
     def start(self, stop_ids: Iterable[int]) -> Position:
         ends = _bits(self._textless.intersection(stop_ids), self._vocab_size)
-        return Position(self._matcher.deep_copy(), Masking(self._library, self._vocabulary, ends))
+        masking = Masking(self._library, self._vocab_size % 32, bytes(ends.nbytes), ends)
+        return Position(self._matcher.deep_copy(), masking)
 
 
 class Masking(NamedTuple):
-    """The library's tokenizer; bits of all tokens, without its own end token; and of those that end an answer."""
+    """What masks are made with. The library's own end token is no part of them: its bit follows the vocabulary's."""
 
     library: LLTokenizer
-    vocabulary: NDArray[np.uint32]
-    ends: NDArray[np.uint32]
+    num_last: int  # tokens in a mask's last word, if it is not full: the end token is in it, too
+    nothing: bytes  # a mask that allows nothing
+    ends: NDArray[np.uint32]  # the tokens that end an answer
 
 
 def _bits(token_ids: Iterable[int], vocab_size: int) -> NDArray[np.uint32]:
@@ -96,13 +97,18 @@ class Position:
         return self._allowed
 
     def _computed(self) -> NDArray[np.uint32]:
-        _, vocabulary, ends = self._masking
+        """By few operations: they find the caches cold."""
+        _, num_last, nothing, ends = self._masking
         if self.is_exhausted:
             return ends
-        words = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
+        words = self._matcher.compute_bitmask()
         error = reason(self._matcher)
-        allowed = words[: len(vocabulary)] & vocabulary
-        if not error and allowed.any():
+        allowed = np.frombuffer(words, np.uint32, len(ends))
+        if num_last:
+            allowed = allowed.copy()
+            allowed[-1] &= (1 << num_last) - 1
+            words = allowed.tobytes()
+        if not error and not words.startswith(nothing):
             return allowed | ends if self.is_complete else allowed
         if error and not error.startswith(_NO_EXTENSION):
             raise ConstraintError("the grammar", said(error))
