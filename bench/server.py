@@ -3,12 +3,12 @@
     python bench/server.py                              # all parts but the peer, about 8 minutes
     python bench/server.py --part overhead --peer PATH  # also llama-server, which is at PATH
 
-`overhead`: streams against `LLM.generate` and streams without HTTP, and against the peer on the same model. `instant`:
-32 streams of an engine whose backend answers at once, a token a commit and in bursts of 8; also the CPU time of the
-server per token, and of whole requests for one token. `overload`: three times as many clients as there are places,
-against exactly as many. `memory`: resident memory over 20,000 requests. The client is a process of its own
-(`load_client.py`). Runs are interleaved, figures are medians; the CPU time that other processes took meanwhile is
-printed.
+`overhead`: streams against `LLM.generate` and streams without HTTP, and against the peer on the same model. `first`:
+how much later one stream's first token comes by HTTP, in pairs of many short answers. `instant`: 32 streams of an
+engine whose backend answers at once, a token a commit and in bursts of 8; also the CPU time of the server per token,
+and of whole requests for one token. `overload`: three times as many clients as there are places, against exactly as
+many. `memory`: resident memory over 20,000 requests. The client is a process of its own (`load_client.py`). Runs are
+interleaved, figures are medians; the CPU time that other processes took meanwhile is printed.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ PROMPT = "Write {i} sentences about the number {i}, and then some more."
 COMPLETIONS = "/v1/completions"
 PLACES = 16  # of the server that is overloaded
 NUM_STREAMS = 32
+FIRST_TOKENS, FIRST_TURNS = 16, 15  # of an answer whose first token is timed; answers for each of `--repeats`
 
 
 class Run(NamedTuple):
@@ -186,6 +187,31 @@ def overhead(asked: argparse.Namespace) -> None:
                     f"{1000 * found.first_token:.0f} ms", added, f"{found.client_share:.1%}")  # fmt: skip
 
 
+def first(asked: argparse.Namespace) -> None:
+    table("by", "first token, median (quartiles)", "later than AsyncLLM.stream's, in pairs")
+    fields = {"max_tokens": FIRST_TOKENS, "seed": 1, "verispec": {"speculative": False}}
+    with LLM(asked.model, drafter="none", prefix_cache=False) as llm, served(llm) as port:
+        arms: dict[str, Callable[[], Run]] = {
+            "AsyncLLM.stream": lambda: streamed_here(llm, 1, FIRST_TOKENS),
+            "AsyncLLM.stream again": lambda: streamed_here(llm, 1, FIRST_TOKENS),  # the machine's noise
+            "HTTP": lambda: streamed(port, 1, **fields),
+        }
+        found: dict[str, list[float]] = {name: [] for name in arms}
+        for turn in range(1 + FIRST_TURNS * asked.repeats):
+            for name in random.sample(list(arms), len(arms)):
+                seconds = arms[name]().first_token
+                if turn:  # the first one warms up
+                    found[name].append(1000 * seconds)
+    for name, each in found.items():
+        added = [a - b for a, b in zip(each, found["AsyncLLM.stream"], strict=True)]
+        row(name, quartiles(each), quartiles(added))
+
+
+def quartiles(millis: list[float]) -> str:
+    low, middle, high = statistics.quantiles(millis)
+    return f"{middle:.1f} ({low:.1f} to {high:.1f}) ms"
+
+
 @contextmanager
 def instant_llm(model: str, burst: int) -> Iterator[LLM]:
     """A model's tokenizer with an engine whose backend answers at once, in bursts of so many tokens."""
@@ -243,7 +269,7 @@ def memory(asked: argparse.Namespace) -> None:
             row(f"{mark:,}", f"{int(line.split()[1]) / 1024:.1f} MB")
 
 
-PARTS = {"overhead": overhead, "instant": instant, "overload": overload, "memory": memory}
+PARTS = {"overhead": overhead, "first": first, "instant": instant, "overload": overload, "memory": memory}
 
 
 def main() -> None:
