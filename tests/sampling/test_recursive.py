@@ -181,13 +181,14 @@ def test_control_children_sorted_by_probability(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["branch:2,2", "beam:3,3"])
 def test_control_p_not_renormalised(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = recursive._after_rejection
+    right = recursive._reject
 
-    def wrong(q: Any, p: Any, x: Any) -> Any:
-        left = np.where(np.arange(p.shape[-1]) == x[:, None], 0.0, p)
-        return right(q, p, x)[0], left
+    def wrong(q: Any, p: Any, rows: Any, x: Any) -> None:
+        factors = p.factors[rows].copy()
+        right(q, p, rows, x)
+        p.factors[rows] = factors
 
-    monkeypatch.setattr(recursive, "_after_rejection", wrong)
+    monkeypatch.setattr(recursive, "_reject", wrong)
     toy = make_markov(4, 1.0)
     assert p_value(toy, sample(toy, TREES[name], NUM_DRAWS)) < LIMIT
 
