@@ -78,6 +78,7 @@ class Asking:
     params: SamplingParams = SAMPLED
     constraint: None = None
     needs_host: bool = False
+    uses_probabilities: bool = False
     is_followed: bool = False
 
 

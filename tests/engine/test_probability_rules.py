@@ -21,10 +21,11 @@ from tests.support.fake_backend import FakeBackend
 from tests.support.faulty_backends import AgreeingFastPasses
 from tests.support.sampling_rows import History, SamplingRowsBuilder
 from tests.support.scale import scaled
-from tests.support.skipping import fake_setup
+from tests.support.skipping import CHEAP, cheap_setup, fake_setup
 from tests.support.toy_backend import ToyBackend
 from tests.support.toy_trees import NUM_TOKENS, START, Markov, cells, make_markov, output_probabilities, softmax
 from tests.support.world import Second, World, native_world, numpy_world, run
+from verispec.backends import tree_rounds, weighing
 from verispec.config import EngineConfig
 from verispec.engine import Engine, Request
 from verispec.sampling import draw, noise, recursive
@@ -90,15 +91,20 @@ def sample(
     shape = TreeShape.parse(case.tree)
     family, running = ((16, 64), 12) if case.is_crowded else ((64, 256, 1024), 64)
     config = EngineConfig(num_slots=1 << 14, max_running=running, row_budget=family[-1], max_waiting=2 * running)
-    engine = Engine(backend, family=family, drafters=make_drafters(fake_setup(backend)), config=config)
+    cheap = backend.limits.by_probability  # so that a step has several rounds
+    drafters = make_drafters(cheap_setup(backend, 3) if cheap else fake_setup(backend))
+    costs = {"cost": CHEAP} if cheap else {}
+    engine = Engine(backend, family=family, drafters=drafters, config=config, **costs)
     asked = params or SamplingParams(max_tokens=shape.num_nodes + 6, temperature=case.temperature)
     seeds = iter((first_seed + i) * noise._WEYL_0**2 % 2**64 for i in range(num))
     outputs: list[SampleOutput] = []
     while len(outputs) < num:
-        while engine.has_room(asked) and (seed := next(seeds, None)) is not None:
+        is_full = cheap and engine.num_running > 0  # nobody joins while rounds may go on
+        while not is_full and engine.has_room(asked) and (seed := next(seeds, None)) is not None:
+            is_full = cheap and engine.num_waiting + 1 == running
             engine.add(
                 Request(
-                    [START],
+                    [START] * (3 if cheap else 1),  # the last one counts
                     replace(asked, seed=seed, deterministic=False),
                     speculation=Speculation(case.drafter, tree=shape, accept=RULES.get(case.tree, Accept.RECURSIVE)),
                     text=StopAfter,
@@ -116,8 +122,10 @@ def p_value(case: Case, outputs: list[SampleOutput]) -> float:
     return chi_square_p(counts, output_probabilities(q))
 
 
-def check_distribution(case: Case, num: int, *, first_seed: int = 0) -> None:
-    outputs = sample(ToyBackend(chains_of(case.chains)), case, num, first_seed=first_seed)
+def check_distribution(case: Case, num: int, *, first_seed: int = 0, by_probability: bool = False) -> None:
+    backend = ToyBackend(chains_of(case.chains), by_probability=by_probability)
+    outputs = sample(backend, case, num, first_seed=first_seed)
+    assert (backend.most_rounds > 1) is by_probability
     p = p_value(case, outputs)
     print(f"{case}: p = {p:.3g}")
     assert p > LIMIT
@@ -143,6 +151,61 @@ CASES = (
 def test_outputs_are_distributed_as_the_targets(case: Case) -> None:
     """In a crowd drafts lose levels or are not made at all, as rows allow."""
     check_distribution(case, NUM_DRAWS)
+
+
+@pytest.mark.parametrize("case", CASES[:4], ids=str)
+def test_rounds_that_the_backend_judges_are_distributed_as_the_targets(case: Case) -> None:
+    check_distribution(case, NUM_DRAWS, by_probability=True)
+
+
+EVERYTHING = SamplingParams(
+    max_tokens=26, temperature=1.2, top_k=9, top_p=0.95, min_p=0.01, repetition_penalty=1.2, frequency_penalty=0.2,
+    logit_bias=((1, 0.5),), min_tokens=4, stop_ids=(5,), deterministic=False,
+)  # fmt: skip
+SOME = (
+    replace(EVERYTHING, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, frequency_penalty=0.0, logit_bias=()),
+    EVERYTHING,
+    replace(EVERYTHING, temperature=0.5, top_k=3, min_tokens=0),
+    replace(EVERYTHING, temperature=0.0),
+)
+
+
+@pytest.mark.parametrize("is_short", [False, True])
+@pytest.mark.parametrize("drafter", ["skip", "model"])
+@pytest.mark.parametrize("tree", ["chain:3", "branch:3,2,1", "branch:2", "beam:3,3"])
+def test_what_the_backend_judges_is_what_the_host_does(drafter: str, tree: str, is_short: bool) -> None:
+    """Tokens, log-probabilities and counters, of several rounds at once; where slots are short, of one at a time."""
+    shape, rule = TreeShape.parse(tree), RULES.get(tree, Accept.RECURSIVE)
+    num_slots = 512 if not is_short else 29 if shape.is_chain else 34
+
+    def outputs(*, by_probability: bool, max_burst: int) -> list[object]:
+        inner = FakeBackend(num_stores=2, num_slots=num_slots)
+        inner.limits = replace(inner.limits, trees=by_probability, by_probability=by_probability)
+        inner.markov[1] = 0.8 * inner.markov[0] + 0.2 * inner.markov[1]
+        backend, most = AgreeingFastPasses(inner), set[int]()
+        submit = backend.submit
+        backend.submit = lambda pass_: (
+            most.add(1 if pass_.burst is None else 1 + pass_.burst.num_rounds) or submit(pass_)
+        )
+        config = EngineConfig(
+            num_slots=num_slots, max_burst=max_burst, max_running=4 if is_short else 1, prefix_cache=False
+        )
+        engine = Engine(
+            backend, family=(1, 4, 16, 64), drafters=make_drafters(cheap_setup(backend, 3)), config=config, cost=CHEAP
+        )  # fmt: skip
+        requests = [
+            Request([i, 3, 5], replace(SOME[i % 4], seed=i), speculation=Speculation(drafter, tree=shape, accept=rule))
+            for i in range(8)
+        ]
+        found = [samples[0] for samples in run(engine, requests)]
+        assert (max(most) > 1) is (by_probability and max_burst > 1)
+        assert (sum(o.stats.preemptions for o in found) > 0) is is_short
+        assert 0 < sum(o.stats.accepted for o in found) < sum(o.stats.drafted for o in found)
+        counted = ("passes", "fast_passes", "draft_passes", "drafted", "accepted")
+        return [(o.digest, [getattr(o.stats, name) for name in counted]) for o in found]
+
+    expected = outputs(by_probability=False, max_burst=1)
+    assert outputs(by_probability=True, max_burst=1 if is_short else 6) == expected
 
 
 @pytest.mark.long
@@ -250,6 +313,13 @@ def test_control_cousins_that_share_noise_under_a_beam(monkeypatch: pytest.Monke
     """One stream for all nodes of a level; right as in CASES, wrong here."""
     monkeypatch.setattr(growth, "stream", lambda domain, node=0: noise.stream(domain, min(node, 1)))
     assert control(Case("beam:2,2", "model", 1.0, "cousins")) < LIMIT
+
+
+@pytest.mark.slow
+def test_control_cousins_that_share_noise_in_rounds_of_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree_rounds, "draft_noise", lambda t, nodes: weighing.draft_noise(t, np.minimum(nodes, 0)))
+    case = Case("beam:2,2", "model", 1.0, "cousins")
+    assert p_value(case, sample(ToyBackend(chains_of("cousins"), by_probability=True), case, 5000)) < LIMIT
 
 
 @pytest.mark.slow

@@ -23,7 +23,8 @@ STEEP_ROWS = CostTable((1, 64), (1e-4, 64e-4), (0.0, 0.0))
 
 
 def sequence(num_tokens: int = 50, **changes: Any) -> Any:
-    values = {"sequence_id": 1, "token_ids": [0] * num_tokens, "computed_len": num_tokens - 1, "needs_host": False}
+    values = {"sequence_id": 1, "token_ids": [0] * num_tokens, "computed_len": num_tokens - 1}
+    values |= {"needs_host": False, "uses_probabilities": False}
     return SimpleNamespace(**values | changes)
 
 
@@ -71,7 +72,8 @@ def test_what_was_learned_fades_as_the_text_grows() -> None:
 
 def test_who_cannot_be_looked_up_for_is_told_why() -> None:
     drafter = LookupDrafter(8)
-    for changes, says in (({"needs_host": True}, "the host"), ({"computed_len": 3}, "not computed")):
+    needs = {"needs_host": True}, {"uses_probabilities": True}
+    for changes, says in (*((need, "the host") for need in needs), ({"computed_len": 3}, "not computed")):
         state = drafter.state(sequence(**changes))
         assert isinstance(state, Refusal)
         assert says in state

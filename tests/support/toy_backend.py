@@ -38,14 +38,21 @@ NEVER = -1e4  # the logit of a token without probability
 
 
 class ToyBackend:
-    """`told` is what handles give for the draft model's distributions instead of the truth."""
+    """`told` is what handles give for the draft model's distributions instead of the truth. With `by_probability` it
+    drafts and judges by itself; `most_rounds` is how many rounds it was asked for at once."""
 
     shapes = CANDIDATE_SHAPES
     arithmetics = ("toy",)
     weights_version = 0
 
-    def __init__(self, chains: Markov, *, is_plain: bool = True, told: NDArray[np.float64] | None = None) -> None:
-        self.limits = BackendLimits(chains.vocab_size, 64, 1 << 14, 256, 16, num_stores=2)
+    def __init__(
+        self, chains: Markov, *, is_plain: bool = True, told: NDArray[np.float64] | None = None,
+        by_probability: bool = False,
+    ) -> None:  # fmt: skip
+        self.limits = BackendLimits(
+            chains.vocab_size, 64, 1 << 14, 256, 16, num_stores=2, trees=by_probability, by_probability=by_probability
+        )
+        self.most_rounds = 0
         self.resident = Resident(self.limits)
         self.passes: list[Pass] = []
         self.logits = [_logits(chains.q), _logits(chains.p)]
@@ -60,6 +67,8 @@ class ToyBackend:
 
     def submit(self, pass_: Pass) -> ReadyTicket:
         check_pass(pass_, self.limits)
+        if pass_.burst is not None:
+            self.most_rounds = max(self.most_rounds, 1 + pass_.burst.num_rounds)
         return ReadyTicket(run_rounds(self.resident, pass_, self._run))
 
     def _run(self, pass_: Pass) -> PassResult:

@@ -119,6 +119,8 @@ def _check_drafts(burst: Burst, rows: Rows, limits: BackendLimits, drafted: np.n
             raise InputError("every sequence that drafts has a length of at least 1")
         if part.tree is not None and not (limits.trees and (part.lengths == part.tree.num_nodes).all()):
             raise InputError("this backend drafts no trees, or of another number of nodes")
+        if part.by_probability and not limits.by_probability:
+            raise InputError("this backend judges no drafts of bursts by probabilities")
         if part.tree is not None and len(part.tree.keep) > limits.max_tail:
             raise InputError(f"a tree of {len(part.tree.keep)} levels; at most {limits.max_tail} are possible")
         if part.shape < len(part.sequences) or part.first_shape < part.first_rows * len(part.sequences):

@@ -125,13 +125,14 @@ class DraftRule(NamedTuple):
     tree: Tree | None = None
     looks_up: bool = False
     only_drafts: bool = False  # by cheaper weights, where the backend has them
+    by_probability: bool = False  # what judges them
 
     def drafting(self, sequences: Sequence[tuple[int, int]]) -> Drafting:
         """Of these sequences, by their index in the burst, and the lengths of their chains."""
         at, lengths = np.array(sequences, np.int32).T.copy()
         shape = self.shape(len(at) * (1 if self.tree is None else self.tree.most_rows))
         who = self.store, self.view, self.kind, self.least_logprob, self.tree, self.looks_up, self.only_drafts
-        found = Drafting(at, lengths, 0, shape, *who)
+        found = Drafting(at, lengths, 0, shape, *who, by_probability=self.by_probability)
         return found._replace(first_shape=self.shape(found.first_rows * len(at)))
 
 

@@ -209,6 +209,10 @@ class Drafting(NamedTuple):
 
     A chain that is looked up needs no pass and no model: it is what followed the sequence's last tokens before
     (`rounds.looked_up`), and ends as others do. With `only_drafts` cheaper weights may serve, as in a `Pass`.
+
+    Drafts `by_probability` are drawn with noise of their own, and judged by `sampling/recursive.py`: what that commits
+    takes the place of the target's draws along the path. Nodes are counted without the places that were left free.
+    Where nothing was drafted, the target's own draw stands.
     """
 
     sequences: Int32  # [D], indices of the burst's sequences
@@ -222,6 +226,7 @@ class Drafting(NamedTuple):
     tree: Tree | None = None
     looks_up: bool = False
     only_drafts: bool = False
+    by_probability: bool = False
 
     @property
     def first_rows(self) -> int:
@@ -235,11 +240,11 @@ class Burst(NamedTuple):
     """Further rounds without the host: what is drawn at these rows is fed back, round after round.
 
     A round has one row per sequence that goes on, and one per token it drafted; tokens up to the first that the target
-    does not draw itself are accepted, its own draw behind them is fed back. Slots are the table's at their positions,
-    rows are padded to `shape`. A sequence that draws a stop id, reaches its limit, cannot draw or has had its rounds
-    idles from then on. With no rounds, the backend only remembers where the sequences are: a `FROM_STATE` row of a
-    later pass goes on from there. Those that draft do so in the pass's own round, too: `FROM_DRAFT` rows behind theirs,
-    which have no places either where that one is a `FROM_STATE` row.
+    does not draw itself are accepted, its own draw behind them is fed back; or as probabilities say (see `Drafting`).
+    Slots are the table's at their positions, rows are padded to `shape`. A sequence that draws a stop id, reaches its
+    limit, cannot draw or has had its rounds idles from then on. With no rounds, the backend only remembers where the
+    sequences are: a `FROM_STATE` row of a later pass goes on from there. Those that draft do so in the pass's own
+    round, too: `FROM_DRAFT` rows behind theirs, which have no places either where that one is a `FROM_STATE` row.
     Sequences whose rows have masks draft nothing; `follow(i, token_id)` says what sequence i may draw behind its next
     token, as a row of the mask table, or None if it idles from then on. Their rows of that table are nobody else's.
     """
@@ -379,6 +384,7 @@ class BackendLimits:
     prepares: bool = False  # the first pass of a shape takes long: it is compiled
     fast_weights: str = ""  # the name of cheaper ones that serve passes which only draft
     trees: bool = False  # bursts may draft trees
+    by_probability: bool = False  # and what they draft may be judged by probabilities
     looks_up: bool = False  # chains that are looked up cost a burst next to nothing
 
 

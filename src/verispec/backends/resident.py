@@ -172,6 +172,10 @@ class Resident:
         ids = np.concatenate([ids[kept], banned])
         return {"bias_rows": rows[order], "bias_ids": ids[order], "bias": values[order]}
 
+    def sample_keys(self, seq_rows: Int32) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+        """Seeds and sample indices."""
+        return self._sampled["seeds"][seq_rows], self._sampled["sample_index"][seq_rows]
+
     def is_greedy(self, seq_row: int) -> bool:
         return not self._sampled["temperature"][seq_row]
 

@@ -14,6 +14,7 @@ from verispec.backends.pass_builder import padded
 from verispec.backends.protocol import (
     Burst,
     BurstResult,
+    DistributionWanted,
     Drafting,
     DrawWanted,
     Pass,
@@ -23,6 +24,7 @@ from verispec.backends.protocol import (
 )
 from verispec.backends.resident import Fed, Resident, copied, idled
 from verispec.backends.tree_rounds import NO_UPDATE, Drafts, Settling, grow, placed
+from verispec.backends.weighing import Offered, Weighed, draft_noise
 from verispec.kv import DUMP_SLOT
 from verispec.sampling.draw import NO_TOKEN, DrawResult
 
@@ -42,17 +44,22 @@ def run_rounds(resident: Resident, pass_: Pass, run: Run, further: Further | Non
         drafts = _draft(resident, burst, fed, fed.token_ids >= 0, settling)
         pass_ = replace(pass_, rows=_with_drafts(resident, pass_.rows, burst, fed, drafts))
     pass_ = resident.take(pass_)
-    result, wanted, settling.update = run(pass_), pass_.wanted.draw, NO_UPDATE
+    wanted, weighed = pass_.wanted.draw, Weighed([], [], [])
+    if burst is not None and burst.drafts:
+        weighed = Weighed.of(burst, drafts.token_ids, _places(pass_, burst))
+    result, settling.update = run(weighed.asked(pass_)), NO_UPDATE
     if wanted is None or result.draw is None:
         return result
     result.draw.token_ids[pass_.rows.slots[wanted.rows] == DUMP_SLOT] = NO_TOKEN  # of a sequence that had ended
     if burst is None:
         return result
-    fed, draws = before(pass_, burst), _draws(pass_, result.draw, burst)
+    fed = before(pass_, burst)
     if not burst.drafts:
-        drafts = Drafts.none(len(draws), 0, ())
+        drafts = Drafts.none(len(burst.rows), 0, ())
+    most = weighed.judge(resident, fed, (drafts.token_ids, drafts.parents), drafts.offered, pass_, result)
+    draws = _draws(pass_, result.draw, burst)
     going = fed.token_ids >= 0
-    along, order = settling.settle(fed, drafts, draws, going)
+    along, order = settling.settle(fed, drafts, draws, going, most)
     accepted = advance(resident, fed, along, np.take_along_axis(draws, order, axis=1), going)
     Following(resident, pass_, burst, fed, burst.rounds + 1).renew(0)
     if burst.num_rounds:
@@ -137,12 +144,16 @@ class Following:
 
 def _draws(pass_: Pass, draw: DrawResult, burst: Burst) -> Tokens:
     """[S, 1 + K], what the pass drew at the rows of a burst's sequences."""
-    assert pass_.wanted.draw is not None
     lengths = burst.draft_lens
+    at = np.minimum(_places(pass_, burst), len(draw.token_ids) - 1)
+    return np.where(np.arange(at.shape[1]) <= lengths[:, None], draw.token_ids[at], NO_TOKEN)
+
+
+def _places(pass_: Pass, burst: Burst) -> Tokens:
+    """[S, 1 + K], where the draws of a burst's sequences are among those of the pass."""
+    assert pass_.wanted.draw is not None
     first = np.searchsorted(pass_.wanted.draw.rows, burst.rows)
-    columns = np.arange(1 + int(lengths.max()))
-    at = np.minimum(first[:, None] + columns, len(draw.token_ids) - 1)
-    return np.where(columns <= lengths[:, None], draw.token_ids[at], NO_TOKEN)
+    return np.asarray(first[:, None] + np.arange(1 + int(burst.draft_lens.max())))
 
 
 def _with_drafts(resident: Resident, rows: Rows, burst: Burst, fed: Fed, drafts: Drafts) -> Rows:
@@ -182,8 +193,11 @@ def _draft(resident: Resident, burst: Burst, fed: Fed, going: NDArray[np.bool_],
             continue
         while len(live):
             pass_ = _draft_pass(resident, part, fed, live, drafts[:, :i])
-            drawn = run(resident.take(pass_)).draw
+            result = run(resident.take(pass_))
+            drawn, shown = result.draw, result.distribution
             assert drawn is not None
+            if shown is not None:
+                found.offered.extend(Offered(s, i - 1, shown, row) for row, s in enumerate(live.tolist()))
             drafts[live, i] = drawn.token_ids
             goes_on = resident.goes_on(Fed(seq_rows[live], drawn.token_ids, t[live] + 1 + i))
             i += 1
@@ -230,6 +244,9 @@ def _draft_pass(resident: Resident, part: Drafting, fed: Fed, live: NDArray[np.i
     rows = padded(tokens, positions, resident.table[seq_rows, positions], seq_rows, shape=shape)
     drawn = np.arange(count - 1, len(tokens), count, dtype=np.int32)
     wanted = Wanted(draw=DrawWanted(drawn))
+    if part.by_probability:
+        noise = draft_noise(fed.t[live], np.full(len(live), num_drafted - 1))
+        wanted = Wanted(draw=DrawWanted(drawn, noise), distribution=DistributionWanted(drawn))
     return Pass(
         part.kind, rows, wanted, NO_UPDATE, head_shape=part.shape, store=part.store, view=part.view,
         only_drafts=part.only_drafts,
@@ -257,13 +274,19 @@ def _loop(resident: Resident, pass_: Pass, burst: Burst, fed: Fed, run: Settling
             masks[: len(at)] = pass_.rows.masks[burst.rows][sequence]
             rows = replace(rows, masks=masks)
         wanted = Wanted(draw=DrawWanted(np.arange(len(at), dtype=np.int32)))
-        found = run(resident.take(replace(
+        draw_of = np.full(ids.shape, NO_TOKEN)
+        draw_of[sequence, column] = np.arange(len(at))
+        weighed = Weighed.of(burst, drafts.token_ids, draw_of)
+        verifying = resident.take(replace(
             pass_, rows=rows, wanted=wanted, table_update=NO_UPDATE, head_shape=burst.shape, burst=None,
-        ))).draw  # fmt: skip
+        ))  # fmt: skip
+        verified = run(weighed.asked(verifying))
+        found = verified.draw
         assert found is not None
+        most = weighed.judge(resident, fed, (drafts.token_ids, drafts.parents), drafts.offered, verifying, verified)
         draws, logprobs = np.full((len(tokens), width), NO_TOKEN, np.int64), np.zeros((len(tokens), width), np.float32)
         draws[sequence, column], logprobs[sequence, column] = found.token_ids, found.logprobs
-        along, order = run.settle(fed, drafts, draws, going)
+        along, order = run.settle(fed, drafts, draws, going, most)
         draws, logprobs = (np.take_along_axis(values, order, axis=1) for values in (draws, logprobs))
         accepted = result.accepted[:, i] = advance(resident, fed, along, draws, going)
         following.renew(i)

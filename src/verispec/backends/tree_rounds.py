@@ -8,8 +8,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verispec.backends.pass_builder import padded
-from verispec.backends.protocol import Drafting, NoisyTopKWanted, Pass, PassResult, TableUpdate, Tree, Wanted
+from verispec.backends.protocol import (
+    DistributionWanted,
+    Drafting,
+    NoisyTopKWanted,
+    Pass,
+    PassResult,
+    TableUpdate,
+    Tree,
+    Wanted,
+)
 from verispec.backends.resident import Fed, Resident
+from verispec.backends.weighing import Offered, draft_noise
 from verispec.sampling.beam import NOBODY, Paths, greedy_level, race_level, root
 from verispec.sampling.draw import NO_TOKEN, NoisyTopK
 from verispec.types import NO_PARENT
@@ -24,13 +34,15 @@ class Drafts(NamedTuple):
     token_ids: Ints  # [S, K], NO_TOKEN where nothing was drafted
     parents: Ints  # the same: places; chains are trees, too
     is_tree: NDArray[np.bool_]  # [S]
+    offered: list[Offered]  # what it was drawn from, where probabilities judge it
 
     @classmethod
     def none(cls, num_sequences: int, most: int, parts: tuple[Drafting, ...]) -> "Drafts":
         shape, is_tree = (num_sequences, most), np.zeros(num_sequences, np.bool_)
         for part in parts:
             is_tree[part.sequences] = part.tree is not None
-        return cls(np.full(shape, NO_TOKEN, np.int64), np.tile(np.arange(most) - 1, (num_sequences, 1)), is_tree)
+        parents = np.tile(np.arange(most) - 1, (num_sequences, 1))
+        return cls(np.full(shape, NO_TOKEN, np.int64), parents, is_tree, [])
 
     def path_to(self, sequence: int, place: int) -> list[int]:
         """Places from the root's child down."""
@@ -39,6 +51,11 @@ class Drafts(NamedTuple):
             found.append(place)
             place = int(self.parents[sequence, place])
         return found[::-1]
+
+    def nodes_at(self, sequence: int, places: list[int]) -> Ints:
+        """Their numbers among the nodes, places that were left free not counted."""
+        is_node = self.token_ids[sequence] >= 0
+        return np.array([is_node[:place].sum() if place != NO_PARENT else NO_PARENT for place in places], np.int64)
 
     def accepted(self, sequence: int, draws: Ints) -> list[int]:
         """The path that the target drew itself; `draws[0]` follows the last token, `draws[1 + i]` place i."""
@@ -69,11 +86,14 @@ def grow(
     for level, keep in enumerate(tree.keep):
         if not fronts:
             return
-        offered = run(resident.take(_level(resident, part, fed, fronts, drafts, level))).noisy_top_k
+        result = run(resident.take(_level(resident, part, fed, fronts, drafts, level)))
+        offered, shown = result.noisy_top_k, result.distribution
         assert offered is not None
         at, going = 0, {}
         for s, front in fronts.items():
             own = NoisyTopK(*(values[at : at + len(front.places)] for values in offered))
+            if shown is not None:
+                drafts.offered.extend(Offered(s, place, shown, row) for row, place in enumerate(front.places, at))
             at += len(front.places)
             is_greedy = resident.is_greedy(int(fed.seq_rows[s]))
             left = _hang(drafts, s, front, own, tree, level, first, is_greedy=is_greedy)
@@ -107,8 +127,10 @@ def _hang(
 
 def _level(resident: Resident, part: Drafting, fed: Fed, fronts: dict[int, _Front], drafts: Drafts, level: int) -> Pass:
     """The pass that finds the children of all these places."""
-    builder, asked = _Rows(resident.table), []
+    builder, asked, t_of, nodes = _Rows(resident.table), list[int](), list[int](), list[Ints]()
     for s, front in fronts.items():
+        t_of += [int(fed.t[s])] * len(front.places)
+        nodes.append(drafts.nodes_at(s, front.places))
         seq_row, t = int(fed.seq_rows[s]), int(fed.t[s])
         if level:
             for place in front.places:
@@ -119,7 +141,13 @@ def _level(resident: Resident, part: Drafting, fed: Fed, fronts: dict[int, _Fron
             asked.append(builder.add(seq_row, t, int(fed.token_ids[s])))
     assert part.tree is not None
     rows = padded(*builder.columns, shape=part.shape if level else part.first_shape, tails=builder.tails)
-    wanted = Wanted(noisy_top_k=NoisyTopKWanted(np.array(asked, np.int32), part.tree.branching[level]))
+    at, noise = np.array(asked, np.int32), None
+    if part.by_probability:
+        noise = draft_noise(np.array(t_of), np.concatenate(nodes))
+    wanted = Wanted(
+        noisy_top_k=NoisyTopKWanted(at, part.tree.branching[level], noise),
+        distribution=DistributionWanted(at) if part.by_probability else None,
+    )
     return Pass(
         part.kind, rows, wanted, NO_UPDATE, head_shape=part.shape, store=part.store, view=part.view,
         only_drafts=part.only_drafts,
@@ -174,11 +202,15 @@ class Settling:
         pass_, self.update = replace(pass_, table_update=self.update), NO_UPDATE
         return self._run(pass_)
 
-    def settle(self, fed: Fed, drafts: Drafts, draws: Ints, going: NDArray[np.bool_]) -> tuple[Ints, Ints]:
-        """What was drafted along accepted paths, and in which order the draws are along them. [S, K] and [S, 1 + K]"""
+    def settle(self, fed: Fed, drafts: Drafts, draws: Ints, going: NDArray[np.bool_], most: Ints) -> tuple[Ints, Ints]:
+        """What was drafted along accepted paths, and in which order the draws are along them. [S, K] and [S, 1 + K]
+
+        No more than `most` of each draft is accepted.
+        """
         along, order = drafts.token_ids.copy(), np.tile(np.arange(draws.shape[1]), (len(draws), 1))
+        along[np.arange(along.shape[1]) >= most[:, None]] = NO_TOKEN
         for s in np.flatnonzero(drafts.is_tree & going).tolist():
-            path, seq_row, start = drafts.accepted(s, draws[s]), int(fed.seq_rows[s]), int(fed.t[s]) + 1
+            path, seq_row, start = drafts.accepted(s, draws[s])[: most[s]], int(fed.seq_rows[s]), int(fed.t[s]) + 1
             along[s] = NO_TOKEN
             along[s, : len(path)] = drafts.token_ids[s, path]
             order[s, 1 : 1 + len(path)] = 1 + np.array(path, np.int64)

@@ -133,7 +133,7 @@ class Engine:
             raise InputError(f"unknown drafter {default_drafter!r}; known: {', '.join(self._drafters.names)}")
         self._policy = policy = Policy(
             shapes, cost, self._drafters, row_budget=row_budget, max_draft=config.max_draft, max_burst=config.max_burst,
-            follows=backend.limits.follows,
+            follows=backend.limits.follows, by_probability=backend.limits.by_probability,
         )  # fmt: skip
         max_running = min(config.max_running, row_budget, backend.limits.num_seq_rows)
         self._roster = Roster(self._pool, self._cache, backend.bind, clock, max_running=max_running)

@@ -74,7 +74,8 @@ class _Best:
 class Policy:
     """Chooses among the canonical shapes `family`, which may be empty, and the shapes of fast passes.
 
-    `follows`: the backend asks for masks between rounds, so that a constraint alone needs no host.
+    `follows`: the backend asks for masks between rounds, so that a constraint alone needs no host. `by_probability`:
+    its rounds can be judged by probabilities, so that such a rule needs none, either.
     """
 
     def __init__(
@@ -87,8 +88,9 @@ class Policy:
         max_draft: int | None,
         max_burst: int,
         follows: bool = False,
+        by_probability: bool = False,
     ) -> None:
-        self._follows = follows
+        self._follows, self._by_probability = follows, by_probability
         self._family = tuple(family)
         self._cost = cost
         self._drafters = drafters
@@ -141,7 +143,10 @@ class Policy:
 
     def _needs_host(self, turn: Turn) -> bool:
         """Whether its next round needs the host, whatever is drafted."""
-        return turn.sequence.needs_host and not (self._follows and turn.sequence.is_followed)
+        sequence = turn.sequence
+        if self._follows and sequence.is_followed:
+            return False
+        return sequence.needs_host or (sequence.uses_probabilities and not self._by_probability)
 
     def note_rounds(self, seconds: float) -> None:
         """What the host took for each round that the backend drafted, of each sequence."""

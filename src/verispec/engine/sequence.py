@@ -144,7 +144,7 @@ class Sequence:
         self.uses_probabilities = self.speculation.accept is not Accept.MATCH and self.params.temperature > 0
         self.scores_only = self.params.max_tokens == 0
         is_constrained = self.constraint is not None
-        self.needs_host = bool(self.params.logprobs) or self.is_traced or self.uses_probabilities or is_constrained
+        self.needs_host = bool(self.params.logprobs) or self.is_traced or is_constrained
         has_single_rows, is_off = not self.params.logprobs and not self.scores_only, self.speculation.method == OFF
         self.has_single_rows = has_single_rows and not is_constrained
         self.is_plain = is_off and self.has_single_rows

@@ -45,9 +45,8 @@ def rounds_of(turn: Turn, recipe: Recipe, burst: BurstResult, index: int) -> lis
         parents, path = list[int](), list(range(count))
         if tree is not None:
             parents = burst.parents[index, i].tolist()
-            path = _path(
-                ids, parents, later.token_ids[begin : begin + count] if found else rows.draws, by_row=not found
-            )
+            draws = later.token_ids[begin : begin + count] if found else rows.draws
+            path = _path(ids, parents, draws, by_row=not found)[:count]
         if found:
             drawn = _Drawn(later.token_ids[begin : begin + count + 1], later.logprobs[begin : begin + count + 1])
             begin += count + 1

@@ -57,12 +57,13 @@ class DraftModel:
         known = len(turn.sequence.token_ids) - 1
         return known if self.store == TARGET_STORE else min(known, turn.store_lens[self.store])
 
-    def rule(self, shape: TreeShape, least_probability: float) -> DraftRule:
+    def rule(self, shape: TreeShape, least_probability: float, *, by_probability: bool = False) -> DraftRule:
         """How a backend drafts with it: chains end behind a token less likely than that."""
         least = math.log(least_probability) if least_probability > 0 and shape.is_chain else -math.inf
         tree = None if shape.is_chain else Tree(shape.branching, shape.keep, shape.kind == "beam")
         return DraftRule(
-            self.store, self.view, self.kind, self.shape, least, tree, only_drafts=self.only_drafts
+            self.store, self.view, self.kind, self.shape, least, tree, only_drafts=self.only_drafts,
+            by_probability=by_probability,
         )  # fmt: skip
 
     def run(self, builder: PassBuilder) -> PassResult:

@@ -8,9 +8,9 @@ The rules by probabilities are in `sampling/recursive.py`.
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-from verispec.sampling.recursive import Distributions, RoundKeys, judge_recursive
+from verispec.backends.weighing import Gathered
+from verispec.sampling.recursive import RoundKeys, judge_recursive
 from verispec.spec.turn import Turn
 from verispec.types import NO_PARENT, Draft, Proposal, Verdict
 
@@ -69,7 +69,7 @@ def _logprobs(turn: Turn, nodes: Sequence[int], token_ids: Sequence[int]) -> lis
 def _judge_by_probability(judged: _Judged) -> None:
     """The verdicts, with their tokens in place of the target's draws."""
     width = 1 + max(len(draft) for _, draft in judged)
-    target, proposal = _Gathered(len(judged), width), _Gathered(len(judged), width)
+    target, proposal = Gathered(len(judged), width), Gathered(len(judged), width)
     for s, (turn, draft) in enumerate(judged):
         for node in range(-1, len(draft)):
             target.add(s, Proposal(node, turn.score.distribution, turn.score.first_row + 1 + node))
@@ -88,25 +88,3 @@ def _judge_by_probability(judged: _Judged) -> None:
         tokens = (*(draft.token_ids[node] for node in verdict.path), verdict.bonus_id)
         for node, token_id, value in zip(nodes, tokens, _logprobs(turn, nodes, tokens), strict=True):
             turn.score.draws[node + 1], turn.score.logprobs[node + 1] = token_id, value
-
-
-class _Gathered:
-    """Rows of several handles, side by side."""
-
-    def __init__(self, num_drafts: int, width: int) -> None:
-        self._rows = np.full((num_drafts, width), -1, np.int64)
-        self._offsets: dict[int, int] = {}
-        self._values: list[NDArray[np.float32]] = []
-        self._num_rows = 0
-
-    def add(self, draft: int, row: Proposal) -> None:
-        """The distribution after a node of a draft."""
-        key = id(row.handle)
-        if key not in self._offsets:
-            self._offsets[key] = self._num_rows
-            self._values.append(np.asarray(row.handle.probabilities()))
-            self._num_rows += len(self._values[-1])
-        self._rows[draft, row.node + 1] = self._offsets[key] + row.row
-
-    def build(self) -> Distributions:
-        return Distributions(np.concatenate(self._values), self._rows)

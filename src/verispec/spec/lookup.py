@@ -56,7 +56,7 @@ class LookupDrafter:
         self._seen: dict[int, _Seen] = {}
 
     def state(self, sequence: SequenceView) -> _Key | Refusal:
-        if sequence.needs_host:
+        if sequence.needs_host or sequence.uses_probabilities:
             return _NEEDS_HOST
         num_tokens = len(sequence.token_ids)
         if sequence.computed_len + 1 != num_tokens:

@@ -180,7 +180,7 @@ class ModelDrafter:
             is_close = last - first < first_rows  # the first pass of a chain has these rows anyway
             missing = range(first, min(last, first + room))
             if turn.is_resident and first_rows <= last + 1 and (is_close or (is_far and missing.stop == last)):
-                drafts[i] = self._recipe(_shape(turn, deepest))
+                drafts[i] = self._recipe(_shape(turn, deepest), by_probability=turn.sequence.uses_probabilities)
             elif last - first < _CAUGHT_UP_AT_ONCE:
                 ready.append(i)
                 continue
@@ -201,10 +201,10 @@ class ModelDrafter:
                 turn.exit_state = self._exit.gamma, self._exit.rate
         return drafts
 
-    def _recipe(self, shape: TreeShape) -> Recipe:
+    def _recipe(self, shape: TreeShape, *, by_probability: bool) -> Recipe:
         assert isinstance(self._source, Source)
-        rule = self._source.model.rule(shape, self._exit.gamma if self._config.exits else 0.0)
-        return Recipe(shape.num_nodes, rule)
+        least = self._exit.gamma if self._config.exits else 0.0
+        return Recipe(shape.num_nodes, self._source.model.rule(shape, least, by_probability=by_probability))
 
     def observe(self, turn: Turn) -> None:
         """Move the acceptance, and for chains the exit."""

@@ -187,7 +187,7 @@ class Chains(NamedTuple):
         num_drawn = np.zeros(len(self.base), np.int64)
         for i, ((tokens, values), count) in enumerate(zip(words[1:], accepted.T[1:], strict=True), 1):
             order = np.tile(np.arange(width), (len(self.base), 1))  # rows of each sequence along its path
-            drafts = Drafts(found.drafts[:, i], found.parents[:, i], self.is_tree)
+            drafts = Drafts(found.drafts[:, i], found.parents[:, i], self.is_tree, [])
             for s in np.flatnonzero(self.is_tree & (count > 0)).tolist():
                 path = drafts.accepted(s, tokens[self.base[s] :])
                 order[s, 1 : 1 + len(path)] = 1 + np.array(path)
