@@ -55,6 +55,7 @@ gpu-test: ## On a machine with an H200 and torch: kernels, backend and (PROMPTS=
 	PYTHONPATH=src:. $(PYTHON) -m tests.backends.cuda.chains_check "$(FOLDER)"
 	PYTHONPATH=src:. $(PYTHON) -m tests.backends.cuda.lookup_check "$(FOLDER)"
 	PYTHONPATH=src:. $(PYTHON) -m tests.backends.cuda.trees_check "$(FOLDER)"
+	PYTHONPATH=src:. $(PYTHON) -m tests.backends.cuda.weighing_check "$(FOLDER)"
 	if [ -n "$(PROMPTS)" ]; then PYTHONPATH=src:. $(PYTHON) -m tests.backends.cuda.oracle_check "$(MODEL)" "$(PROMPTS)"; fi
 
 test-long: setup model ## The suite with many more generated cases; takes a long time

@@ -39,6 +39,8 @@ inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __fsqrt_rn(float a) { return std::sqrt(a); }
 inline double __dmul_rn(double a, double b) { return a * b; }
+inline double __dsub_rn(double a, double b) { return a - b; }
+inline double __drcp_rn(double a) { return 1.0 / a; }
 inline float __uint2float_rn(unsigned v) { return static_cast<float>(v); }
 inline long long __float2ll_rn(float v) { return llrintf(v); }
 inline float __ll2float_rn(long long v) { return static_cast<float>(v); }

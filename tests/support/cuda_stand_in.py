@@ -12,13 +12,13 @@ import numpy as np
 import torch
 
 from tests.support import cuda_emulated
-from verispec.backends.cuda.drawing import DrawKernels
+from verispec.backends.cuda.drawing import MASS_CHUNK, DrawKernels
 from verispec.backends.cuda.quantize import Quantized
 from verispec.backends.cuda.shapes import Shapes, gate_up_order, qkv_order
 from verispec.backends.cuda.steps import StepKernels
 from verispec.sampling import draw
 from verispec.sampling.rows import SamplingRows
-from verispec.sampling.weights import below_top, weights
+from verispec.sampling.weights import below_top, totals, weights
 
 torch.set_num_threads(1)  # tensors are tiny: threads would wait for each other
 
@@ -125,6 +125,7 @@ def _rotated(v, cos, sin) -> torch.Tensor:
 class StandInDraws:
     def __init__(self, rows: int) -> None:
         self.token_ids, self.logprobs = torch.zeros(rows, dtype=torch.int32), torch.zeros(rows)
+        self.totals = torch.zeros(rows, 2)
 
     def draw(self, logits, inputs, rows, *, filters, edited=None, allowed=None) -> None:
         sampling = self._sampling(inputs, rows, filters, allowed)
@@ -135,18 +136,30 @@ class StandInDraws:
             if edited is not None:
                 found = draw.logprobs_of(np, raw, np.maximum(drawn.token_ids, 0))
                 drawn = drawn._replace(logprobs=np.where(drawn.token_ids < 0, np.nan, found).astype(np.float32))
+            self.totals[:rows] = torch.from_numpy(np.stack(totals(np, raw), axis=1))
         self.token_ids[:rows] = torch.from_numpy(drawn.token_ids.astype(np.int32))
         self.logprobs[:rows] = torch.from_numpy(drawn.logprobs)
 
-    def children(self, logits, inputs, rows, *, k, filters, edited=None, allowed=None, shares=None):
+    def children(self, logits, inputs, rows, *, k, filters, edited=None, allowed=None, shares=None, kept=None):
         sampling = self._sampling(inputs, rows, filters, allowed)
         values = (logits if edited is None else edited)[:rows].numpy()
         with np.errstate(all="ignore"):
             found = draw.noisy_top_k(np, values, sampling, k)
             if shares is not None:
                 shares[:] = torch.from_numpy(draw.probabilities(np, values, sampling))
+            if kept is not None:
+                self._keep(kept, draw.probabilities(np, values, sampling))
         floats = [part.astype(np.float32).view(np.int32) for part in found[1:]]
         return torch.from_numpy(np.stack([found.token_ids.astype(np.int32), *floats]))
+
+    def _keep(self, kept, shares) -> None:
+        wanted = np.flatnonzero(kept.rows[: len(shares)].numpy() >= 0)
+        padded = np.zeros((len(wanted), kept.masses.shape[1], MASS_CHUNK))
+        padded.reshape(len(wanted), kept.masses.shape[1] * MASS_CHUNK)[:, : shares.shape[1]] = shares[wanted]
+        while padded.shape[2] > 1:
+            padded = padded[:, :, ::2] + padded[:, :, 1::2]
+        at = kept.rows[wanted].long()
+        kept.values[at], kept.masses[at] = torch.from_numpy(shares[wanted]), torch.from_numpy(padded[:, :, 0])
 
     def _sampling(self, inputs, rows, filters, allowed) -> SamplingRows:
         seeds = inputs.seeds[:rows].numpy().view(np.uint32).astype(np.uint64)

@@ -90,10 +90,18 @@ class Weighed(NamedTuple):
 
         `drafts` are tokens and places of parents, [S, K] each; `pass_` is the one that `asked` was given.
         """
+        most = np.full(len(drafts[0]), drafts[0].shape[1], np.int64)
+        if self.sequences:
+            self._judge(resident, fed, drafts, offered, pass_, result, most)
+        for one in offered:
+            one.handle.release()
+        return most
+
+    def _judge(
+        self, resident: Resident, fed: Fed, drafts: tuple[Ints, Ints], offered: Sequence[Offered], pass_: Pass,
+        result: PassResult, most: Ints,
+    ) -> None:  # fmt: skip
         token_ids, parents = drafts
-        most = np.full(len(token_ids), token_ids.shape[1], np.int64)
-        if not self.sequences:
-            return most
         shown, draw, first = result.distribution, result.draw, len(_shown_rows(pass_))
         assert shown is not None
         assert draw is not None
@@ -122,11 +130,8 @@ class Weighed(NamedTuple):
             draw.token_ids[at] = tokens
             draw.logprobs[at] = shown.logprobs(firsts[i] + nodes, np.maximum(0, tokens))
             most[self.sequences[i]] = len(verdict.path)
-        for one in offered:
-            one.handle.release()
         if pass_.wanted.distribution is None:
             shown.release()
-        return most
 
 
 def _shown_rows(pass_: Pass) -> NDArray[np.int32]:

@@ -18,6 +18,7 @@ from tests.backends import test_conformance as conformance  # noqa: E402
 from tests.backends import test_drafted_bursts as drafted  # noqa: E402
 from tests.backends import test_provisions as provisions  # noqa: E402
 from tests.backends.cuda import backend_check, chains_check, draw_check, lookup_check, trees_check  # noqa: E402
+from tests.backends.cuda import weighing_check as weighing  # noqa: E402
 from tests.support.cuda_stand_in import EmulatedDraws, StandIn  # noqa: E402
 from tests.support.passes import Tape  # noqa: E402
 from tests.support.skipping import cheap_setup  # noqa: E402
@@ -235,6 +236,100 @@ def test_a_fault_in_the_trees_is_noticed() -> None:
         assert drafted_tree(trees_check.looped(make()), tree) == expected
         for name, fault in faults.items():
             assert drafted_tree(make(fault), tree) != expected, name
+
+
+WEIGHING_FAULTS = {
+    "every child is accepted": ("p_x) < q_x)", "p_x) >= 0.0)"),
+    "coins of other nodes": ("stream_of(kCoin, number)", "stream_of(kCoin, number + 1)"),
+    "places are counted": ("const int number = next++;", "const int number = n;"),
+    "p keeps what was rejected": ("p[i] = id == token ? 0.0 : v.p", "p[i] = v.p"),
+    "q loses nothing": ("if (q_left > kNothing) q_sums = sums;", ""),
+    "other neighbours": ("step < 32; step *= 2) v", "step < 16; step *= 2) v"),
+    "one chunk": (
+        "const int first_id = kLeaves * descend(nodes, rest)",
+        "const int first_id = 0 * descend(nodes, rest)",
+    ),
+    "raw logits": ("w.totals[2 * head + 1])", "0.0f)"),
+}
+
+
+def test_the_kernel_judges_by_probabilities_as_the_host_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens, log-probabilities and paths, of chains and trees with places left free, in vocabularies of one part and
+    of several. The controls are faults in the kernel."""
+    monkeypatch.setattr(backend_check, "FAILED", [])
+    monkeypatch.setattr(weighing, "FAILED", backend_check.FAILED)
+    with np.errstate(all="ignore"):
+        assert weighing.check_shares(partial(EmulatedDraws, backwards=True), "cpu", (320, 5000)) == 0
+        for backwards in (False, True):
+            weighing.check_kernel(StandIn(backwards=backwards).steps(), "cpu")
+        assert backend_check.FAILED == []
+        for name, (old, new) in WEIGHING_FAULTS.items():
+            steps = StandIn(changes=(("weighing.cu", old, new),)).steps()
+            weighing.check_kernel(steps, "cpu", num_cases=6, what=f"{name}: ")
+            assert backend_check.FAILED[-1:] == [f"{name}: rounds judged by the kernel and by numpy"], name
+
+
+@pytest.mark.parametrize(
+    ("tree", "drafter", "num_requests"),
+    [("chain:3", "skip", 8), ("chain:3", "model", 8), ("branch:3,2,1", "model", 8), ("branch:2,2", "skip", 4),
+     ("beam:3,3", "skip", 5), ("beam:3,3", "model", 8)],
+)  # fmt: skip
+def test_rounds_by_probabilities_are_those_of_the_host(
+    tree: str, drafter: str, num_requests: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With filters and penalties, through stops, several rounds at once, together, ahead, and where slots are short."""
+    monkeypatch.setattr(backend_check, "FAILED", [])
+    device = StandIn(backwards=tree.startswith("b"))
+    weighing.check_rounds(device, [tree], [drafter], max_tokens=18, num_requests=num_requests)
+    assert backend_check.FAILED == []
+
+
+def test_what_is_not_finite_ends_the_same_under_every_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend_check, "FAILED", [])
+    weighing.check_poison(StandIn(), max_tokens=8, num_requests=8)
+    assert backend_check.FAILED == []
+
+
+FAULTS_OF_WEIGHING = {
+    "chain:3": {
+        "the target's noise": ("chains.cu", "weighed ? stream_of(kDraftNoise, 1 + node) : 0", "0"),
+        "noise of the position": ("chains.cu", "weighed ? length : -1", "-1"),
+        "another row's distribution": ("chains.cu", "m.base[s] + pass.token : 0)", "m.base[s] : 0)"),
+        "whatever is drawn is accepted": ("chains.cu", "c.most[s] : m.lengths[s]", "0 : m.lengths[s]"),
+    },
+    "branch:3,2": {
+        "cousins share noise": ("trees.cu", "weighed ? stream_of(kDraftNoise, 1 + node) : 0", "weighed ? 2 : 0"),
+        "another row's distribution": ("trees.cu", "drafts ? m.base[s] + 1 + place : 0", "m.base[s]"),
+    },
+}  # fmt: skip
+
+
+def test_a_fault_in_rounds_by_probabilities_is_noticed() -> None:
+    """The control."""
+
+    def found(tree: str, *changes: tuple[str, str, str]) -> list[trees_check.Told] | None:
+        backend = backend_check.make("llama", StandIn(changes=changes))
+        how = Speculation.of("model", tree=tree, accept=weighing.rule_of(tree))
+        asked = weighing.requests(how, seed=1, max_tokens=20)[:2]
+        with suppress(ValueError, IndexError):
+            return trees_check.told(weighing.engine_of(backend, max_burst=4), asked)
+        return None
+
+    for tree, faults in FAULTS_OF_WEIGHING.items():
+        expected = found(tree)
+        assert expected is not None
+        for name, fault in faults.items():
+            assert found(tree, fault) != expected, name
+
+
+def test_without_the_limit_the_host_judges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way back: one constant."""
+    monkeypatch.setattr("verispec.backends.cuda.backend.JUDGES_BY_PROBABILITY", False)
+    backend = weighing.watched(backend_check.make("llama", StandIn()))
+    how = Speculation.of("skip", tree="chain:3", accept="rejection")
+    asked = weighing.requests(how, seed=1, max_tokens=10)[:1]
+    trees_check.told(weighing.engine_of(backend, max_burst=4), asked)
+    assert backend.num_shown > 2
 
 
 @pytest.mark.parametrize("shape_of_tree", ["binary", "random"])

@@ -27,6 +27,7 @@ SOURCES = [
     ("steps.cu", {}),
     ("chains.cu", {}),
     ("trees.cu", {}),
+    ("weighing.cu", {}),
     ("edits.cu", {}),
 ]
 

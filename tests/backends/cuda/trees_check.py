@@ -62,7 +62,7 @@ def hosted(backend: CudaBackend) -> CudaBackend:
         started(pass_, lane) if pass_.wanted.noisy_top_k is None and pass_.wanted.distribution is None else None
     )
     backend._outputs.__class__ = Host
-    backend.limits = replace(backend.limits, trees=False)
+    backend.limits = replace(backend.limits, trees=False, by_probability=False)
     return backend
 
 

@@ -84,6 +84,7 @@ from verispec.sampling.rows import Sampler
 
 _SPANS_NBYTES = 33 << 24  # results of spans that are merged: 2048 rows with contexts of 4096 of an 8B model
 _MAX_DRAFT_ROWS = 8  # with more, weights of bf16 are as quick
+JUDGES_BY_PROBABILITY = True  # False: the host drafts and judges for rules `rejection` and `recursive`
 Int32 = NDArray[np.int32]
 
 
@@ -117,6 +118,7 @@ class CudaBackend:
             arch.vocab_size, context_len, num_slots, num_seq_rows, max_tail, len(models), num_masks=NUM_MASKS,
             hidden=tuple(HiddenShape(m.architecture.num_layers, m.architecture.hidden_size) for m in models),
             prepares=True, fast_weights=f"int{draft_bits}" if draft_bits else "", trees=True, looks_up=True,
+            by_probability=JUDGES_BY_PROBABILITY,
         )  # fmt: skip
         self._device = device
         self._architectures = [m.architecture for m in models]
@@ -179,8 +181,9 @@ class CudaBackend:
         width = extra_at = 0
         if not is_cohort:
             arranged = arrange(pass_.rows, len(_drawn(pass_)), self._models[pass_.store].kernels.rows_per_group)
-            stage, looks_up = (Stage.PASS, False) if chains is None else (Stage.FIRST, chains.looks_up)
-            key = self._key(pass_, arranged, spans, draw)._replace(masked=masked, stage=stage, looks_up=looks_up)
+            key = self._key(pass_, arranged, spans, draw)._replace(masked=masked)
+            if chains is not None:
+                key = key._replace(stage=Stage.FIRST, looks_up=chains.looks_up, weighed=chains.weighed)
             once.append(key._replace(children=_num_children(pass_)))
             self._put_rows(parcel, arranged, pass_, _drawn(pass_))
             width = arranged.head
@@ -209,13 +212,14 @@ class CudaBackend:
         further = [self._graphs.get(key) for key in again] if num_again else []
         parcel.set("out_width", width)
         self._send(parcel, lane, pass_.table_update)
-        for graph in (*first, *further * num_again):
+        for graph in first:
+            graph.replay()
+        shown = self._shown(pass_)
+        for graph in further * num_again:
             graph.replay()
         num_drawn = len(_drawn(pass_)) if _asked(pass_) is not None else None
         num_fed = None if burst is None else len(burst.rows)
-        expected = Expected(
-            num_rounds + 1, width, num_drawn, num_fed, chains, extra_at, _num_children(pass_), self._shown(pass_)
-        )
+        expected = Expected(num_rounds + 1, width, num_drawn, num_fed, chains, extra_at, _num_children(pass_), shown)
         lane.fetch(self._state.out, math.prod(expected.shape))
         return CudaTicket(lane, self._lanes, expected, self._health)
 
@@ -234,7 +238,7 @@ class CudaBackend:
             return None
         if self._by_hand[seq_rows].any() or (burst is not None and burst.num_rounds > MAX_ROUNDS):
             return None
-        if burst is not None and burst.drafts and not Chains.of(burst).fit(pass_):
+        if burst is not None and burst.drafts and not Chains.of(burst).fit(pass_, self.limits.vocab_size):
             return None
         return Draw.NONE if not len(seq_rows) else Draw.FILTERED if self._filters[seq_rows].any() else Draw.PLAIN
 
@@ -246,7 +250,7 @@ class CudaBackend:
             return False
         if noisy is None and shown is None:
             return True
-        if pass_.burst is not None or (draw is not None and noisy is not None):
+        if noisy is not None and (draw is not None or pass_.burst is not None):
             return False
         if noisy is not None and 3 * len(drawn) * noisy.k > len(self._state.out):
             return False
@@ -256,7 +260,7 @@ class CudaBackend:
         )
 
     def _shown(self, pass_: Pass) -> DistributionHandle | None:
-        """Distributions from the logits that the last graph leaves: NaN where a row's context was not finite."""
+        """Distributions from the logits that the pass's own graph leaves: NaN where a row's context was not finite."""
         shown = pass_.wanted.distribution
         if shown is None:
             return None

@@ -39,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) begin_draft(const ChainAr
       else set_padding(a, each);
     if (drafts) set_table_row(a, row, pass.token ? c.drafts[m.base[s] + pass.token] : record[kNext], position, seq_row, ready_len);
     else set_padding(a, row);
-    set_draw(a, i, row, a.seq_rows[row], -1, 0, 0);
+    set_offer(c, pass, i, row, drafts, pass.token - 1, drafts ? m.base[s] + pass.token : 0);
   }
 }
 
@@ -105,14 +105,23 @@ extern "C" __global__ void __launch_bounds__(kThreads) look_up(const ChainArgs c
   if (threadIdx.x == 0) c.counts[s] = min(count, end);
 }
 
+// Whether probabilities are wanted behind row i of those that verify: that of the last token, or of a node.
+__device__ __forceinline__ bool is_weighed(const ChainArgs& c, const Members& m, int s, int i) {
+  const int n = i - m.base[s], count = num_nodes(c, m, s);
+  return count > 0 && (n == 0 || (m.is_tree[s] ? c.drafts[i] >= 0 : n <= count));
+}
+
 // Behind begin_round, which has made padding of the rows to be drafted: those that were.
 extern "C" __global__ void __launch_bounds__(kThreads) place_drafts(const ChainArgs c) {
   wait_for_previous();
   const Args& a = c.step;
   const int *sent = a.sent, *owners = sent + sent[kOwnersAt];
   const Members m(sent);
+  for (int i = threadIdx.x; i < a.head_rows; i += kThreads) c.share_rows[i] = -1;
+  __syncthreads();
   for (int i = threadIdx.x; i < sent[kOwners]; i += kThreads) {
     const int s = owners[i], n = i - m.base[s], draw = m.first[s] + n;
+    if (m.by_probability[s] && is_weighed(c, m, s, i)) c.share_rows[draw] = i;
     if (n == 0 || (m.is_tree[s] ? c.drafts[i] < 0 : n > c.counts[s])) continue;
     if (m.is_tree[s]) set_node(c, m, s, a.row_ids[draw], n - 1, m.positions[s] + 1, m.positions[s]);
     else set_table_row(a, a.row_ids[draw], c.drafts[i], m.positions[s] + n, m.seq_rows[s], m.positions[s]);
@@ -133,7 +142,13 @@ extern "C" __global__ void __launch_bounds__(kThreads) begin_verify(const ChainA
     else if (goes && (n == 0 || n <= c.counts[s])) set_table_row(a, i, n ? c.drafts[i] : record[kNext], position + n, seq_row, position);
     else set_padding(a, i);
     set_draw(a, i, i, a.seq_rows[i], -1, 0, 0);
+    c.share_rows[i] = goes && m.by_probability[s] && is_weighed(c, m, s, i) ? i : -1;
   }
+}
+
+// How much of a draft may be accepted.
+__device__ __forceinline__ int most_accepted(const ChainArgs& c, const Members& m, int s) {
+  return m.by_probability[s] ? c.most[s] : m.lengths[s];
 }
 
 // Accept what was drafted as far as it was drawn, and go on behind it. `tokens` are the member's draws.
@@ -141,8 +156,9 @@ __device__ __forceinline__ void judge_chain(const ChainArgs& c, const Members& m
   const Args& a = c.step;
   const int length = a.positions[row] + 1, base = m.base[s], drafted = m.lengths[s] ? c.counts[s] : 0;
   const bool idles = a.slots[row] == kDumpSlot;
+  const int most = min(drafted, most_accepted(c, m, s));
   int accepted = 0;
-  while (accepted < drafted && c.drafts[base + 1 + accepted] == tokens[accepted]) ++accepted;
+  while (accepted < most && c.drafts[base + 1 + accepted] == tokens[accepted]) ++accepted;
   int *record = record_of(a, m.seq_rows[s]), *shown = out + a.sent[kExtraAt] + base;
   for (int n = 1; n <= m.lengths[s]; ++n) shown[n] = n <= drafted ? c.drafts[base + n] : -1;
   out[a.sent[kExtraAt] + a.sent[kOwners] + s] = idles ? -1 : accepted;
@@ -159,12 +175,13 @@ __device__ __forceinline__ void judge_tree(const ChainArgs& c, const Members& m,
   const int length = a.positions[row] + 1, base = m.base[s], extra_at = a.sent[kExtraAt];
   const bool idles = a.slots[row] == kDumpSlot;
   int *record = record_of(a, m.seq_rows[s]), *slots = a.table + m.seq_rows[s] * a.table_width + length;
+  const int most = most_accepted(c, m, s);
   int accepted = 0, node = -1, drawn = tokens[0];
   bool ended = !goes_on(record, drawn, length + 1);
   for (int place = 0; place < m.lengths[s]; ++place) {
     const int token = c.drafts[base + 1 + place], parent = c.parents[base + 1 + place];
     out[extra_at + base + 1 + place] = token, out[a.sent[kOutWidth] + extra_at + base + 1 + place] = parent;
-    if (idles || token < 0 || token != drawn || parent != node) continue;
+    if (idles || accepted == most || token < 0 || token != drawn || parent != node) continue;
     const int slot = slots[place];
     slots[place] = slots[accepted], slots[accepted] = slot;
     node = place, drawn = tokens[1 + place], ++accepted;

@@ -3,6 +3,7 @@
 // where it drafted fewer. Arrays by such rows are cut alike: what belongs to the draft's first token stands one behind the
 // member's own. Nodes of a tree have places, level by level (backends/protocol.py).
 #pragma once
+#include "noise.cuh"
 #include "steps.cuh"
 
 struct ChainArgs {
@@ -15,41 +16,63 @@ struct ChainArgs {
   double* race;  // [rows that draft, k]: of all children that are offered
   int* counts;   // [members]: tokens of the chain drafted in this round
   int* live;     // [members]: whether the draft goes on
+  int* most;     // [members]: how much of the draft probabilities accept, where they judge
+  int* share_rows;  // [head_rows]: which of the rows that verify has this row's distribution, -1: it is not wanted
   const int* offered;  // [3, head_rows, k]: children, log p + noise, log p
 };
 
 // What the host says of the members; `rounds` are further ones, `first` is a member's first draw of the pass itself, `base` its
 // first row of a further one. A token below 0 is one that the host does not know.
 struct Members {
-  const int *seq_rows, *rounds, *tokens, *positions, *lengths, *first, *base, *is_tree, *looks_up;
+  const int *seq_rows, *rounds, *tokens, *positions, *lengths, *first, *base, *is_tree, *looks_up, *by_probability;
   int count;
   __device__ explicit Members(const int* sent) : count(sent[kChains]) {
     const int* column = sent + sent[kChainsAt];
     seq_rows = column, rounds = column + count, tokens = column + 2 * count, positions = column + 3 * count;
     lengths = column + 4 * count, first = column + 5 * count, base = column + 6 * count, is_tree = column + 7 * count;
-    looks_up = column + 8 * count;
+    looks_up = column + 8 * count, by_probability = column + 9 * count;
   }
 };
 
 // The pass that drafts now: token number `token` of the chains of `count` members, or that level of their trees: `k` children of
 // each of `width` nodes from place `before` on, of which `keep` get the places from `place` on.
 struct DraftPass {
-  int token, rows_each, count, k, width, before, place, keep, is_beam;
+  int token, rows_each, count, k, width, before, place, keep, is_beam, by_probability;
   float least_logprob;
   const int* members;
   __device__ explicit DraftPass(const int* sent)
-      : token(0), rows_each(1), count(0), k(0), width(1), before(0), place(0), keep(0), is_beam(0), least_logprob(0.0f), members(sent) {
+      : token(0), rows_each(1), count(0), k(0), width(1), before(0), place(0), keep(0), is_beam(0), by_probability(0), least_logprob(0.0f), members(sent) {
     const int passes = sent[kPasses], *pass = sent + sent[kPassesAt] + sent[kPass];
     if (sent[kPass] >= passes) return;  // nothing was sent: the run before a capture
     token = pass[0], rows_each = pass[passes], least_logprob = __int_as_float(pass[2 * passes]);
     count = pass[3 * passes], members = sent + sent[kDraftersAt] + pass[4 * passes];
     k = pass[5 * passes], width = pass[6 * passes], before = pass[7 * passes], place = pass[8 * passes];
-    keep = pass[9 * passes], is_beam = pass[10 * passes];
+    keep = pass[9 * passes], is_beam = pass[10 * passes], by_probability = pass[11 * passes];
   }
 };
 
 // How many tokens, or levels, a member may draft: its last draw must still fit.
 __device__ __forceinline__ int most_drafted(const int* record, int length) { return min(length, record[kLimit] - record[kLength] - 1); }
+
+// How many of a member's first places are nodes; places may be left free.
+__device__ __forceinline__ int nodes_before(const ChainArgs& c, const Members& m, int s, int places) {
+  int found = 0;
+  for (int n = 0; n < places; ++n) found += c.drafts[m.base[s] + 1 + n] >= 0;
+  return found;
+}
+__device__ __forceinline__ int num_nodes(const ChainArgs& c, const Members& m, int s) {
+  return m.is_tree[s] ? nodes_before(c, m, s, m.lengths[s]) : c.counts[s];
+}
+
+// Row i of a pass that drafts: its children have the target's noise, or where probabilities judge that of the node, -1 for the
+// root, in this round; then its distribution is kept where row `kept` of those that verify has its own.
+__device__ __forceinline__ void set_offer(const ChainArgs& c, const DraftPass& pass, int i, int row, bool drafts, int node, int kept) {
+  const Args& a = c.step;
+  const bool weighed = drafts && pass.by_probability;
+  const int length = record_of(a, a.seq_rows[row])[kLength];
+  set_draw(a, i, row, a.seq_rows[row], weighed ? length : -1, weighed ? stream_of(kDraftNoise, 1 + node) : 0, 0);
+  c.share_rows[i] = weighed ? kept : -1;
+}
 
 __device__ __forceinline__ void set_table_row(const Args& a, int row, int token, int position, int seq_row, int ready_len) {
   set_row(a, row, token, position, a.table[seq_row * a.table_width + position], seq_row, position + 1, ready_len);

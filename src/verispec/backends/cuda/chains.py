@@ -14,13 +14,14 @@ from numpy.typing import NDArray
 
 from verispec.backends.cuda.arrange import MAX_HEAD_ROWS, ROW_SIZES, at_least
 from verispec.backends.cuda.graphs import Draw, GraphKey
-from verispec.backends.cuda.steps import MAX_OFFERED, Parcel, Stage, StepSizes
+from verispec.backends.cuda.steps import MAX_OFFERED, MAX_WEIGHED_VOCAB, Parcel, Stage, StepSizes
 from verispec.backends.protocol import FROM_STATE, Burst, BurstResult, Drafting, Pass, Rows
 from verispec.backends.rounds import no_rounds
 from verispec.backends.tree_rounds import Drafts
 from verispec.kv import DUMP_SLOT
 
 Int32 = NDArray[np.int32]
+_WEIGHED_SIZES = (8, 32, 128, 512)  # each is memory of its own: few, and each at most four times the one before
 
 
 class _Draft(NamedTuple):
@@ -38,6 +39,7 @@ class _Draft(NamedTuple):
     place: int = 0
     keep: int = 0
     is_beam: int = 0
+    by_probability: int = 0
 
     @property
     def head_rows(self) -> int:
@@ -57,6 +59,7 @@ def _passes(burst: Burst) -> list[tuple[Drafting, _Draft]]:
         width = before = place = 0
         for token in range(int(part.lengths.max()) if tree is None else len(tree.keep)):
             pass_ = _Draft(token, 1 if token else part.first_rows, least, count, end)
+            pass_ = pass_._replace(by_probability=int(part.by_probability))
             if tree is not None:
                 keep = tree.keep[token]
                 pass_ = pass_._replace(
@@ -104,6 +107,16 @@ class Chains(NamedTuple):
         """Whether some chains are looked up."""
         return any(part.looks_up for part in self.burst.drafts)
 
+    @property
+    def weighed(self) -> int:
+        """Rows whose distributions are to be kept, for drafts that probabilities judge: so many, or a few more."""
+        return at_least(_WEIGHED_SIZES, len(self.owners)) if self.is_weighed else 0
+
+    @property
+    def is_weighed(self) -> bool:
+        """Whether probabilities judge some drafts."""
+        return any(part.by_probability for part in self.burst.drafts)
+
     def are_all(self, pass_: Pass) -> bool:
         """Whether the pass has no rows but theirs, in their order: then the device can name those of the first round,
         too."""
@@ -115,11 +128,13 @@ class Chains(NamedTuple):
             and (pass_.rows.slots[count:] == DUMP_SLOT).all()
         )
 
-    def fit(self, pass_: Pass) -> bool:
+    def fit(self, pass_: Pass, vocab_size: int) -> bool:
         """Whether the device can do it alone: each row draws, with the target's noise, and all fit the head. It can
         name the first rows of all sequences, or of none."""
         draw = pass_.wanted.draw
         if draw is None or draw.noise is not None or len(self.owners) > MAX_HEAD_ROWS:
+            return False
+        if self.is_weighed and (len(self.owners) > _WEIGHED_SIZES[-1] or vocab_size > MAX_WEIGHED_VOCAB):
             return False
         if any(p.head_rows > MAX_HEAD_ROWS or p.children * p.head_rows > MAX_OFFERED for _, p in _passes(self.burst)):
             return False
@@ -138,7 +153,7 @@ class Chains(NamedTuple):
             rows = pass_.head_rows * pass_.rows_each
             found.append(GraphKey(
                 part.store, part.view, StepSizes(rows, pass_.head_rows), rows, spans, draw, drafts=part.only_drafts,
-                stage=stage, children=pass_.children,
+                stage=stage, children=pass_.children, weighed=self.weighed if part.by_probability else 0,
             ))  # fmt: skip
         return found
 
@@ -147,19 +162,20 @@ class Chains(NamedTuple):
         rows = at_least(ROW_SIZES, len(self.owners))
         sizes = StepSizes(rows, rows)
         return GraphKey(
-            pass_.store, pass_.view, sizes, rows, spans, draw, stage=Stage.VERIFY, looks_up=self.looks_up
+            pass_.store, pass_.view, sizes, rows, spans, draw, stage=Stage.VERIFY, looks_up=self.looks_up,
+            weighed=self.weighed,
         )  # fmt: skip
 
     def put(self, parcel: Parcel, rows: Rows, drawn: Int32, extra_at: int) -> int:
         """What the kernels read. Returns the width of what they write: tokens, and the rest from `extra_at` on."""
         burst, at = self.burst, self.burst.rows
         first = np.searchsorted(drawn, at)
-        tokens, looks_up = np.maximum(rows.token_ids[at], -1), np.zeros(len(at), np.int32)
+        tokens, looks_up, by_probability = np.maximum(rows.token_ids[at], -1), *np.zeros((2, len(at)), np.int32)
         for part in burst.drafts:
-            looks_up[part.sequences] = part.looks_up
+            looks_up[part.sequences], by_probability[part.sequences] = part.looks_up, part.by_probability
         parcel.put(
             "chains", rows.seq_rows[at], burst.rounds, tokens, rows.positions[at], self.lengths, first, self.base,
-            self.is_tree.astype(np.int32), looks_up,
+            self.is_tree.astype(np.int32), looks_up, by_probability,
         )  # fmt: skip
         parcel.set("chains", len(at))
         parcel.put("owners", self.owners)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 _SOURCES = Path(__file__).parent
-_HEADERS = ("arithmetic.cuh", "chains.cuh", "draw.cuh", "epilogues.cuh", "steps.cuh", "wide.cuh")
+_HEADERS = ("arithmetic.cuh", "chains.cuh", "draw.cuh", "epilogues.cuh", "noise.cuh", "steps.cuh", "wide.cuh")
 ARCHITECTURE = "sm_90a"
 _OPTIONS = ("--fmad=false", "--prec-div=true", "--prec-sqrt=true", "--ftz=false", "--std=c++17")
 

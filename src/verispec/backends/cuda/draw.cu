@@ -140,7 +140,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) draw_offered(const Args a
 extern "C" __global__ void __launch_bounds__(kThreads) draw_shares(const Args a) {
   release_next();
   wait_for_previous();
-  const int row = blockIdx.y, end = min(a.vocab, (blockIdx.x + 1) * a.chunk);
+  const int row = blockIdx.y, end = min(a.vocab, (blockIdx.x + 1) * a.chunk), to = a.share_rows ? a.share_rows[row] : row;
+  if (to < 0) return;
   const uint64 top_key = best_of_chunks(a.tops + static_cast<int64>(row) * 2 * a.chunks, a.chunks);
   const float top = value_of(static_cast<unsigned>(top_key >> 32)), temperature = a.temperature[row];
   int64 sum = 0;
@@ -154,8 +155,29 @@ extern "C" __global__ void __launch_bounds__(kThreads) draw_shares(const Args a)
     } else if (id == static_cast<int>(0xffffffffu - static_cast<unsigned>(top_key))) {
       share = 1.0f;
     }
-    a.shares[static_cast<int64>(row) * a.vocab + id] = usable(top_key) ? share : __int_as_float(0x7fc00000);
+    a.shares[static_cast<int64>(to) * a.vocab + id] = usable(top_key) ? share : __int_as_float(0x7fc00000);
   }
+}
+
+// grid (chunks of 1024 ids, rows), behind draw_shares: what they add up to, as weighing.cu wants it.
+extern "C" __global__ void __launch_bounds__(kThreads) draw_masses(const Args a) {
+  __shared__ double of_warps[kThreads / 32];
+  release_next();
+  wait_for_previous();
+  const int to = a.share_rows[blockIdx.y], first = (blockIdx.x * kThreads + threadIdx.x) * 4;
+  if (to < 0) return;
+  double v[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) v[i] = first + i < a.vocab ? a.shares[static_cast<int64>(to) * a.vocab + first + i] : 0.0f;
+  double sum = __dadd_rn(__dadd_rn(v[0], v[1]), __dadd_rn(v[2], v[3]));
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) sum = __dadd_rn(sum, __shfl_xor_sync(0xffffffffu, sum, step));
+  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = sum;
+  __syncthreads();
+  if (threadIdx.x > 0) return;
+  for (int width = kThreads / 64; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i) of_warps[i] = __dadd_rn(of_warps[2 * i], of_warps[2 * i + 1]);
+  a.masses[static_cast<int64>(to) * gridDim.x + blockIdx.x] = of_warps[0];
 }
 
 // grid (rows), 32 threads: the token and its raw log-probability.
@@ -171,13 +193,12 @@ extern "C" __global__ void __launch_bounds__(32) draw_token(const Args a) {
   if (threadIdx.x > 0) return;
   const bool drawn = best != kNaNKey;
   const int id = drawn ? static_cast<int>(0xffffffffu - static_cast<unsigned>(best)) : -1;
-  a.token_ids[row] = id;
-  float logprob = __int_as_float(0x7fc00000);
-  if (drawn && usable(raw_key)) {
-    const float log_total = log_f32(mul(__ll2float_rn(sum), 9.094947017729282e-13f));  // 2^-40
-    logprob = sub(sub(a.raw[static_cast<int64>(row) * a.vocab + id], value_of(static_cast<unsigned>(raw_key >> 32))), log_total);
-  }
-  a.logprobs[row] = logprob;
+  const float top = value_of(static_cast<unsigned>(raw_key >> 32));
+  float log_total = __int_as_float(0x7fc00000), logprob = log_total;
+  if (usable(raw_key)) log_total = log_f32(mul(__ll2float_rn(sum), 9.094947017729282e-13f));  // 2^-40
+  if (drawn && usable(raw_key)) logprob = sub(sub(a.raw[static_cast<int64>(row) * a.vocab + id], top), log_total);
+  a.token_ids[row] = id, a.logprobs[row] = logprob;
+  a.totals[2 * row] = top, a.totals[2 * row + 1] = log_total;
 }
 
 struct AdvanceArgs {

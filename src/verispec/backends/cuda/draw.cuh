@@ -3,6 +3,7 @@
 // of the mask table allows.
 #pragma once
 #include "arithmetic.cuh"
+#include "noise.cuh"
 
 using namespace vs;
 
@@ -30,6 +31,9 @@ struct Args {
   uint64* keys;                // [rows, chunks, per_chunk]: the best children of each chunk
   int* offered;                // [3, rows, k]: children, log p + noise and log p
   float* shares;               // [rows, vocab]: probabilities
+  const int* share_rows;       // [rows]: where each row has them, -1: nowhere; null: where it is
+  double* masses;              // as shares, [.., chunks of 1024 ids]: their sums, neighbours first
+  float* totals;               // [rows, 2]: the largest raw logit, and the logarithm of the sum
   int vocab;
   int mask_words;
   int chunk;                   // ids of one block, a multiple of 4: as suits the number of rows
@@ -103,21 +107,6 @@ __device__ __forceinline__ float gumbel_f32(unsigned word) {
   const float w = sub(1.0f, u);
   const float e = -sub(log_f32(w), div(add(sub(w, 1.0f), u), w));
   return -log_f32(e);
-}
-
-__device__ __forceinline__ uint4 philox(unsigned c0, unsigned c1, unsigned c2, unsigned c3, unsigned k0, unsigned k1) {
-#pragma unroll
-  for (int round = 0; round < 10; ++round) {
-    const unsigned high0 = __umulhi(c0, 0xD2511F53u), low0 = c0 * 0xD2511F53u;
-    const unsigned high1 = __umulhi(c2, 0xCD9E8D57u), low1 = c2 * 0xCD9E8D57u;
-    c0 = high1 ^ c1 ^ k0, c1 = low1, c2 = high0 ^ c3 ^ k1, c3 = low0;
-    k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
-  }
-  return make_uint4(c0, c1, c2, c3);
-}
-
-__device__ __forceinline__ unsigned word_of(uint4 words, int lane) {
-  return lane == 0 ? words.x : lane == 1 ? words.y : lane == 2 ? words.z : words.w;
 }
 
 __device__ __forceinline__ int64 weight(float z) { return __float2ll_rn(mul(exp_f32(z), 1099511627776.0f)); }

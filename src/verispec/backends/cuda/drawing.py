@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -18,12 +19,13 @@ from verispec.backends.cuda.kernels import RowInputs
 
 _MIN_CHUNK, _MAX_CHUNK = 1024, 16384  # ids of one block
 _CHILDREN_CHUNK = 2048  # the most, as draw.cuh has it
+MASS_CHUNK = 1024  # ids whose probabilities draw_masses adds up
 _ENOUGH_BLOCKS = 1024
 _PARAMETERS = ("seeds", "counters", "temperature", "top_k", "top_p", "log_min_p", "masks")
 _DrawArgs = struct(
     "DrawArgs",
     *pointers("raw", "edited", *_PARAMETERS, "allowed", "tops", "best", "sums", "kept", "token_ids", "logprobs"),
-    *pointers("keys", "offered", "shares"),
+    *pointers("keys", "offered", "shares", "share_rows", "masses", "totals"),
     *((name, ctypes.c_int) for name in ("vocab", "mask_words", "chunk", "chunks", "k", "per_chunk")),
 )
 _FilterArgs = struct(
@@ -52,8 +54,24 @@ class DrawInputs:
     masks: torch.Tensor | None = None  # [R] int32, rows of the mask table; 0 allows everything
 
 
+class Shares(NamedTuple):
+    """Probabilities that stay on the device, and their sums. Those of row i of a pass are row `rows[i]`, -1: no row."""
+
+    values: torch.Tensor  # [R, V] float32
+    masses: torch.Tensor  # [R, V / MASS_CHUNK] float64
+    rows: torch.Tensor  # [rows of the pass] int32
+
+    @classmethod
+    def of(cls, num_rows: int, vocab: int, rows: torch.Tensor) -> Shares:
+        """Allocate them."""
+        values = torch.empty(num_rows, vocab, dtype=torch.float32, device=rows.device)
+        masses = torch.empty(num_rows, -(-vocab // MASS_CHUNK), dtype=torch.float64, device=rows.device)
+        return cls(values, masses, rows)
+
+
 class DrawKernels:
-    """The draw of up to `rows` rows. `token_ids` (-1: nothing to draw) and `logprobs` hold the last results."""
+    """The draw of up to `rows` rows. `token_ids` (-1: nothing to draw) and `logprobs` hold the last results, `totals`
+    what makes log-probabilities of raw logits: the largest of each row, and the logarithm of their sum."""
 
     def __init__(self, vocab: int, rows: int, cache_folder: Path | None = None, device: str = "cuda") -> None:
         self._modules, self._kernels = Modules(cache_folder), dict[tuple[str, ...], Kernel]()
@@ -61,6 +79,7 @@ class DrawKernels:
         self._filtering: dict[str, torch.Tensor] = {}
         empty = self._empty
         self.token_ids, self.logprobs = empty(rows, dtype=torch.int32), empty(rows, dtype=torch.float32)
+        self.totals = empty(rows, 2, dtype=torch.float32)
         self._scratch = {
             "tops": empty(rows, 2, most), "best": empty(rows, most), "sums": empty(rows, most),
         }  # fmt: skip
@@ -82,9 +101,10 @@ class DrawKernels:
     def children(
         self, logits: torch.Tensor, inputs: DrawInputs, rows: int, *, k: int, filters: bool,
         edited: torch.Tensor | None = None, allowed: torch.Tensor | None = None, shares: torch.Tensor | None = None,
+        kept: Shares | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """The k best children of each row: [3, R, k] int32, ids (-1: there are no more), and the bits of log p + noise
-        and of log p. Probabilities are left in `shares` [R, V]."""
+        and of log p. Probabilities are left in `shares` [R, V], or in `kept`, with their sums."""
         found = torch.empty(3, rows, k, dtype=torch.int32, device=logits.device)
         args = self._tops(
             logits, inputs, rows, filters=filters, edited=edited, allowed=allowed, max_chunk=_CHILDREN_CHUNK
@@ -92,11 +112,15 @@ class DrawKernels:
         per_chunk = min(k, args.chunk)
         keys = torch.empty(rows, self._chunks, per_chunk, dtype=torch.int64, device=logits.device)
         filled(args, keys=keys, offered=found, shares=shares, k=k, per_chunk=per_chunk)
+        if kept is not None:
+            filled(args, shares=kept.values, share_rows=kept.rows, masses=kept.masses)
         self._launch("draw_children", (self._chunks, rows, 1), 256, args)
         if k:
             self._launch("draw_offered", (rows, 1, 1), 256, args)
-        if shares is not None:
+        if shares is not None or kept is not None:
             self._launch("draw_shares", (self._chunks, rows, 1), 256, args)
+        if kept is not None:
+            self._launch("draw_masses", (kept.masses.shape[1], rows, 1), 256, args)
         return found
 
     def _tops(
@@ -110,8 +134,9 @@ class DrawKernels:
         chunks = self._chunks = -(-self._vocab // chunk)
         args = filled(
             _DrawArgs(), raw=logits, edited=logits if edited is None else edited, token_ids=self.token_ids,
-            logprobs=self.logprobs, kept=self._kept if filters else self._all_kept, vocab=self._vocab,
-            chunk=chunk, chunks=chunks, allowed=allowed, mask_words=0 if allowed is None else allowed.shape[1],
+            logprobs=self.logprobs, totals=self.totals, kept=self._kept if filters else self._all_kept,
+            vocab=self._vocab, chunk=chunk, chunks=chunks, allowed=allowed,
+            mask_words=0 if allowed is None else allowed.shape[1],
             **self._scratch, **{name: getattr(inputs, name) for name in _PARAMETERS},
         )  # fmt: skip
         self._launch("draw_top", (chunks, rows, 1), 256, args)

@@ -11,7 +11,7 @@ import torch
 from verispec.backends.cuda.arrange import PADDING
 from verispec.backends.cuda.device import Device, Graph
 from verispec.backends.cuda.forward import DeviceModel, Plan
-from verispec.backends.cuda.steps import Parcel, Stage, StepSizes, StepState
+from verispec.backends.cuda.steps import Kept, Parcel, Stage, StepSizes, StepState
 from verispec.backends.protocol import View
 
 
@@ -40,6 +40,7 @@ class GraphKey(NamedTuple):
     edited: bool = False  # some rows change their logits before they draw
     children: int = 0  # that each row offers, in place of a draw
     looks_up: bool = False  # some chains that it verifies
+    weighed: int = 0  # rows whose distributions are kept, because probabilities judge some drafts
 
     @property
     def sends_rows(self) -> bool:
@@ -56,6 +57,7 @@ class Graphs:
         self.draws = device.draws(models[0].shapes.vocab, max_drawn)
         self._graphs: dict[GraphKey, Graph] = {}
         self._hidden: dict[GraphKey, dict[int, torch.Tensor]] = {}
+        self._weighed: dict[int, Kept] = {}  # by how many rows
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -68,6 +70,9 @@ class Graphs:
             if key.hidden:
                 x = self._models[key.store].buffers.x
                 self._hidden[key] = {i: torch.empty_like(x[: key.sizes.rows]) for i in key.hidden}
+            if key.weighed and key.weighed not in self._weighed:
+                vocab = self._models[0].shapes.vocab
+                self._weighed[key.weighed] = Kept.of(key.weighed, vocab, self._state)
             found = self._graphs[key] = self._device.capture(lambda: self._round(key))
         return found
 
@@ -96,20 +101,24 @@ class Graphs:
         self._steps.begin(state, sizes, key.stage)
         every_row = not key.sends_rows and sizes.rows == sizes.head_rows
         logits = model.forward(state.inputs, plan, None if every_row else state.row_ids[: sizes.head_rows])
-        offered = None
+        offered, weighed, verifies = None, self._weighed.get(key.weighed), key.stage in (Stage.FIRST, Stage.VERIFY)
         if key.draw:
             how = {
                 "filters": key.draw is Draw.FILTERED, "allowed": state.allowed if key.masked else None,
                 "edited": self._steps.edit(state, sizes, logits) if key.edited else None,
             }  # fmt: skip
-            if key.children:
-                offered = self.draws.children(logits, state.draws, sizes.head_rows, k=key.children, **how)
-            else:
+            kept = None if weighed is None else weighed.target if verifies else weighed.proposal
+            if not key.children:
                 self.draws.draw(logits, state.draws, sizes.head_rows, **how)
+            if key.children or kept is not None:
+                found = self.draws.children(logits, state.draws, sizes.head_rows, k=key.children, kept=kept, **how)
+                offered = found if key.children else None
         if offered is not None and key.stage is Stage.PASS:
             self._steps.end_children(state, sizes, offered, model.buffers.not_finite, store=key.store)
             return
         drawn, logprobs = self.draws.token_ids, self.draws.logprobs
+        if weighed is not None and verifies:
+            self._steps.weigh(state, sizes, weighed, logits, self.draws.totals, drawn, logprobs, stage=key.stage)
         not_finite = model.buffers.not_finite
         self._steps.end(
             state, sizes, drawn, logprobs, not_finite, store=key.store, stage=key.stage, offered=offered

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from verispec.backends.cuda.arguments import current_stream, filled, pointers, struct
 from verispec.backends.cuda.compiler import Kernel, Modules
-from verispec.backends.cuda.drawing import DrawInputs
+from verispec.backends.cuda.drawing import MASS_CHUNK, DrawInputs, Shares
 from verispec.backends.cuda.kernels import RowInputs
 from verispec.backends.protocol import BackendLimits
 from verispec.kv import DUMP_SLOT, NUM_RESERVED, TARGET_STORE
@@ -54,8 +54,14 @@ _StepArgs = struct(
 )
 
 
-_CHAINS = ("drafts", "parents", "grows", "phi", "log_tau", "race", "counts", "live")
+_CHAINS = ("drafts", "parents", "grows", "phi", "log_tau", "race", "counts", "live", "most", "share_rows")
 _ChainArgs = struct("ChainArgs", ("step", _StepArgs), *pointers(*_CHAINS, "offered"))
+_WeighArgs = struct(
+    "WeighArgs", ("chains", _ChainArgs), *pointers("target", "proposal", "target_sums", "proposal_sums", "left_sums"),
+    *pointers("logits", "totals", "drawn", "logprobs"), ("vocab", ctypes.c_int), ("chunks", ctypes.c_int),
+)  # fmt: skip
+_WEIGH_THREADS = 512  # as weighing.cu has it
+MAX_WEIGHED_VOCAB = MASS_CHUNK * 1024  # that its trees have leaves for
 _ChildrenArgs = struct("ChildrenArgs", ("step", _StepArgs), *pointers("offered"), ("k", ctypes.c_int))
 _EditArgs = struct("EditArgs", ("step", _StepArgs), *pointers("edited", "counts"), ("vocab", ctypes.c_int))
 
@@ -88,7 +94,7 @@ class StepState:
             return torch.zeros(size, dtype=dtype, device=device)
 
         count, rows = limits.num_seq_rows + 1, max_rows
-        self.max_words = len(HEADER) + count * (RECORD_WORDS + 14) + rows * (21 + limits.max_tail) + 3 * MAX_UPDATES
+        self.max_words = len(HEADER) + count * (RECORD_WORDS + 15) + rows * (21 + limits.max_tail) + 3 * MAX_UPDATES
         self.sent = zeros(self.max_words)
         self.records = zeros(count, RECORD_WORDS)
         self.slot_tokens = zeros(limits.num_slots + NUM_RESERVED)
@@ -109,6 +115,21 @@ class StepState:
             seeds=zeros(rows, 2), counters=zeros(rows, 3), top_k=zeros(rows), masks=zeros(rows),
             **{n: zeros(rows, dtype=torch.float32) for n in ("temperature", "top_p", "log_min_p")},
         )  # fmt: skip
+
+
+class Kept(NamedTuple):
+    """What rounds that probabilities judge keep on the device until they are judged: distributions by the rows that
+    verify, and room for the sums of what rejections leave."""
+
+    target: Shares
+    proposal: Shares
+    left_sums: torch.Tensor  # [members, 3, V / MASS_CHUNK] float64
+
+    @classmethod
+    def of(cls, num_rows: int, vocab: int, state: StepState) -> Kept:
+        """Allocate it: there are no more members than rows."""
+        target, proposal = (Shares.of(num_rows, vocab, state.chains["share_rows"]) for _ in range(2))
+        return cls(target, proposal, torch.stack([target.masses] * 3, dim=1))
 
 
 class StepKernels:
@@ -144,6 +165,21 @@ class StepKernels:
         args = filled(_ChainArgs(step=_arguments(state, sizes)), **state.chains)
         self.launch("chains.cu", "begin_look_up", args)
         self.launch("chains.cu", "look_up", args, blocks=sizes.head_rows)
+
+    def weigh(
+        self, state: StepState, sizes: StepSizes, weighed: Kept, logits: torch.Tensor, totals: torch.Tensor,
+        drawn: torch.Tensor, logprobs: torch.Tensor, *, stage: Stage,
+    ) -> None:  # fmt: skip
+        """Let probabilities judge what they should: what they commit takes the place of draws and log-probabilities."""
+        target, proposal = weighed.target, weighed.proposal
+        chains = filled(_ChainArgs(step=_arguments(state, sizes)), **state.chains)
+        args = filled(
+            _WeighArgs(chains=chains), target=target.values, proposal=proposal.values, target_sums=target.masses,
+            proposal_sums=proposal.masses, left_sums=weighed.left_sums, logits=logits, totals=totals, drawn=drawn,
+            logprobs=logprobs, vocab=target.values.shape[1], chunks=target.masses.shape[1],
+        )  # fmt: skip
+        name = "weigh_first" if stage is Stage.FIRST else "weigh_further"
+        self.launch("weighing.cu", name, args, blocks=min(sizes.head_rows, len(target.values)), threads=_WEIGH_THREADS)
 
     def edit(self, state: StepState, sizes: StepSizes, logits: torch.Tensor) -> torch.Tensor:
         """A copy of the logits [R, V] with penalties, bias and bans of the rows that draw."""

@@ -12,11 +12,10 @@ extern "C" __global__ void __launch_bounds__(kThreads) begin_level(const ChainAr
   for (int i = threadIdx.x; i < a.head_rows; i += kThreads) {
     const bool is_member = i < pass.count * pass.width;
     const int s = is_member ? pass.members[i / pass.width] : 0, place = pass.before + i % pass.width;
-    if (is_member && c.live[s] && c.drafts[m.base[s] + 1 + place] >= 0 && c.grows[m.base[s] + 1 + place])
-      set_node(c, m, s, i, place, record_of(a, m.seq_rows[s])[kLength], -1);
-    else
-      set_padding(a, i);
-    set_draw(a, i, i, a.seq_rows[i], -1, 0, 0);
+    const bool drafts = is_member && c.live[s] && c.drafts[m.base[s] + 1 + place] >= 0 && c.grows[m.base[s] + 1 + place];
+    if (drafts) set_node(c, m, s, i, place, record_of(a, m.seq_rows[s])[kLength], -1);
+    else set_padding(a, i);
+    set_offer(c, pass, i, i, drafts, drafts ? nodes_before(c, m, s, place) : 0, drafts ? m.base[s] + 1 + place : 0);
   }
 }
 
