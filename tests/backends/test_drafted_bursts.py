@@ -403,6 +403,7 @@ BAD = {
     "a shape too small": bad(shape=0),
     "a first shape too small": bad(store=1, first_shape=1),
     "a draft without rows": bad(lengths=np.full(1, 3, np.int32)),
+    "judged by probabilities": bad(by_probability=True),
 }
 
 
