@@ -81,6 +81,15 @@ def test_check_gives_one_digest_whatever_the_circumstances(keyed: Served, chat_l
     assert not keyed.core.num_samples
 
 
+@pytest.mark.parametrize(("max_waiting", "is_crowded"), [(0, False), (1, True)])
+def test_a_small_server_checks_in_a_crowd_that_it_can_take(chat_llm: LLM, max_waiting: int, is_crowded: bool) -> None:
+    with serving(chat_llm, max_running=1, max_waiting=max_waiting) as small:
+        receipt_id, _ = receipt_of(small)
+        found = small.post("/verispec/check", {"id": receipt_id}).json()
+    assert found["equal"] is True
+    assert ("in a crowd" in [run["circumstance"] for run in found["runs"]]) == is_crowded
+
+
 @pytest.mark.parametrize("body", [{}, {"receipt": {}}, {"receipt": {"format": 99}}, {"receipt": {}, "id": "x"}])
 def test_what_is_no_receipt_is_refused(keyed: Served, body: dict[str, Any]) -> None:
     for path in ("/verispec/replay", "/verispec/check"):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.support.served import Frame, Served, chat_body
+from verispec.llm import LLM
 from verispec.server import api
 from verispec.server.app import ROUTES
 
@@ -110,11 +112,12 @@ def test_fields_beyond_openais_are_honoured(served: Served) -> None:
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 def test_usage_with_every_frame(served: Served, path: str) -> None:
     body = {**BODIES[path], "stream": True, "max_tokens": 9, "ignore_eos": True, "return_token_ids": True}
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    frames = [f.data for f in served.stream(path, {**body, "stream_options": options}) if f.event_id]
-    counts = [frame["usage"]["completion_tokens"] for frame in frames]
-    assert counts == sorted(counts)
-    assert counts[-1] == 9
+    for options in ({"include_usage": True, "continuous_usage_stats": True}, {"continuous_usage_stats": True}):
+        frames = served.stream(path, {**body, "stream_options": options})[:-1]
+        counts = [f.data["usage"]["completion_tokens"] for f in frames]
+        told = [int((f.event_id or "0.0").partition(".")[2]) for f in frames]
+        assert counts == [*told[:-1], 9]  # what the client has by then, the first frame included
+        assert bool(frames[-1].data["choices"]) != bool(options.get("include_usage"))
     for frame in (f.data for f in served.stream(path, body) if f.event_id):
         assert "usage" not in frame  # control
 
@@ -155,6 +158,36 @@ def test_offsets_behind_given_tokens_are_those_of_the_unbroken_answer(served: Se
     found = served.post(path, ask).json()["choices"][0]["logprobs"]
     assert found == {name: values[9:] for name, values in choice["logprobs"].items()}
     assert joined(served.stream(path, {**ask, "stream": True}))[0] == found
+
+
+def test_offsets_count_the_characters_of_the_text(served: Served, chat_llm: LLM) -> None:
+    """Also where a character is several tokens, all of which begin where it does."""
+    text = "Grüße, 世界"
+    ids = chat_llm.tokenizer.encode(text)
+    choice = served.post("/v1/completions", {"prompt": [ids], "echo": True, "logprobs": 0, "max_tokens": 1}).json()
+    logprobs = choice["choices"][0]["logprobs"]
+    starts = [len(chat_llm.tokenizer.decode(ids[:i]).rstrip("\ufffd")) for i in range(len(ids) + 1)]
+    assert logprobs["text_offset"] == starts
+    assert starts[-1] == len(text) < len(ids)  # control: bytes would be counted otherwise
+
+
+def test_the_chosen_token_is_among_the_likeliest_of_completions(served: Served, chat_llm: LLM) -> None:
+    """As OpenAI has it; of two tokens with the same text the likelier one counts."""
+    for count in (0, 2):
+        ask = {"prompt": "abc", "max_tokens": 8, "seed": 3, "logprobs": count, "echo": True}
+        found = served.post("/v1/completions", ask).json()["choices"][0]["logprobs"]
+        assert found["top_logprobs"][0] is found["token_logprobs"][0] is None
+        columns = (found[name][1:] for name in ("tokens", "token_logprobs", "top_logprobs"))
+        for text, own, tops in zip(*columns, strict=True):
+            assert tops[text] == own
+            assert count <= len(tops) <= count + 1
+
+
+def test_log_probabilities_are_the_shortest_that_read_back(served: Served, chat_llm: LLM) -> None:
+    entries = served.chat(logprobs=True, top_logprobs=3, max_tokens=20)["choices"][0]["logprobs"]["content"]
+    values = [each["logprob"] for entry in entries for each in (entry, *entry["top_logprobs"])]
+    assert [repr(value) for value in values] == [str(np.float32(value)) for value in values]
+    assert any(value != float(np.float32(value)) for value in values)  # control: not the float32 itself, as a double
 
 
 @pytest.mark.parametrize("fields", [{"echo": True}, {"prompt_logprobs": 1}])

@@ -68,6 +68,48 @@ def test_slime_is_answered(served: Served, chat_llm: LLM) -> None:
     assert refused.json()["error"]["param"] == "sampling_params.custom_params"
 
 
+def test_areal_is_answered(served: Served) -> None:
+    """It always sends the images of a prompt, of which there are none."""
+    sampling = {"top_p": 1.0, "top_k": -1, "max_new_tokens": 6, "temperature": 1.0, "stop_token_ids": [],
+                "frequency_penalty": 0.0, "ignore_eos": True}  # fmt: skip
+    ask = {"input_ids": ids_of(served, "hello"), "sampling_params": sampling, "return_logprob": True, "stream": False}
+    meta = generated(served, **ask, image_data=[])["meta_info"]
+    assert (meta["finish_reason"]["type"], len(meta["output_token_logprobs"])) == ("length", 6)
+    for name, value in (("image_data", ["data:,x"]), ("lora_path", "lora_1")):  # control
+        assert served.post(SGLANG, {**ask, name: value}).json()["error"]["param"] == name
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_vllms_frames_have_what_is_new(served: Served, n: int) -> None:
+    """Token by token, with the log-probabilities of its own names; usage as it is asked for."""
+    sampling = {"max_tokens": 9, "seed": 6, "logprobs": 1, "ignore_eos": True, "n": n}
+    ask = {"token_ids": ids_of(served, "hello"), "sampling_params": sampling, "verispec": {"receipt": True}}
+    whole = generated(served, VLLM, **ask)
+    entry = whole["choices"][0]["logprobs"]["content"][0]
+    assert entry["token"] == f"token_id:{entry['token_id']}"
+    assert whole["usage"]["completion_tokens"] == 9 * n
+    own = whole["verispec"]["choices"] if n > 1 else [whole["verispec"]]
+    assert len({each["receipt"] for each in own}) == len({each["digest"] for each in own}) == n
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    frames = served.stream(VLLM, {**ask, "stream": True, "stream_options": options})
+    joined: list[tuple[list[int], list[Any]]] = [([], []) for _ in range(n)]
+    for frame in (f.data for f in frames if f.event_id):
+        (choice,) = frame["choices"]
+        joined[choice["index"]][0].extend(choice["token_ids"])
+        joined[choice["index"]][1].extend(choice["logprobs"]["content"])
+        assert frame["usage"]["completion_tokens"] == sum(len(ids) for ids, _ in joined)
+        assert frame["verispec"]["seed"] == 6
+    assert joined == [(c["token_ids"], c["logprobs"]["content"]) for c in whole["choices"]]
+    assert (frames[-2].data["choices"], frames[-2].data["usage"]["completion_tokens"]) == ([], 9 * n)
+    assert frames[-1].data is None
+    plain = served.stream(VLLM, {**ask, "stream": True})
+    assert not [f for f in plain[:-1] if "usage" in f.data]  # control
+    rest = served.stream(VLLM, {**ask, "stream": True}, headers={"Last-Event-ID": plain[0].event_id or ""})
+    told = [i for f in (plain[0], *rest) if f.data and f.data["choices"][0]["index"] == 0
+            for i in f.data["choices"][0]["token_ids"]]  # fmt: skip
+    assert told == whole["choices"][0]["token_ids"]
+
+
 def test_control_tokens_and_stops_are_text_where_that_is_wanted(served: Served, chat_llm: LLM) -> None:
     eos = chat_llm.tokenizer.eos_ids[0]
     name, letter = chat_llm.tokenizer.token_text(eos), chat_llm.tokenizer.encode("a")[0]

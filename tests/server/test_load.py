@@ -285,6 +285,19 @@ def test_several_choices_go_on_where_each_of_them_was(served: Served, path: str,
     assert 0 < sum(len(ids) for _, ids, _ in told(rest).values()) < sum(len(ids) for _, ids, _ in told(whole).values())
 
 
+def test_a_stream_of_several_choices_may_break_off_twice(served: Served) -> None:
+    """The ids of a continued stream know of choices that it has said nothing of yet."""
+    body = chat_body("two", n=2, max_tokens=20, ignore_eos=True, stream=True, verispec={"speculative": False})
+    whole = [f for f in served.stream(CHAT, body) if f.event_id]
+    first = next(f for f in whole if "1.0" not in f.event_id and "0.0" not in f.event_id)
+    seen = dict(part.split(".") for part in first.event_id.split(","))
+    again = served.stream(CHAT, body, headers={"Last-Event-ID": first.event_id})
+    for frame in (f for f in again if f.event_id):
+        counts = dict(part.split(".") for part in frame.event_id.split(","))
+        assert all(int(counts[choice]) >= int(seen[choice]) for choice in seen), (first.event_id, frame.event_id)
+    assert again[-2].event_id == whole[-1].event_id
+
+
 def test_going_on_needs_the_seed_and_a_real_id(served: Served) -> None:
     def status(event_id: str, **fields: Any) -> tuple[int, str | None]:
         """With the field that is wrong."""

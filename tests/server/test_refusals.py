@@ -6,6 +6,7 @@ import errno
 import functools
 import json
 import socket
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -60,11 +61,15 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user"}]}, "messages"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
-    ({"verispec": {"speculative": {"method": "magic"}}}, None),
-    ({"verispec": {"committed_ids": [[10**6]]}}, None),
-    ({"verispec": {"committed_ids": [[1], [2]]}}, None),
+    ({"verispec": {"speculative": {"method": "magic"}}}, "verispec.speculative.method"),
+    ({"verispec": {"speculative": {"accept": "magic"}}}, "verispec.speculative.accept"),
+    ({"verispec": {"speculative": {"tree": "magic"}}}, "verispec.speculative.tree"),
+    ({"verispec": {"committed_ids": [[10**6]]}}, "verispec.committed_ids"),
+    ({"verispec": {"committed_ids": [[1], [2]]}}, "verispec.committed_ids"),
+    ({"verispec": {"committed_ids": [[1] * 13]}}, "verispec.committed_ids"),
+    ({"verispec": {"receipt": True, "deterministic": False}}, "verispec.deterministic"),
     ({"verispec": {"what": 1}}, "verispec.what"),
-    ({"messages": [{"role": "user", "content": "x" * 5000}]}, None),
+    ({"messages": [{"role": "user", "content": "x" * 5000}]}, "messages"),
     ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
     ({"add_special_tokens": True}, "add_special_tokens"),
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "a": DEEP}]}]}, "messages"),
@@ -84,12 +89,47 @@ def test_a_bad_field_is_refused_by_its_name(served: Served, fields: dict[str, An
     assert error["param"] == param
 
 
-def test_a_model_that_is_not_served_is_404_with_those_that_are(served: Served) -> None:
-    answer = served.post(CHAT, chat_body(model="gpt-9"))
-    assert answer.status_code == 404
+LONG = "x" * 5000
+OTHERS: list[tuple[str, dict[str, Any], str]] = [
+    (COMPLETIONS, {"prompt": LONG}, "prompt"),
+    (COMPLETIONS, {"prompt": ""}, "prompt"),
+    (COMPLETIONS, {"prompt": [10**6]}, "prompt"),
+    ("/v1/responses", {"input": LONG}, "input"),
+    ("/v1/responses", {"input": [USER, {"role": "wizard", "content": "x"}]}, "input[1].role"),
+    ("/v1/responses", {"instructions": "x", "input": [USER, {"type": "reasoning"}, {
+        "type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]}, "input[2].arguments"),
+    ("/v1/responses", {"input": "x", "temperature": 1e-9}, "temperature"),
+    ("/v1/messages", {"messages": [{"role": "user", "content": LONG}], "max_tokens": 1}, "messages"),
+    ("/v1/messages", {"messages": [USER], "max_tokens": 1, "stop_sequences": [""]}, "stop_sequences"),
+    ("/generate", {"text": LONG}, "text"),
+    ("/generate", {"input_ids": [1] * 5000}, "input_ids"),
+    ("/generate", {"input_ids": [1], "image_data": ["data:"]}, "image_data"),
+    ("/inference/v1/generate", {"token_ids": [1] * 5000}, "token_ids"),
+    ("/inference/v1/generate", {"token_ids": [1], "verispec": {"committed_ids": [[10**6]]}}, "verispec.committed_ids"),
+    *((path, {**body, "stream": True, "verispec": {"trace": True}}, "verispec.trace") for path, body in (
+        ("/v1/responses", {"input": "x"}), ("/v1/messages", {"messages": [USER], "max_tokens": 1}),
+        ("/generate", {"text": "x"}), ("/inference/v1/generate", {"token_ids": [1]}))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body", "param"), OTHERS, ids=lambda value: str(value)[:40])
+def test_other_interfaces_name_the_field_as_they_have_it(
+    served: Served, path: str, body: dict[str, Any], param: str
+) -> None:
+    answer = served.post(path, body)
+    assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
-    assert (error["param"], error["code"]) == ("model", "model_not_found")
-    assert served.core.names[0] in error["message"]
+    assert error["param"] == param
+    is_long = any(given in (LONG, [1] * 5000) for given in body.values())
+    assert error.get("code") == ("context_length_exceeded" if is_long else error.get("code"))
+
+
+def test_a_model_that_is_not_served_is_404_with_those_that_are(served: Served) -> None:
+    for answer in (served.post(CHAT, chat_body(model="gpt-9")), served.client.get("/v1/models/gpt-9")):
+        assert answer.status_code == 404
+        error = answer.json()["error"]
+        assert (error["param"], error["code"]) == ("model", "model_not_found")
+        assert served.core.names[0] in error["message"]
 
 
 BODIES = {
@@ -189,6 +229,39 @@ def test_whoever_sends_a_body_too_slowly_gets_408(hasty: Served) -> None:
     with socket.create_connection((host, int(port)), timeout=10) as sock:
         sock.sendall(head)
         assert sock.recv(100).startswith(b"HTTP/1.1 408")
+
+
+@pytest.mark.parametrize(("head", "status"), [
+    ("POST /tokenize HTTP/1.1\r\nContent-Type: application/json\r\n", b"408"),
+    ("POST /tokenize HTTP/1.1\r\n", b"415"),
+    ("POST /nowhere HTTP/1.1\r\nContent-Type: application/json\r\n", b"404"),
+])  # fmt: skip
+def test_whoever_was_answered_and_goes_on_sending_is_cut_off(hasty: Served, head: str, status: bytes) -> None:
+    """A byte now and then would otherwise hold the connection for ever."""
+    host, port = hasty.url.removeprefix("http://").split(":")
+
+    def trickle(sock: socket.socket) -> None:
+        for _ in range(50):
+            sock.sendall(b" ")
+            time.sleep(0.1)
+
+    with socket.create_connection((host, int(port)), timeout=10) as sock:
+        sock.sendall(f"{head}Host: localhost\r\nContent-Length: 9999\r\n\r\n{{".encode())
+        assert sock.recv(1000).split()[1] == status
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):
+            trickle(sock)
+
+
+def test_whoever_was_refused_and_has_sent_everything_may_go_on(chat_llm: LLM) -> None:
+    """Control of the above: the connection outlives the time that a body has."""
+    head = b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n"
+    with serving(chat_llm, body_timeout=0.3) as served:
+        host, port = served.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=10) as sock:
+            for _ in range(2):
+                sock.sendall(head + b"{}")
+                assert sock.recv(1000).split()[1] == b"404"
+                time.sleep(0.8)
 
 
 def test_openapi_describes_every_route(served: Served) -> None:

@@ -64,6 +64,10 @@ class Answer:
         given = self.call.extension.committed_ids
         return given[index % self.call.params.n] if given else ()
 
+    def begun_len(self, index: int) -> int:
+        """Tokens of a choice that the client had before this answer began."""
+        return len(self.given_ids(index)) + self.call.skip.get(index, 0)
+
     def id_of(self, index: int, item: int) -> str:
         """Hex digits for an item of a choice: the same for the same request, whoever answers it."""
         return hashlib.sha256(f"{self._id_seed} {index} {item}".encode()).hexdigest()
@@ -141,6 +145,11 @@ class Answer:
             self.receipts[index] = self.core.receipt(request, output)
             self.core.metrics.receipts.inc()
 
+    def extensions(self) -> dict[str, Any]:
+        """`extension` of the only choice, or of all of them."""
+        found = [self.extension(i) for i in range(len(self.choices))]
+        return found[0] if len(found) == 1 else {**self.extension(), "choices": found}
+
     def extension(self, index: int | None = None) -> dict[str, Any]:
         """What only this server reports, of the whole answer or, at its end, of one choice."""
         found: dict[str, Any] = {"seed": self.seed, "profile": self.core.profile}
@@ -161,8 +170,9 @@ class Answer:
             found["receipt"] = self.core.receipts.keep(self.receipts[index], self.call.tenant)
         return found
 
-    def usage(self) -> dict[str, Any]:
-        """Tokens, as OpenAI counts them."""
+    def usage(self, num_generated: int | None = None) -> dict[str, Any]:
+        """Tokens, as OpenAI counts them; all that were generated unless so many were told of so far."""
+        num_generated = self.num_generated if num_generated is None else num_generated
         stats = [choice.output.stats for choice in self.choices if choice.output is not None]
         accepted, drafted = sum(s.accepted for s in stats), sum(s.drafted for s in stats)
         if predicted := self.call.prediction_ids:
@@ -171,8 +181,8 @@ class Answer:
             drafted = len(predicted) * len(outputs)
         return {
             "prompt_tokens": self.prompt_len,
-            "completion_tokens": self.num_generated,
-            "total_tokens": self.prompt_len + self.num_generated,
+            "completion_tokens": num_generated,
+            "total_tokens": self.prompt_len + num_generated,
             "prompt_tokens_details": {"cached_tokens": self._num_cached},
             "completion_tokens_details": {
                 "accepted_prediction_tokens": accepted,

@@ -27,7 +27,7 @@ from verispec.spec.speculation import OFF, Speculation
 from verispec.types import FinishReason, SampleOutput, TokenEvent, TokenLogprobs
 
 T = TypeVar("T")
-CROWD = 6  # requests of others beside the one that is checked
+CROWD = 6  # requests of others beside the one that is checked, where the server takes so many
 _MAX_AUDITS = 4  # that run at one time
 
 
@@ -132,9 +132,10 @@ async def check(core: Core, received: Received) -> Reply:
     recorded, prompt_ids = _asked(core, received)
     ids = known_prompt(recorded, prompt_ids)
     found: dict[str, SampleOutput] = {}
-    with _Audit(core, CROWD + 1) as audit:
+    num_others = min(CROWD, core.settings.max_samples - 1)
+    with _Audit(core, num_others + 1) as audit:
         request = await audit.on_thread(lambda: drawn_request(core.llm, recorded, ids, salt=received.tenant))
-        for name, batch in _circumstances(core, request):
+        for name, batch in _circumstances(core, request, num_others):
             found[name] = await audit.answered(batch)
         found["K/V lost half-way"] = await _interrupted(audit, request, len(recorded.output.drawn_ids) // 2)
     runs = [{"circumstance": n, "digest": o.digest, "num_tokens": len(o.logprobs)} for n, o in found.items()]
@@ -153,21 +154,20 @@ def _is_signed_here(core: Core, recorded: Receipt) -> bool:
     return True
 
 
-def _circumstances(core: Core, request: Request) -> list[tuple[str, list[Request]]]:
+def _circumstances(core: Core, request: Request, num_others: int) -> list[tuple[str, list[Request]]]:
     """Batches whose first request is the one that is checked."""
     seed = request.params.seed or 0
+    prompts = request.prompt_ids, request.prompt_ids[1:] or request.prompt_ids
     others = [
-        replace(
-            request, params=replace(request.params, seed=(seed + 1 + i) % 2**53), prompt_ids=request.prompt_ids[i % 2 :]
-        )
-        for i in range(CROWD)
-        if len(request.prompt_ids) > 1
+        replace(request, params=replace(request.params, seed=(seed + 1 + i) % 2**53), prompt_ids=prompts[i % 2])
+        for i in range(num_others)
     ]
     alone = replace(request, speculation=Speculation(OFF))
     drafters = [name for name in core.llm.drafter_names if name != OFF]
     drafted = [(f"drafter {name}", [replace(request, speculation=Speculation(name))]) for name in drafters]
     cold = replace(alone, salt=_fresh_salt())
-    return [("drafter none", [alone]), ("without cached prefix", [cold]), *drafted, ("in a crowd", [request, *others])]
+    crowd = [("in a crowd", [request, *others])] if others else []
+    return [("drafter none", [alone]), ("without cached prefix", [cold]), *drafted, *crowd]
 
 
 def _fresh_salt() -> str:

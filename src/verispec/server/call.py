@@ -9,6 +9,7 @@ from typing import Any
 
 from verispec.sampling.constraint import Grammar
 from verispec.server.api import Extension, Sampling, Speculative
+from verispec.server.errors import wrong
 from verispec.server.tool_use import ToolUse
 from verispec.strict_json import numbered
 from verispec.types import MAX_SEED_BITS, SamplingParams
@@ -65,6 +66,12 @@ def sampling_params(
     chosen.setdefault("max_tokens", None)
     chosen.setdefault("seed", secrets.randbits(MAX_SEED_BITS))
     return SamplingParams.from_mapping(chosen)
+
+
+def refuse_trace(extension: Extension | None) -> None:
+    """Raise 400 for interfaces whose frames have no room for it."""
+    if extension is not None and extension.trace:
+        raise wrong("verispec.trace", "only the frames of chat completions and completions tell of drafts")
 
 
 def speculation(asked: bool | Speculative | None) -> Any:

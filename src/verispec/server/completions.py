@@ -13,7 +13,7 @@ from verispec.server.call import sampling_params
 from verispec.server.choices import Choice, Commit
 from verispec.server.core import Core
 from verispec.server.http import Received, Reply
-from verispec.server.logprobs import completion_entries, prompt_entries, text_len
+from verispec.server.logprobs import Offsets, completion_entries, prompt_entries
 from verispec.server.openai import Shape, make_call, reply
 from verispec.types import TokenLogprob
 
@@ -66,42 +66,43 @@ async def _prompts(core: Core, body: CompletionRequest) -> list[list[int]]:
     ]
 
 
-class _Offsets:
-    """Where the tokens of frames begin in the text of their choice, those included that the client has already."""
+class _FrameOffsets:
+    """Where the tokens of frames begin in the text of their choice, behind those that the client has already."""
 
     def __init__(self) -> None:
-        self._ends: dict[int, tuple[int, int]] = {}  # tokens and characters, by choice
+        self._begun: dict[int, Offsets] = {}  # by choice
 
-    def of(self, answer: Answer, commit: Commit) -> int:
-        """That of a frame's first token. Frames come in order."""
-        tokenizer, index = answer.core.llm.tokenizer, commit.choice
-        num_tokens, num_chars = self._ends.get(index, (0, 0))
-        start = commit.end - len(commit.logprobs)
-        if num_tokens < start:
+    def of(self, answer: Answer, commit: Commit) -> list[int]:
+        """Those of a frame's tokens. Frames come in order."""
+        index = commit.choice
+        if index not in self._begun:
+            self._begun[index] = Offsets(answer.core.llm.tokenizer)
             known_ids = [*answer.given_ids(index), *answer.choices[index].entries.token_ids]
-            num_chars += text_len(tokenizer, known_ids[num_tokens:start])
-        self._ends[index] = commit.end, num_chars + text_len(tokenizer, commit.logprobs.token_ids)
-        return num_chars
+            self._begun[index].of(known_ids[: commit.end - len(commit.logprobs)])
+        return self._begun[index].of(commit.logprobs.token_ids)
 
 
 def _shape(body: CompletionRequest) -> Shape:
-    wants_ids, offsets = bool(body.return_token_ids), _Offsets()
+    wants_ids, offsets = bool(body.return_token_ids), _FrameOffsets()
 
     def whole(answer: Answer, index: int, choice: Choice) -> dict[str, Any]:
         tokenizer = answer.core.llm.tokenizer
         prompt_ids = answer.call.prompts[index // answer.call.params.n]
-        text, offset = choice.text, text_len(tokenizer, answer.given_ids(index))
+        text, known_ids = choice.text, answer.given_ids(index)
         ids: Sequence[int] = choice.entries.token_ids
         entries: list[TokenLogprob | None] = [*choice.entries]
+        starts = Offsets(tokenizer).of([*known_ids, *ids])[len(known_ids) :]
         if body.echo:
-            text = tokenizer.decode(prompt_ids) + text
+            prompt = tokenizer.decode(prompt_ids)
+            text = prompt + text
             if choice.output is not None:
-                ids, offset = [*prompt_ids, *ids], 0
+                starts = [*Offsets(tokenizer).of(prompt_ids), *(len(prompt) + start for start in starts)]
+                ids = [*prompt_ids, *ids]
                 entries = [None, *(choice.output.prompt_logprobs or ()), *entries]
         found: dict[str, Any] = {
             "index": index,
             "text": text,
-            "logprobs": None if body.logprobs is None else completion_entries(tokenizer, entries, ids, offset),
+            "logprobs": None if body.logprobs is None else completion_entries(tokenizer, entries, ids, starts),
             "finish_reason": None if choice.output is None else str(choice.output.finish_reason),
         }
         if wants_ids:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,15 @@ _KINDS = {
 }  # fmt: skip
 # Fields of the library that clients know by another name.
 _API_NAMES = {"stop_ids": "stop_token_ids", "alternatives": "top_logprobs"}
+# Where a request has what sentences of the library begin with.
+_PLACES = {
+    "committed_ids": "verispec.committed_ids", "deterministic": "verispec.deterministic",
+    "drafter": "verispec.speculative.method", "accept": "verispec.speculative.accept",
+    "tree": "verispec.speculative.tree",
+}  # fmt: skip
+# How sentences about the prompt begin, and the fields that may hold it: a request has one of them.
+_ABOUT_PROMPT = re.compile(r"the prompt (?P<is_long>has \d+ tokens)?|token id |scoring needs ")
+_PROMPT_FIELDS = ("messages", "input", "prompt", "token_ids", "input_ids")
 
 
 class ApiError(Exception):
@@ -62,7 +71,7 @@ def as_api_error(error: Exception, *, fields: frozenset[str] = frozenset()) -> A
         case ApiError():
             return error
         case InputError() | DeterminismError():
-            return ApiError(400, _in_api_names(str(error)), param=_named(str(error), fields))
+            return _about_input(str(error), fields)
         case QueueFullError():
             return ApiError(
                 429, str(error), code="queue_full", headers={"Retry-After": str(random.choice(RETRY_SECONDS))}
@@ -77,6 +86,13 @@ def as_api_error(error: Exception, *, fields: frozenset[str] = frozenset()) -> A
             return ApiError(500, "the server failed to answer this request", code="internal_error")
 
 
+def _about_input(message: str, fields: frozenset[str]) -> ApiError:
+    if (about := _ABOUT_PROMPT.match(message)) is None:
+        return ApiError(400, _in_api_names(message), param=_named(message, fields))
+    param = next((name for name in _PROMPT_FIELDS if name in fields), None)
+    return ApiError(400, message, param=param, code="context_length_exceeded" if about["is_long"] else None)
+
+
 def wrong(place: str, message: str) -> ApiError:
     """400 for what is wrong at a place of the request."""
     return ApiError(400, f"{place}: {message}", param=place)
@@ -88,18 +104,20 @@ def stopping() -> ApiError:
 
 
 @contextmanager
-def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors of a chat completion, with its fields as another interface names them: parts of `param`, by theirs."""
+def renamed(names: Mapping[str, str], fields: Iterable[str] = ()) -> Iterator[None]:
+    """Errors of another interface's call, whose `fields` sentences begin with, named as this one has them: parts of
+    `param`, one after the other.
+    """
     try:
         yield
-    except ApiError as error:
-        param = error.param or ""
-        for theirs, ours in names.items():
-            if theirs in param:
-                error.param = param.replace(theirs, ours, 1)
-                error.message = error.message.replace(param, error.param, 1)
-                break
-        raise
+    except (ApiError, InputError) as raised:
+        error = as_api_error(raised, fields=frozenset(fields))
+        if (param := error.param) is not None:
+            for theirs, ours in names.items():
+                param = param.replace(theirs, ours, 1)
+            error.message = error.message.replace(str(error.param), param, 1)
+            error.param = param
+        raise error from raised
 
 
 def _in_api_names(message: str) -> str:
@@ -111,5 +129,5 @@ def _named(message: str, fields: frozenset[str]) -> str | None:
     match = re.match(r"(?:unknown )?(\w+)((?:\[\d+\]|\.\w+)*)", message)
     if match is None:
         return None
-    name = _API_NAMES.get(match[1], match[1])
-    return name + match[2] if name in fields else None
+    name = _API_NAMES.get(match[1]) or _PLACES.get(match[1], match[1])
+    return name + match[2] if name.partition(".")[0] in fields else None

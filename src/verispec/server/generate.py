@@ -12,21 +12,21 @@ from verispec.errors import InputError
 from verispec.server.answer import Answer
 from verispec.server.api import (
     MAX_PROMPTS,
-    Extension,
     GenerateRequest,
     GenerateSampling,
     Sampling,
+    StreamOptions,
     TokensRequest,
     TokensSampling,
 )
-from verispec.server.call import sampling_params
-from verispec.server.choices import Choice
+from verispec.server.call import refuse_trace, sampling_params
+from verispec.server.choices import Choice, Commit
 from verispec.server.core import Core
 from verispec.server.errors import as_api_error, renamed
 from verispec.server.http import EVENTS, Received, Reply, event, json_reply
 from verispec.server.logprobs import prompt_entries, shortest
-from verispec.server.openai import DONE, make_call, new_id
-from verispec.types import FinishReason, TokenLogprob
+from verispec.server.openai import DONE, Told, make_call, new_id
+from verispec.types import FinishReason, TokenLogprob, TokenLogprobs
 
 _encode = msgspec.json.encode
 _DEFAULT_MAX_TOKENS = 128
@@ -47,9 +47,10 @@ async def generate(core: Core, received: Received) -> Reply:
     special_ids = core.llm.tokenizer.special_ids
     alternatives = (body.top_logprobs_num or 0) if body.return_logprob else None
     start = -1 if body.logprob_start_len is None or alternatives is None else body.logprob_start_len
-    with renamed({"prompt_logprobs": "logprob_start_len"}):
+    names = {"prompt_logprobs": "logprob_start_len"} | ({} if body.text is None else {"input_ids": "text"})
+    with renamed(names, GenerateRequest.__struct_fields__):
         answer = await _started(
-            core, received, prompts, sampling, body.stream, body.verispec, logprobs=alternatives,
+            core, received, prompts, sampling, body, logprobs=alternatives,
             prompt_logprobs=alternatives if start >= 0 else None,
             shown_ids=sorted(special_ids) if sampling.skip_special_tokens is False else (),
         )  # fmt: skip
@@ -70,32 +71,40 @@ async def inference_generate(core: Core, received: Received) -> Reply:
     body = received.parsed(TokensRequest)
     core.check_model(body.model)
     sampling = body.sampling_params or TokensSampling()
-    with renamed({"prompt_logprobs": "sampling_params.prompt_logprobs"}):
+    with renamed({"prompt_logprobs": "sampling_params.prompt_logprobs"}, TokensRequest.__struct_fields__):
         answer = await _started(
-            core, received, [body.token_ids], sampling, body.stream, body.verispec, logprobs=sampling.logprobs,
-            cache_salt=body.cache_salt,
-        )  # fmt: skip
-    request_id = body.request_id or new_id("gen-")
+            core, received, [body.token_ids], sampling, body, logprobs=sampling.logprobs, cache_salt=body.cache_salt
+        )
+    head = {"request_id": body.request_id or new_id("gen-")}
+    wants_logprobs = sampling.logprobs is not None
+
+    def choice(index: int, entries: TokenLogprobs) -> dict[str, Any]:
+        output = answer.choices[index].output
+        return {
+            "index": index,
+            "token_ids": entries.token_ids,
+            "logprobs": {"content": [_entry(entry) for entry in entries]} if wants_logprobs else None,
+            "finish_reason": None if output is None else str(output.finish_reason),
+        }
 
     def written() -> dict[str, Any]:
-        wants_logprobs = sampling.logprobs is not None
-        choices = [
-            {
-                "index": i,
-                "token_ids": choice.entries.token_ids,
-                "logprobs": {"content": [_entry(e) for e in choice.entries]} if wants_logprobs else None,
-                "finish_reason": None if choice.output is None else str(choice.output.finish_reason),
-            }
-            for i, choice in enumerate(answer.choices)
-        ]
+        choices = [choice(i, each.entries) for i, each in enumerate(answer.choices)]
+        found = {**head, "choices": choices, "usage": answer.usage(), "verispec": answer.extensions()}
+        if sampling.prompt_logprobs is None:
+            return found
         output = answer.choices[0].output
         scored = None if output is None else prompt_entries(core.llm.tokenizer, output.prompt_logprobs)
-        found = {"request_id": request_id, "choices": choices, "verispec": answer.extension(0)}
-        return found if sampling.prompt_logprobs is None else {**found, "prompt_logprobs": scored}
+        return {**found, "prompt_logprobs": scored}
 
-    if body.stream:
-        return Reply(_frames(answer, written), content_type=EVENTS, on_end=answer.close)
-    return json_reply(await answer.whole(written))
+    if not body.stream:
+        return json_reply(await answer.whole(written))
+
+    def frame(commit: Commit) -> dict[str, Any]:
+        own = answer.extension(None if commit.event.output is None else commit.choice)
+        return {**head, "choices": [choice(commit.choice, commit.logprobs)], "verispec": own}
+
+    frames = _deltas(answer, frame, head, body.stream_options or StreamOptions())
+    return Reply(frames, content_type=EVENTS, on_end=answer.close)
 
 
 async def _prompts(core: Core, body: GenerateRequest) -> list[list[int]]:
@@ -120,28 +129,36 @@ async def _started(
     received: Received,
     prompts: list[list[int]],
     sampling: Sampling,
-    stream: bool | None,
-    extension: Extension | None,
+    body: GenerateRequest | TokensRequest,
     *,
     logprobs: int | None,
     prompt_logprobs: int | None = None,
     **more: Any,
 ) -> Answer:
     """The answer, begun. What is wrong with a sampling parameter is said of its place."""
+    refuse_trace(body.verispec)
     max_tokens = _DEFAULT_MAX_TOKENS if sampling.max_tokens is None else sampling.max_tokens
     try:
         params = sampling_params(
-            sampling, extension, core.llm.generation_defaults, max_tokens=max_tokens, logprobs=logprobs,
+            sampling, body.verispec, core.llm.generation_defaults, max_tokens=max_tokens, logprobs=logprobs,
             prompt_logprobs=sampling.prompt_logprobs if prompt_logprobs is None else prompt_logprobs,
         )  # fmt: skip
         call = await make_call(
-            core, sampling, received, prompts=prompts, params=params, stream=stream, extension=extension, **more
+            core,
+            sampling,
+            received,
+            prompts=prompts,
+            params=params,
+            stream=body.stream,
+            extension=body.verispec,
+            **more,
         )
         return core.start(call)
     except InputError as error:
         found = as_api_error(error, fields=frozenset(sampling.__struct_fields__))
-        if found.param is not None:
-            found.param, found.message = f"sampling_params.{found.param}", f"sampling_params.{found.message}"
+        if found.param is None:
+            raise
+        found.param, found.message = f"sampling_params.{found.param}", f"sampling_params.{found.message}"
         raise found from error
 
 
@@ -187,16 +204,46 @@ def _stopping_text(answer: Answer, choice: Choice) -> str:
 
 
 def _entry(entry: TokenLogprob) -> dict[str, Any]:
-    tops = [{"token_id": i, "logprob": shortest(value)} for i, value in entry.alternatives]
-    return {"token_id": entry.token_id, "logprob": shortest(entry.logprob), "top_logprobs": tops}
+    tops = [_token(*alternative) for alternative in entry.alternatives]
+    return {**_token(entry.token_id, entry.logprob), "top_logprobs": tops}
+
+
+def _token(token_id: int, logprob: float) -> dict[str, Any]:
+    """As vLLM names a token that has no text."""
+    return {"token": f"token_id:{token_id}", "token_id": token_id, "logprob": shortest(logprob), "bytes": None}
 
 
 async def _frames(answer: Answer, written: Callable[[], Any]) -> AsyncIterator[bytes]:
-    """Everything so far with each frame, as these interfaces have it."""
+    """Everything so far with each frame, as SGLang has it."""
+    told = Told(answer)
     try:
         async for commits in answer.commits():
             if commits:
-                yield event(_encode(written()), event_id=f"{commits[-1].choice}.{commits[-1].end}")
+                event_ids = [told.take(commit) for commit in commits]
+                yield event(_encode(written()), event_id=event_ids[-1])
+    except Exception as error:
+        yield event(_encode(as_api_error(error).body()))
+    yield DONE
+
+
+async def _deltas(
+    answer: Answer, frame: Callable[[Commit], dict[str, Any]], head: dict[str, Any], options: StreamOptions
+) -> AsyncIterator[bytes]:
+    """What is new with each frame, as vLLM has it."""
+    told = Told(answer)
+
+    def written(commit: Commit) -> bytes:
+        event_id, found = told.take(commit), frame(commit)
+        if options.continuous_usage_stats:
+            found["usage"] = answer.usage(len(told))
+        return event(_encode(found), event_id=event_id)
+
+    try:
+        async for commits in answer.commits():
+            if commits:
+                yield b"".join(map(written, commits))
+        if options.include_usage:
+            yield event(_encode({**head, "choices": [], "usage": answer.usage()}))
     except Exception as error:
         yield event(_encode(as_api_error(error).body()))
     yield DONE

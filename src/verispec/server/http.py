@@ -92,9 +92,12 @@ def parse(data: bytes, kind: type[T]) -> T:
 
 
 def _check_refused(value: msgspec.Struct, place: str = "") -> None:
-    """Raise 400 for a field that is known and not supported, here or in what the fields hold."""
+    """Raise 400 for a field that is known and not supported, here or in what the fields hold. Null, false and an empty
+    list ask for nothing.
+    """
     for name in getattr(value, "refused", ()):
-        if getattr(value, name) is not None:
+        asked = getattr(value, name)
+        if asked is not None and asked is not False and asked != []:
             raise ApiError(400, f"{place}{name} is not supported", param=place + name, code="unsupported_parameter")
     for name in value.__struct_fields__:
         if isinstance(inner := getattr(value, name), msgspec.Struct):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from verispec.model.tokenizer import Tokenizer
+from verispec.text.detokenizer import TextStream
 from verispec.types import TokenLogprob
 
 
@@ -28,26 +28,45 @@ def chat_entries(tokenizer: Tokenizer, entries: Iterable[TokenLogprob]) -> list[
     ]
 
 
-def text_len(tokenizer: Tokenizer, token_ids: Iterable[int]) -> int:
-    """Characters of these tokens, as completions count them."""
-    return sum([len(tokenizer.token_text(token_id)) for token_id in token_ids])
+class Offsets:
+    """Where the tokens of a text begin in it, in characters. A token that goes on with a character begins where that
+    does, and control tokens are not in the text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._text = TextStream(tokenizer)
+        self._num_chars = 0
+
+    def of(self, token_ids: Iterable[int]) -> list[int]:
+        """Those of the next tokens."""
+        found = []
+        for token_id in token_ids:
+            found.append(self._num_chars)
+            self._num_chars += len(self._text.push(token_id).text)
+        return found
 
 
 def completion_entries(
-    tokenizer: Tokenizer, entries: Sequence[TokenLogprob | None], token_ids: Sequence[int], offset: int
+    tokenizer: Tokenizer,
+    entries: Sequence[TokenLogprob | None],
+    token_ids: Sequence[int],
+    offsets: Sequence[int],
 ) -> dict[str, Any]:
-    """In the form of completions, with `offset` characters before; the first token of an echoed prompt has no entry."""
-    texts = [tokenizer.token_text(token_id) for token_id in token_ids]
-    offsets = list(accumulate(map(len, texts), initial=offset))[: len(texts)]
+    """In the form of completions; the first token of an echoed prompt has no entry."""
     return {
-        "tokens": texts,
+        "tokens": [tokenizer.token_text(token_id) for token_id in token_ids],
         "token_logprobs": [None if entry is None else shortest(entry.logprob) for entry in entries],
-        "top_logprobs": [
-            None if entry is None else {tokenizer.token_text(i): shortest(value) for i, value in entry.alternatives}
-            for entry in entries
-        ],
+        "top_logprobs": [None if entry is None else _likeliest(tokenizer, entry) for entry in entries],
         "text_offset": offsets,
     }
+
+
+def _likeliest(tokenizer: Tokenizer, entry: TokenLogprob) -> dict[str, float]:
+    """By text, the likelier of tokens with the same one; the chosen token in any case, as OpenAI has it."""
+    found: dict[str, float] = {}
+    for token_id, value in (*entry.alternatives, (entry.token_id, entry.logprob)):
+        found.setdefault(tokenizer.token_text(token_id), shortest(value))
+    return found
 
 
 def prompt_entries(

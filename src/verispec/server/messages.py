@@ -9,6 +9,7 @@ import msgspec
 
 from verispec.server.answer import Answer
 from verispec.server.api import ChatRequest, CountRequest, Message, MessagesRequest
+from verispec.server.call import refuse_trace
 from verispec.server.chat import chat_call, rendered
 from verispec.server.choices import Item
 from verispec.server.conversation import joined_text
@@ -24,6 +25,7 @@ _FUNCTION = {"name": "name", "description": "description", "input_schema": "para
 _NAMES = {
     "tool_choice.function": "tool_choice", ".function.parameters": ".input_schema", ".function": "",
     "response_format.json_schema": "output_config.format", "response_format": "output_config.format",
+    "stop": "stop_sequences",
 }  # fmt: skip
 _NOT_SHOWN = ("thinking", "redacted_thinking")
 
@@ -32,6 +34,7 @@ async def messages(core: Core, received: Received) -> Reply:
     """Answer a conversation."""
     body = received.parsed(MessagesRequest)
     model = core.check_model(body.model)
+    refuse_trace(body.verispec)
     chat = _as_chat(body)
     chat.max_tokens, chat.temperature, chat.top_p, chat.top_k = (
         body.max_tokens,
@@ -40,7 +43,7 @@ async def messages(core: Core, received: Received) -> Reply:
         body.top_k,
     )
     chat.stop, chat.seed, chat.stream, chat.verispec = body.stop_sequences, body.seed, body.stream, body.verispec
-    with renamed(_NAMES):
+    with renamed(_NAMES, ChatRequest.__struct_fields__):
         answer = core.start(await chat_call(core, chat, received))
     if body.stream:
         return Reply(_frames(answer, model), content_type=EVENTS, on_end=answer.close)
@@ -52,7 +55,7 @@ async def count_tokens(core: Core, received: Received) -> Reply:
     body = received.parsed(CountRequest)
     core.check_model(body.model)
     chat = _as_chat(body)
-    with renamed(_NAMES):
+    with renamed(_NAMES, ChatRequest.__struct_fields__):
         tools = tool_use(chat.tools, chat.tool_choice, core.llm.tokenizer)
     return json_reply({"input_tokens": len(await rendered(core, chat, tools))})
 

@@ -121,38 +121,54 @@ async def reply(answer: Answer, body: Completing, shape: Shape, model: str) -> R
 
 
 def _whole(answer: Answer, shape: Shape, head: Mapping[str, Any]) -> dict[str, Any]:
-    extensions = [answer.extension(i) for i in range(len(answer.choices))]
     return {
         **head,
         "choices": [shape.whole(answer, i, choice) for i, choice in enumerate(answer.choices)],
         "usage": answer.usage(),
         "metrics": answer.metrics(),
-        "verispec": extensions[0] if len(extensions) == 1 else {**answer.extension(), "choices": extensions},
+        "verispec": answer.extensions(),
     }
+
+
+class Told:
+    """How many tokens of each choice a client has, those included that it had before, as frames go out."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._ends = [answer.begun_len(i) for i in range(len(answer.choices))]
+
+    def __len__(self) -> int:
+        return sum(self._ends)
+
+    def take(self, commit: Commit) -> str:
+        """The id of the frame that has this commit: a reconnect continues behind it."""
+        self._ends[commit.choice] = commit.end
+        if len(self._ends) == 1:
+            return f"0.{commit.end}"
+        return ",".join(f"{i}.{end}" for i, end in enumerate(self._ends))
 
 
 async def _frames(answer: Answer, shape: Shape, head: dict[str, Any], options: StreamOptions) -> AsyncIterator[bytes]:
     head["object"] += ".chunk" if shape.kind == "chat.completion" else ""
-    usage = {"usage": None} if options.include_usage else {}
-    is_plain = not (shape.has_details or usage or answer.call.extension.trace)
+    has_usage = bool(options.include_usage or options.continuous_usage_stats)
+    is_plain = not (shape.has_details or has_usage or answer.call.extension.trace)
     before = _encode({**head, "choices": []})[:-2] + b'{"index":'
-    ends = [0] * len(answer.choices)
+    told = Told(answer)
     began = perf_counter()
 
-    def named(commit: Commit) -> str:
-        ends[commit.choice] = commit.end
-        return f"0.{commit.end}" if len(ends) == 1 else ",".join(f"{i}.{end}" for i, end in enumerate(ends))
+    def usage() -> dict[str, Any]:
+        """With every frame: what it comes to so far, or null where only the last chunk tells."""
+        if not has_usage:
+            return {}
+        return {"usage": answer.usage(len(told)) if options.continuous_usage_stats else None}
 
     def written(commit: Commit) -> bytes:
-        event_id = named(commit)
+        event_id = told.take(commit)
         if is_plain and commit.event.output is None:
             middle, after = shape.plain
             return event(
                 b"%s%d%s%s%s" % (before, commit.choice, middle, _encode(commit.text), after), event_id=event_id
             )
-        more: dict[str, Any] = dict(usage)
-        if options.continuous_usage_stats:
-            more["usage"] = answer.usage()
+        more: dict[str, Any] = usage()
         own: dict[str, Any] = {}
         if answer.call.extension.trace:
             own = {**traced(answer, commit), "ms": round(1000 * (perf_counter() - began), 3)}
@@ -164,9 +180,9 @@ async def _frames(answer: Answer, shape: Shape, head: dict[str, Any], options: S
 
     try:
         if not answer.call.skip:
-            for i in range(len(ends)):
+            for i in range(len(answer.choices)):
                 choice = {"index": i, **shape.opening, "logprobs": None, "finish_reason": None}
-                yield event(_encode({**head, "choices": [choice], **usage, "verispec": answer.extension()}))
+                yield event(_encode({**head, "choices": [choice], **usage(), "verispec": answer.extension()}))
         async for commits in answer.commits():
             if commits:
                 yield b"".join(map(written, commits))

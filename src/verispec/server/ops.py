@@ -7,7 +7,6 @@ from typing import Any
 from verispec import __version__
 from verispec.engine.thread import Status
 from verispec.server.core import Core
-from verispec.server.errors import ApiError
 from verispec.server.http import Received, Reply, json_reply
 from verispec.server.metrics import CONTENT_TYPE
 
@@ -72,10 +71,7 @@ async def models(core: Core, received: Received) -> Reply:
 
 async def model(core: Core, received: Received) -> Reply:
     """One of them."""
-    name = received.request.path_params["name"]
-    if name not in core.names:
-        raise ApiError(404, f"the model {name[:100]!r} is not served here", param="model", code="model_not_found")
-    return json_reply(_model(core, name))
+    return json_reply(_model(core, core.check_model(received.request.path_params["name"])))
 
 
 def _model(core: Core, name: str) -> dict[str, Any]:

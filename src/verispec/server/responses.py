@@ -9,6 +9,7 @@ import msgspec
 
 from verispec.server.answer import Answer
 from verispec.server.api import ChatRequest, Message, ResponsesRequest
+from verispec.server.call import refuse_trace
 from verispec.server.chat import chat_call
 from verispec.server.choices import Commit
 from verispec.server.conversation import joined_text
@@ -23,7 +24,11 @@ from verispec.types import FinishReason, TokenLogprob
 _encode = msgspec.json.encode
 _ID_DIGITS = 24
 _WANTS_LOGPROBS = "message.output_text.logprobs"
-_NAMES = {".function": "", "response_format.json_schema": "text.format", "response_format": "text.format"}
+_ROLES = ("user", "assistant", "system", "developer")
+_NAMES = {
+    ".tool_calls[0]": "", ".function": "", "response_format.json_schema": "text.format",
+    "response_format": "text.format", "messages": "input", "max_tokens": "max_output_tokens",
+}  # fmt: skip
 
 
 async def responses(core: Core, received: Received) -> Reply:
@@ -32,23 +37,27 @@ async def responses(core: Core, received: Received) -> Reply:
     model = core.check_model(body.model)
     if body.background:
         raise ApiError(400, "background is not supported", param="background")
-    with renamed(_NAMES):
-        answer = core.start(await chat_call(core, _as_chat(body), received))
+    refuse_trace(body.verispec)
+    chat, places = _as_chat(body)
+    names = {f"messages[{i}]": place for i, place in enumerate(places)}
+    with renamed({**names, **_NAMES}, ChatRequest.__struct_fields__):
+        answer = core.start(await chat_call(core, chat, received))
     writer = _Writer(answer, body, model)
     if body.stream:
         return Reply(writer.frames(), content_type=EVENTS, on_end=answer.close)
     return json_reply(await answer.whole(lambda: writer.response(writer.status)))
 
 
-def _as_chat(body: ResponsesRequest) -> ChatRequest:
-    """The same request as a chat completion."""
-    messages = [] if body.instructions is None else [Message(role="system", content=body.instructions)]
+def _as_chat(body: ResponsesRequest) -> tuple[ChatRequest, list[str]]:
+    """The same request as a chat completion, and where this one has what its messages are made of."""
+    found = [] if body.instructions is None else [("instructions", Message(role="system", content=body.instructions))]
     if isinstance(body.input, str):
-        messages.append(Message(role="user", content=body.input))
+        found.append(("input", Message(role="user", content=body.input)))
     else:
-        messages += [m for i, item in enumerate(body.input) for m in _messages(item, f"input[{i}]")]
-    return ChatRequest(
-        messages=messages,
+        items = [(f"input[{i}]", item) for i, item in enumerate(body.input)]
+        found += [(where, message) for where, item in items for message in _messages(item, where)]
+    chat = ChatRequest(
+        messages=[message for _, message in found],
         model=body.model,
         max_tokens=body.max_output_tokens,
         temperature=body.temperature,
@@ -64,6 +73,7 @@ def _as_chat(body: ResponsesRequest) -> ChatRequest:
         stream=body.stream,
         verispec=body.verispec,
     )
+    return chat, [where for where, _ in found]
 
 
 def _format(asked: Any) -> dict[str, Any] | None:
@@ -96,8 +106,8 @@ def _messages(item: Mapping[str, Any], where: str) -> list[Message]:
     """The messages that an item stands for."""
     kind = item.get("type", "message")
     if kind == "message":
-        if not isinstance(item.get("role"), str):
-            raise ApiError(400, f"{where}.role must be a string", param=f"{where}.role")
+        if item.get("role") not in _ROLES:
+            raise ApiError(400, f"{where}.role must be one of {', '.join(_ROLES)}", param=f"{where}.role")
         return [Message(role=_role(item["role"]), content=_text(item.get("content"), f"{where}.content"))]
     if kind == "function_call":
         function = {"name": item.get("name"), "arguments": item.get("arguments") or "{}"}

@@ -28,14 +28,15 @@ _BACKLOG = 2048
 
 
 def make_protocol(settings: Settings) -> type[HttpToolsProtocol]:
-    """HTTP with bounds on headers: their size, their number, and the time they may take to come; and on the time in
-    which a client takes nothing of what is sent to it.
+    """HTTP with bounds on headers: their size, their number, and the time they may take to come; on the time in which
+    the rest of a body may come that was answered already; and on the time in which a client takes nothing of what is
+    sent to it.
     """
 
     class Protocol(HttpToolsProtocol):
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
-            self._header_timer: asyncio.TimerHandle | None = None
+            self._arrival_timer: asyncio.TimerHandle | None = None
             self._write_timer: asyncio.TimerHandle | None = None
             self._wait_for_headers()
 
@@ -66,8 +67,12 @@ def make_protocol(settings: Settings) -> type[HttpToolsProtocol]:
             super().on_header(name, value)
 
         def on_headers_complete(self) -> None:
-            self._stop_waiting()
+            self._wait_for_body()
             super().on_headers_complete()
+
+        def on_message_complete(self) -> None:
+            self._stop_waiting()
+            super().on_message_complete()
 
         def _count(self, nbytes: int) -> None:
             self._num_header_nbytes += nbytes
@@ -77,11 +82,21 @@ def make_protocol(settings: Settings) -> type[HttpToolsProtocol]:
         def _wait_for_headers(self) -> None:
             self._stop_waiting()
             self._num_header_nbytes = self._num_headers = 0
-            self._header_timer = self.loop.call_later(settings.header_timeout, self.transport.close)
+            self._arrival_timer = self.loop.call_later(settings.header_timeout, self.transport.close)
+
+        def _wait_for_body(self) -> None:
+            """Whoever was refused may send the rest, so that the connection can be used again, but not for ever."""
+            self._stop_waiting()
+
+            def look() -> None:
+                is_answered = self.cycle is None or self.cycle.response_complete
+                self.transport.close() if is_answered else self._wait_for_body()
+
+            self._arrival_timer = self.loop.call_later(settings.body_timeout, look)
 
         def _stop_waiting(self) -> None:
-            if self._header_timer is not None:
-                self._header_timer.cancel()
+            if self._arrival_timer is not None:
+                self._arrival_timer.cancel()
 
         def _watch(self, nbytes: int) -> None:
             """Cut the client off unless it takes some of these bytes in time. Closing would wait for it."""

@@ -14,6 +14,7 @@ from verispec.server.api.fields import (
     Extension,
     Messages,
     Sampling,
+    StreamOptions,
     TokenId,
     TokenIds,
     Tools,
@@ -105,14 +106,27 @@ class GenerateRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     return_text_in_logprobs: bool | None = None
     stream: bool | None = None
     rid: Any = None
+    log_metrics: Any = None
     verispec: Extension | None = None
+    image_data: Any = None
+    video_data: Any = None
+    audio_data: Any = None
+    input_embeds: Any = None
+    lora_path: Any = None
+    token_ids_logprob: Any = None
+    return_hidden_states: Any = None
+    return_routed_experts: Any = None
+    session_params: Any = None
 
     honoured: ClassVar[frozenset[str]] = frozenset((
         "text", "input_ids", "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num",
         "return_text_in_logprobs", "stream", "verispec",
     ))  # fmt: skip
-    inert: ClassVar[frozenset[str]] = frozenset(("rid",))
-    refused: ClassVar[frozenset[str]] = frozenset()
+    inert: ClassVar[frozenset[str]] = frozenset(("rid", "log_metrics"))
+    refused: ClassVar[frozenset[str]] = frozenset((
+        "image_data", "video_data", "audio_data", "input_embeds", "lora_path", "token_ids_logprob",
+        "return_hidden_states", "return_routed_experts", "session_params",
+    ))  # fmt: skip
 
 
 class TokensSampling(Sampling, kw_only=True, forbid_unknown_fields=True):
@@ -137,16 +151,23 @@ class TokensRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     sampling_params: TokensSampling | None = None
     model: str | None = None
     stream: bool | None = None
+    stream_options: StreamOptions | None = None
     request_id: Annotated[str, Meta(max_length=256)] | None = None
     priority: Any = None
     cache_salt: Annotated[str, Meta(max_length=256)] | None = None
     verispec: Extension | None = None
+    features: Any = None
+    content_parts: Any = None
+    kv_transfer_params: Any = None
+    ec_transfer_params: Any = None
 
-    honoured: ClassVar[frozenset[str]] = frozenset(
-        ("token_ids", "sampling_params", "model", "stream", "request_id", "cache_salt", "verispec")
-    )
+    honoured: ClassVar[frozenset[str]] = frozenset((
+        "token_ids", "sampling_params", "model", "stream", "stream_options", "request_id", "cache_salt", "verispec",
+    ))  # fmt: skip
     inert: ClassVar[frozenset[str]] = frozenset(("priority",))
-    refused: ClassVar[frozenset[str]] = frozenset()
+    refused: ClassVar[frozenset[str]] = frozenset(
+        ("features", "content_parts", "kv_transfer_params", "ec_transfer_params")
+    )
 
 
 class ReplayRequest(Struct, kw_only=True, forbid_unknown_fields=True):
