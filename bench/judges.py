@@ -163,15 +163,8 @@ def lm_eval(bench: Bench) -> Outcome:
         'generation_kwargs:\n  until: ["\\n"]\n  max_gen_toks: 8\nmetric_list:\n  - metric: exact_match\n'
     )
     model = f"model={bench.model},base_url={bench.url}/v1/completions,tokenizer_backend=remote,num_concurrent=2"
-    command = [
-        python.parent / "lm_eval",
-        "--model",
-        "local-completions",
-        "--model_args",
-        model,
-        "--include_path",
-        tasks,
-    ]
+    program = python.parent / "lm_eval"
+    command = [program, "--model", "local-completions", "--model_args", model, "--include_path", tasks]
     tables = []
     for _ in range(2):
         done = run([*command, "--tasks", "own_choices,own_answers"], env={**os.environ, "HF_HUB_OFFLINE": "1"})
@@ -203,6 +196,30 @@ def aiperf(bench: Bench) -> Outcome:
     if "Spec Decode" not in done.stdout:
         return Outcome(version, "failed: no answer told of drafts", False)
     return Outcome(version, "passed: 12 streams, none failed, with its table of drafts")
+
+
+def guidellm(bench: Bench) -> Outcome:
+    """A load of streams in each of OpenAI's interfaces, all of which must have the tokens that were asked for."""
+    python = bench.environment("guidellm", "torch>=2.11,<2.14", "guidellm>=0.8")
+    tokenizer, out = bench.folder / "bytes-guidellm", bench.folder / "guidellm.json"
+    run([python, HERE / "judge_tokenizer.py", tokenizer])
+    version = version_of(python, "guidellm")
+    for interface in ("/v1/chat/completions", "/v1/completions", "/v1/responses"):
+        done = run(
+            [python.parent / "guidellm", "run", "--disable-console-interactive",
+             "--backend", f"kind=openai_http,target={bench.url},model={bench.model},request_format={interface}",
+             "--profile", "kind=concurrent,streams=4", "--constraint", "kind=max_requests,count=12",
+             "--tokenizer", f"kind=hf_auto,model={tokenizer}", "--data",
+             "kind=synthetic_text,prompt_tokens=60,output_tokens=24", "--output", f"kind=json,path={out}"],
+            cwd=bench.folder, env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        )  # fmt: skip
+        if done.returncode:
+            return verdict(done, version)
+        ended = json.loads(out.read_text())["benchmarks"][0]["requests"]
+        lengths = [request["output_metrics"]["text_tokens"] for request in ended["successful"]]
+        if lengths != [24] * 12:
+            return Outcome(version, f"failed: {interface} gave answers of {lengths} tokens, not 12 of 24", False)
+    return Outcome(version, "passed: 12 streams in each of three interfaces, none failed")
 
 
 def axe(bench: Bench) -> Outcome:
@@ -242,6 +259,7 @@ JUDGES: dict[str, Callable[[Bench], Outcome]] = {
     **{f"{name}, tools": partial(tools, name) for name in ("openai", "anthropic", "langchain-openai", "openai-agents")},
     "lm-eval": lm_eval,
     "aiperf": aiperf,
+    "guidellm": guidellm,
     "llama.cpp's tests": llama_cpp,
     "schemathesis": schemathesis,
     "hostile requests": hostile,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import shlex
@@ -10,6 +11,7 @@ import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from verispec.backends.cost import probe_pass
 from verispec.backends.protocol import Burst
 from verispec.config import EngineConfig
 from verispec.engine import Engine, Request
+from verispec.llm import LLM
 from verispec.spec.registry import make_drafters
 from verispec.spec.speculation import Speculation
 from verispec.types import SamplingParams
@@ -78,6 +81,39 @@ def test_examples_run(smollm2_path: Path, path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout
     assert "DIFFERENT" not in done.stdout
+
+
+class _Application:
+    """As much of FastAPI as the example uses: what it keeps, and which function answers which path."""
+
+    def __init__(self, lifespan: Any) -> None:
+        self.lifespan, self.state, self.routes = lifespan, SimpleNamespace(), dict[str, Any]()
+
+    def get(self, path: str) -> Any:
+        return lambda function: self.routes.setdefault(path, function)
+
+
+def test_the_application_that_is_shown_answers(smollm2: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    (code,) = [code for code in blocks(ROOT / "docs" / "python.md", "python") if "FastAPI" in code]
+    responses = SimpleNamespace(StreamingResponse=lambda parts: parts)
+    monkeypatch.setitem(sys.modules, "fastapi", SimpleNamespace(FastAPI=_Application, responses=responses))
+    monkeypatch.setitem(sys.modules, "fastapi.responses", responses)
+    monkeypatch.setattr("verispec.LLM", lambda name: smollm2)
+    monkeypatch.setattr(smollm2, "close", lambda: None)  # others use it too
+    shown: dict[str, Any] = {}
+    exec(code, shown)
+    app = shown["app"]
+
+    async def asked() -> tuple[dict[str, str], str]:
+        async with app.lifespan(app):
+            answer = await app.routes["/ask"]("What is the capital of France?", seed=1)
+            parts = await app.routes["/tell"]("What is the capital of France?")
+            return answer, "".join([part async for part in parts])
+
+    answer, told = asyncio.run(asked())
+    assert "Paris" in answer["text"]
+    assert len(answer["digest"]) == 64
+    assert told
 
 
 def test_the_drafter_that_is_shown_drafts_and_changes_nothing() -> None:

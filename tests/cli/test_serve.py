@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -16,6 +16,7 @@ from tests.support.chat_model import write_chat_model
 from verispec.cli.options import Drafting
 from verispec.cli.serve import _as_configured
 from verispec.errors import InputError
+from verispec.server.core import Core
 
 pytestmark = pytest.mark.slow
 
@@ -55,6 +56,48 @@ def test_a_process_serves_until_it_is_told_to_stop(process: subprocess.Popen[str
     assert [entry["status"] for entry in logged] == [401, 200]
     assert "secret-key-1" not in err
     assert "sesame" not in err
+
+
+def test_every_option_reaches_what_it_is_about(
+    bare_cli: Cli, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing is opened unless that is asked for."""
+    found: list[tuple[Core, str]] = []
+    opened: list[str] = []
+    logged: list[tuple[str, str]] = []
+
+    def run(core: Core, on_start: Callable[[str], None]) -> None:
+        on_start("http://here")
+        found.append((core, core.llm.chosen(None, None).method))
+
+    monkeypatch.setattr("verispec.server.run.serve", run)
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    monkeypatch.setattr("verispec.server.log.set_up", lambda level, form: logged.append((level, form)))
+    (tmp_path / "keys").write_text("key-of-a-file\n")
+    assert bare_cli("keys", "new", str(tmp_path / "signing")).code == 0
+    done = bare_cli("serve", "-m", str(model))
+    assert (done.code, opened, logged) == (0, [], [("info", "text")])
+    assert done.out.startswith("http://here  tiny.gguf (arithmetic ")
+    assert len(done.out.splitlines()) == 1
+    assert bare_cli(
+        "serve", "-m", str(model), "--host", "0.0.0.0", "--port", "9", "--served-model-name", "a", "--api-key",
+        "key-of-a-flag", "--api-key", "another-key", "--api-key-file", str(tmp_path / "keys"), "--cors-origin", "*",
+        "--max-running", "3", "--max-waiting", "4", "--timeout", "5", "--drain", "6", "--metrics-prefix", "vllm",
+        "--log-level", "debug", "--log-format", "json", "--signing-key", str(tmp_path / "signing"), "--open",
+        "--share-history", "--speculative-config", '{"method": "none"}',
+    ).code == 0  # fmt: skip
+    (_, method), (core, other) = found
+    assert (method, other) == ("suffix", "none")
+    settings = core.settings
+    assert opened == ["http://here"]
+    assert logged[1] == ("debug", "json")
+    assert [*core.names] == ["a"]
+    assert [*settings.api_keys] == ["key-of-a-flag", "another-key", "key-of-a-file"]
+    assert (settings.host, settings.port, [*settings.cors_origins]) == ("0.0.0.0", 9, ["*"])
+    assert (settings.max_running, settings.max_waiting, settings.timeout, settings.drain) == (3, 4, 5, 6)
+    assert (settings.metrics_prefix, settings.is_insecure) == ("vllm", False)
+    assert settings.signing_key is not None
+    assert bare_cli("serve", "-m", str(model), "--host", "0.0.0.0", "--insecure").code == 0
 
 
 @pytest.mark.parametrize(("options", "said"), [

@@ -109,6 +109,20 @@ def test_fields_beyond_openais_are_honoured(served: Served) -> None:
     assert len(set(ids(**repeated, repetition_penalty=100))) > 1
 
 
+def test_responses_draw_as_chat_completions_do(served: Served) -> None:
+    """guidellm, for one, sends `ignore_eos` to every interface."""
+    for fields in (
+        {"ignore_eos": True}, {"ignore_eos": True, "stop": None}, {"min_tokens": 20, "stop": ["e", "x"]},
+        {"top_k": 2}, {"min_p": 0.5}, {"logit_bias": {"68": 5}, "repetition_penalty": 3}, {"presence_penalty": 9},
+        {"frequency_penalty": 9, "logit_bias": {"70": 5}}, {"stop_token_ids": list(range(3, 60))},
+        {"stop": ["e", "a", "i"], "include_stop_str_in_output": True},
+    ):  # fmt: skip
+        chat = served.chat(max_tokens=20, **fields)
+        answer = served.post("/v1/responses", {"input": "hello", "max_output_tokens": 20, "seed": 7, **fields}).json()
+        assert answer["verispec"]["digest"] == chat["verispec"]["digest"], fields
+        assert answer["output"][0]["content"][0]["text"] == chat["choices"][0]["message"]["content"], fields
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 def test_usage_with_every_frame(served: Served, path: str) -> None:
     body = {**BODIES[path], "stream": True, "max_tokens": 9, "ignore_eos": True, "return_token_ids": True}

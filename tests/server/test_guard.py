@@ -66,6 +66,20 @@ def test_tenants_share_no_prefix_cache(keyed: Served) -> None:
     assert cached(KEYS[1]) == 0
 
 
+def test_tenants_share_no_history_that_drafts_come_from(keyed: Served) -> None:
+    """What one key was answered drafts nothing for another, which `usage` would tell."""
+
+    def accepted(key: str) -> int:
+        body = chat_body("history", max_tokens=120, ignore_eos=True, verispec={"speculative": {"method": "suffix"}})
+        answer = httpx.post(f"{keyed.url}/v1/chat/completions", json=body, headers={"x-api-key": key}, timeout=60)
+        found: int = answer.json()["usage"]["completion_tokens_details"]["accepted_prediction_tokens"]
+        return found
+
+    assert accepted(KEYS[0]) < 30
+    assert accepted(KEYS[0]) > 90  # control: the same key drafts from its first answer
+    assert accepted(KEYS[1]) < 30
+
+
 def test_origins_that_are_allowed_and_others(keyed: Served) -> None:
     for origin, allowed in (("https://app.example", True), ("https://evil.example", False)):
         answer = keyed.client.get("/v1/models", headers={"Origin": origin})

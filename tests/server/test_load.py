@@ -145,12 +145,19 @@ def test_a_client_that_goes_away_frees_its_slots(served: Served, stream: bool, s
     """The engine is not far in its 900 tokens when the client leaves."""
     host, port = served.url.removeprefix("http://").split(":")
     body = httpx.Request("POST", served.url, json=chat_body(stream=stream, **ENDLESS)).content
+
+    def counted(name: str) -> float:
+        lines = served.client.get("/metrics").text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(f"verispec:{name} "))
+
+    aborted = counted('request_success_total{finished_reason="abort"}')
     before = served.core.llm.status().totals.committed
     with socket.create_connection((host, int(port))) as sock:
         head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         sock.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         wait_for(lambda: served.core.llm.status().num_running)
     wait_for(lambda: is_idle(served))
+    assert counted('request_success_total{finished_reason="abort"}') == aborted + 1
     assert served.core.llm.status().totals.committed - before < 900
     served.core.llm.engine.check()
 
@@ -283,6 +290,17 @@ def test_several_choices_go_on_where_each_of_them_was(served: Served, path: str,
     assert told(whole[: middle + 1] + rest) == told(whole)
     assert len(told(whole)) == whole[0].event_id.count(",") + 1 > 1
     assert 0 < sum(len(ids) for _, ids, _ in told(rest).values()) < sum(len(ids) for _, ids, _ in told(whole).values())
+
+
+def test_a_stop_inside_of_given_tokens_ends_it_at_once(served: Served) -> None:
+    fields: dict[str, Any] = {"max_tokens": 20, "return_token_ids": True}
+    ids = served.chat(**fields, ignore_eos=True)["choices"][0]["token_ids"]
+    answer = served.chat(**fields, stop_token_ids=[ids[3]], verispec={"committed_ids": [ids[:6]]})
+    (choice,) = answer["choices"]
+    assert (choice["finish_reason"], choice["token_ids"], choice["message"]["content"]) == ("stop", [], "")
+    assert answer["usage"]["completion_tokens"] == 6
+    going_on = served.chat(**fields, ignore_eos=True, verispec={"committed_ids": [ids[:6]]})  # control
+    assert going_on["choices"][0]["token_ids"] == ids[6:]
 
 
 def test_a_stream_of_several_choices_may_break_off_twice(served: Served) -> None:

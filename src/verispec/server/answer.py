@@ -108,7 +108,8 @@ class Answer:
     def _leave(self) -> None:
         """Make room for others. Whoever writes this answer may be stuck with a client that does not read."""
         self._timer.cancel()
-        self.core.leave(self)
+        if self.core.leave(self):
+            self.core.metrics.count_aborted(sum(choice.output is None for choice in self.choices))
 
     def abort(self) -> None:
         """End it at once; whoever reads it is told."""

@@ -106,9 +106,9 @@ class Core:
         """Count work as so many samples, until it leaves."""
         self._work[work] = num_samples
 
-    def leave(self, work: Work) -> None:
-        """It has come to its end."""
-        self._work.pop(work, None)
+    def leave(self, work: Work) -> bool:
+        """It has come to its end; whether that is news."""
+        return self._work.pop(work, None) is not None
 
     def after_timeout(self, fail: Callable[[ApiError], None]) -> asyncio.TimerHandle:
         """Call `fail` when a piece of work has taken as long as one may."""

@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from verispec.engine.thread import Status
-from verispec.types import SampleOutput, TokenEvent
+from verispec.types import FinishReason, SampleOutput, TokenEvent
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MAX_POSITIONS = 32  # of a draft that are counted apart
@@ -82,6 +82,11 @@ class Metrics:
         if stats.finish_time is not None:
             self._whole.observe([stats.finish_time - stats.arrival_time])
         self._gap.observe(stats.gaps)
+
+    def count_aborted(self, num_samples: int) -> None:
+        """Count samples whose end nobody waited for: the client left, read too slowly, or its time was up."""
+        if num_samples:
+            self._ended.labels(str(FinishReason.ABORT)).inc(num_samples)
 
     def add(self, counts: Collector) -> None:
         """Show counts that somebody else keeps."""

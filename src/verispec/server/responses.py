@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from verispec.server.answer import Answer
-from verispec.server.api import ChatRequest, Message, ResponsesRequest
+from verispec.server.api import ChatRequest, Drawing, Message, ResponsesRequest
 from verispec.server.call import refuse_trace
 from verispec.server.chat import chat_call
 from verispec.server.choices import Commit
@@ -60,18 +60,15 @@ def _as_chat(body: ResponsesRequest) -> tuple[ChatRequest, list[str]]:
         messages=[message for _, message in found],
         model=body.model,
         max_tokens=body.max_output_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
         logprobs=_wants_logprobs(body),
         top_logprobs=body.top_logprobs if _wants_logprobs(body) else None,
         tools=None if body.tools is None else [_in_function(tool) for tool in body.tools],
         tool_choice=_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
         response_format=_format((body.text or {}).get("format")),
-        structured_outputs=body.structured_outputs,
-        seed=body.seed,
         stream=body.stream,
         verispec=body.verispec,
+        **{name: getattr(body, name) for name in Drawing.__struct_fields__},
     )
     return chat, [where for where, _ in found]
 

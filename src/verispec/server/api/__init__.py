@@ -11,6 +11,7 @@ from verispec.server.api.anthropic import (
 from verispec.server.api.fields import (
     MAX_DEPTH,
     MAX_PROMPTS,
+    Drawing,
     Extension,
     Message,
     Sampling,
@@ -45,6 +46,7 @@ __all__ = [
     "CompletionRequest",
     "CountRequest",
     "DetokenizeRequest",
+    "Drawing",
     "Extension",
     "GenerateRequest",
     "GenerateSampling",

@@ -63,10 +63,9 @@ class StructuredOutputs(Struct, kw_only=True, forbid_unknown_fields=True):
     disable_any_whitespace: bool | None = None
 
 
-class Sampling(Struct, kw_only=True, forbid_unknown_fields=True):
-    """The fields that decide tokens, under the names most interfaces share."""
+class Drawing(Struct, kw_only=True, forbid_unknown_fields=True):
+    """How tokens are drawn and where an answer stops, under the names that most interfaces share."""
 
-    max_tokens: Count | None = None
     min_tokens: Count | None = None
     ignore_eos: bool | None = None
     stop: Stops | None = None
@@ -80,19 +79,27 @@ class Sampling(Struct, kw_only=True, forbid_unknown_fields=True):
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
     logit_bias: Annotated[dict[str, float], Meta(max_length=1024)] | None = None
-    n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
     seed: Annotated[int, Meta(ge=0)] | None = None
-    prompt_logprobs: Alternatives | None = None
-    response_format: dict[str, Any] | None = None
     structured_outputs: StructuredOutputs | None = None
 
     honoured: ClassVar[frozenset[str]] = frozenset((
-        "max_tokens", "min_tokens", "ignore_eos", "stop", "stop_token_ids", "include_stop_str_in_output", "temperature",
-        "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "n",
-        "seed", "prompt_logprobs", "response_format", "structured_outputs",
+        "min_tokens", "ignore_eos", "stop", "stop_token_ids", "include_stop_str_in_output", "temperature", "top_p",
+        "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "seed",
+        "structured_outputs",
     ))  # fmt: skip
     inert: ClassVar[frozenset[str]] = frozenset()
     refused: ClassVar[frozenset[str]] = frozenset()
+
+
+class Sampling(Drawing, kw_only=True, forbid_unknown_fields=True):
+    """All fields that decide tokens."""
+
+    max_tokens: Count | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
+    prompt_logprobs: Alternatives | None = None
+    response_format: dict[str, Any] | None = None
+
+    honoured: ClassVar[frozenset[str]] = Drawing.honoured | {"max_tokens", "n", "prompt_logprobs", "response_format"}
 
 
 class Message(Struct, kw_only=True, forbid_unknown_fields=True):

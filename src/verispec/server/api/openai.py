@@ -11,13 +11,12 @@ from verispec.server.api.fields import (
     MAX_TOKENS_GIVEN,
     Alternatives,
     Count,
+    Drawing,
     Extension,
     Messages,
     Positive,
     Sampling,
-    Share,
     StreamOptions,
-    StructuredOutputs,
     TokenId,
     TokenIds,
     Tools,
@@ -106,23 +105,19 @@ class CompletionRequest(Completing, kw_only=True, forbid_unknown_fields=True):
     refused: ClassVar[frozenset[str]] = frozenset(("suffix",))
 
 
-class ResponsesRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+class ResponsesRequest(Drawing, kw_only=True, forbid_unknown_fields=True):
     """/v1/responses"""
 
     input: str | Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_MESSAGES)]
     model: str | None = None
     instructions: str | None = None
     max_output_tokens: Positive | None = None
-    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
-    top_p: Share | None = None
     top_logprobs: Alternatives | None = None
     stream: bool | None = None
     stream_options: Any = None
     tools: Tools | None = None
     tool_choice: str | dict[str, Any] | None = None
     text: dict[str, Any] | None = None
-    structured_outputs: StructuredOutputs | None = None
-    seed: Annotated[int, Meta(ge=0)] | None = None
     verispec: Extension | None = None
     user: Any = None
     metadata: Any = None
@@ -147,11 +142,10 @@ class ResponsesRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     previous_response_id: Any = None
     prompt: Any = None
 
-    honoured: ClassVar[frozenset[str]] = frozenset((
-        "input", "model", "instructions", "max_output_tokens", "temperature", "top_p", "top_logprobs", "include",
-        "stream", "tools", "tool_choice", "parallel_tool_calls", "text", "structured_outputs", "seed", "verispec",
-        "background",
-    ))  # fmt: skip
+    honoured: ClassVar[frozenset[str]] = Drawing.honoured | {
+        "input", "model", "instructions", "max_output_tokens", "top_logprobs", "include", "stream", "tools",
+        "tool_choice", "parallel_tool_calls", "text", "verispec", "background",
+    }  # fmt: skip
     inert: ClassVar[frozenset[str]] = frozenset((
         "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
         "prompt_cache_options", "reasoning", "truncation", "client_metadata", "max_tool_calls", "stream_options",
