@@ -133,6 +133,21 @@ def test_echo_scores_the_prompt_as_the_library_does(served: Served, chat_llm: LL
     assert len(one["logprobs"]["tokens"]) == len(ids) + 1
 
 
+def test_lm_eval_finds_what_it_reads(served: Served, chat_llm: LLM) -> None:
+    """Prompts as lists of tokens, echoed, with one token more; whether a token is the likeliest shows in its tops."""
+    prompts = [[70, 71, 72, 73], [74, 75, 76]]
+    body = {"prompt": prompts, "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
+    choices = served.post(COMPLETIONS, body).json()["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1]
+    for prompt, choice in zip(prompts, choices, strict=True):
+        told = choice["logprobs"]
+        expected = [np.float32(entry.logprob) for entry in chat_llm.score(prompt).logprobs]
+        assert [np.float32(value) for value in told["token_logprobs"][1:-1]] == expected
+        assert told["token_logprobs"][-1] == max(told["top_logprobs"][-1].values())  # greedy
+        tops = zip(told["token_logprobs"][1:], told["top_logprobs"][1:], strict=True)
+        assert all(value <= max(each.values()) for value, each in tops)
+
+
 def test_tokens_go_there_and_back(served: Served) -> None:
     text = "Grüße, 世界"
     found = served.post("/tokenize", {"prompt": text, "return_token_strs": True}).json()

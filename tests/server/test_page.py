@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from tests.support.page import ANSWERS, CHROMIUM, Pass, Talk, made_up_stream, talking
-from tests.support.served import Served
+from tests.support.served import Served, serving
+from verispec.llm import LLM
 from verispec.server.app import PAGE
 from verispec.spec.drafter import Curve
 from verispec.spec.suffix import SuffixDrafter
@@ -373,6 +374,42 @@ def test_conversations_are_kept_chosen_and_deleted(talk: Talk) -> None:
 def test_the_strip_has_the_last_200_passes(talk: Talk) -> None:
     show_stream(talk, [Pass(["a "])] * 250)
     assert talk.page.locator("#strip").get_attribute("aria-label") == "The last 200 passes, of 1 answer: 200 tokens"
+
+
+def test_what_looks_like_html_is_text(talk: Talk) -> None:
+    """In questions, tokens, finished answers, alternatives, names of conversations and of files."""
+    evil = "<img src=x onerror=alert(1)><b id=evil>"
+    talk.set(system=evil)
+    body = made_up_stream([Pass([evil, " own", "\n\n# " + evil], ("suffix", [evil], [-1], [0]))])
+    talk.page.route(ANSWERS, lambda route: route.fulfill(body=body, content_type="text/event-stream"))
+    answer = talk.ask(evil)
+    for _ in range(2):
+        assert evil in answer.inner_text()
+        assert talk.page.locator("img, #evil").count() == 0
+        talk.press("Tokens")
+    assert evil[:20] in talk.page.locator("#list").inner_text()
+    files = talk.page.evaluate_handle(
+        "name => { const d = new DataTransfer(); d.items.add(new File(['{'], name)); return d; }", evil
+    )
+    talk.page.dispatch_event("body", "drop", {"dataTransfer": files})
+    talk.page.locator("#said.bad", has_text=evil).wait_for()
+    assert talk.page.locator("img, #evil").count() == 0
+
+
+def test_a_key_goes_into_the_settings_and_is_sent(browser: Any, chat_llm: LLM) -> None:
+    """The page itself needs none; it says what is missing, and forgets the key with its tab."""
+    with serving(chat_llm, api_keys=("key-of-the-page",)) as keyed:
+        context = browser.new_context()
+        talk = Talk(context.new_page(), keyed.url)
+        talk.page.goto(keyed.url)
+        talk.page.locator("#state", has_text="the API key is missing").wait_for()
+        talk.set(key="key-of-the-page", max_tokens=8)
+        talk.page.locator("#state", has_text="fingerprint vs-").wait_for()
+        answer = talk.ask("hello")
+        talk.press("Replay")
+        answer.locator(".verdict.good", has_text="✓ reproduced").wait_for()
+        assert "key-of-the-page" not in talk.page.evaluate("JSON.stringify(localStorage)")
+        context.close()
 
 
 def test_a_browser_that_is_full_says_so(talk: Talk) -> None:

@@ -1,4 +1,4 @@
-"""What Codex sends to /v1/responses and which events it acts on: event by event, with a call and its result."""
+"""What coding agents send and act on: Codex at /v1/responses, event by event, and Claude Code at /v1/messages."""
 
 from __future__ import annotations
 
@@ -107,3 +107,43 @@ def test_a_prompt_that_is_too_long_has_the_code_that_it_knows(served: Served) ->
     long = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "x" * 5000}]}
     answer = served.post("/v1/responses", {**REQUEST, "input": [long]}, headers=HEADERS)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
+CACHED = {"cache_control": {"type": "ephemeral"}}
+CLAUDE: dict[str, Any] = {
+    "system": [{"type": "text", "text": "You are a coding agent.", **CACHED}],
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "note"}, {"type": "text", "text": "list", **CACHED}]},
+        {"role": "assistant", "content": [
+            {"type": "thinking", "thinking": "how?", "signature": "s"}, {"type": "text", "text": "So:"},
+            {"type": "tool_use", "id": "toolu_1", "name": "Bash", "input": {"command": "ls"}}]},
+        {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "a.txt"}],
+             "is_error": False}, {"type": "text", "text": "and now?"}]},
+    ],
+    "tools": [
+        {"name": "Bash", "description": "Runs a command.", "input_schema": {
+            "$schema": "http://json-schema.org/draft-07/schema#", "type": "object", "required": ["command"],
+            "properties": {"command": {"type": "string"}}, "additionalProperties": False}, **CACHED},
+        {"type": "web_search_20250305", "name": "web_search", "max_uses": 8},
+    ],
+    "metadata": {"user_id": "u"}, "thinking": {"type": "adaptive"}, "output_config": {"effort": "high"},
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+}  # fmt: skip
+
+
+def test_claude_code_is_answered_and_counted(served: Served) -> None:
+    headers = {"anthropic-version": "2023-06-01", "anthropic-beta": "one,two", "x-api-key": "none"}
+    ask = {**CLAUDE, "model": served.core.names[0], "max_tokens": 30, "stream": True, "seed": 4}
+    found = served.stream("/v1/messages?beta=true", ask, headers=headers)
+    names = [frame.name for frame in found]
+    assert names[:2] == ["message_start", "content_block_start"]
+    assert names[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    assert set(names[2:-3]) == {"content_block_delta"}
+    start, end = found[0].data["message"], found[-2].data
+    assert start["verispec"]["skipped_tools"] == ["web_search_20250305"]
+    assert (start["usage"]["output_tokens"], end["usage"]["output_tokens"]) == (0, 30)
+    counted = {name: CLAUDE[name] for name in ("system", "messages", "tools", "thinking", "context_management")}
+    used = end["usage"]
+    expected = used["input_tokens"] + used["cache_read_input_tokens"]
+    assert served.post("/v1/messages/count_tokens?beta=true", counted).json() == {"input_tokens": expected}
