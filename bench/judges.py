@@ -181,7 +181,9 @@ def aiperf(bench: Bench) -> Outcome:
     python = bench.environment("aiperf", "aiperf")
     tokenizer, out = bench.folder / "bytes", bench.folder / "aiperf-out"
     run([python, HERE / "judge_tokenizer.py", tokenizer])
-    shape = ["--concurrency", "4", "--request-count", "12", "--isl", "60", "--osl", "24", "--ui", "none"]
+    # Each prompt four times with the same seed, so that answers are drafted from earlier ones, whatever they say.
+    shape = ["--concurrency", "4", "--request-count", "12", "--num-dataset-entries", "3", "--extra-inputs", "seed:1",
+             "--isl", "60", "--osl", "24", "--ui", "none"]  # fmt: skip
     done = run(
         [python.parent / "aiperf", "profile", "--model", bench.model, "--url", bench.url, "--endpoint-type", "chat",
          "--streaming", "--tokenizer", tokenizer, "--use-server-token-count", "--output-artifact-dir", out, *shape],
