@@ -18,7 +18,6 @@ from verispec.backends.cost import CostTable
 from verispec.config import EngineConfig
 from verispec.engine import Engine, Request
 from verispec.errors import InputError
-from verispec.sampling.draw import NO_TOKEN
 from verispec.spec.drafter import Refusal
 from verispec.spec.none import NoDrafter
 from verispec.spec.registry import DraftSetup, make_drafters
@@ -35,7 +34,8 @@ VOCAB = 16
 def texts_of(*texts: Sequence[int]) -> Texts:
     texts_ = Texts()
     for text in texts:
-        texts_.extend([*text, NO_TOKEN])
+        texts_.extend(text)
+        texts_.close()
     return texts_
 
 
@@ -65,7 +65,7 @@ def test_the_longest_match_is_found_and_followed(seed: int) -> None:
     assert (match is not None) == (longest > 0)
     if match is None:
         return
-    pad = len(texts.token_ids) - len(text)
+    pad = len(texts.text) - len(text)
     assert match.level == level_of(longest)
     assert {p - pad for p in match.positions} == {p for p, n in reach.items() if level_of(n) == match.level}
     expected = list(text)
@@ -88,6 +88,14 @@ def test_a_match_in_another_text_ends_with_it() -> None:
     assert texts_of([1, 2, 3]).find([4]) is None
 
 
+def test_every_token_of_a_large_vocabulary_is_a_character() -> None:
+    """Also those whose numbers are surrogates or no characters at all."""
+    ids = [0, 10, 0xD800, 0xDFFF, 0xFFFF, 0x10000, 0x10FFFE]
+    match = texts_of(ids).find(ids[:3])
+    assert isinstance(match, Match)
+    assert match.follow(9) == ids[3:]
+
+
 def test_a_tree_grows_where_the_text_is_split_and_inside_its_shape() -> None:
     match = texts_of([1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6, 7], [1, 2, 3, 4]).find([9, 1, 2])
     assert isinstance(match, Match)
@@ -104,7 +112,7 @@ def test_history_is_bounded_and_the_oldest_goes() -> None:
     history = History(64)
     for i in range(50):
         history.add("a", [100 + i, 200 + i, 300 + i])
-        kept = sum(len(t.token_ids) for half in (history._newer, history._older) for t in half.values())
+        kept = sum(len(t.text) for half in (history._newer, history._older) for t in half.values())
         assert kept <= 64 + 2 * 3, "beside what stands before the first text of each half"
     assert history.find("a", [149, 249]) is not None
     assert history.find("a", [100, 200]) is None

@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from verispec.arguments import check_int
 from verispec.config import DEFAULTS, MAX_SIZE
-from verispec.sampling.draw import NO_TOKEN
 from verispec.spec.drafter import Curve, Level, Refusal
 from verispec.spec.rate import Rate
 from verispec.spec.texts import Match, Texts
@@ -76,12 +75,15 @@ class History:
 
     def add(self, salt: str, token_ids: Sequence[int]) -> None:
         """Keep a text, or the end of it that fits."""
-        text = [*token_ids, NO_TOKEN][-self._half :] if self._half else []
-        if self._num_newer + len(text) > self._half:
+        if not self._half:
+            return
+        kept = token_ids[max(0, len(token_ids) + 1 - self._half) :]
+        if self._num_newer + len(kept) + 1 > self._half:
             self._older, self._newer, self._num_newer = self._newer, {}, 0
-        self._num_newer += len(text)
-        if text:
-            self._newer.setdefault(salt, Texts()).extend(text)
+        self._num_newer += len(kept) + 1
+        texts = self._newer.setdefault(salt, Texts())
+        texts.extend(kept)
+        texts.close()
 
     def find(self, salt: str, token_ids: Sequence[int], *, above: int = -1) -> Match | None:
         """The longest match of the end of a text, if it is above a level; of two that are as long, the newer."""
@@ -95,7 +97,7 @@ class History:
 
 
 class SuffixDrafter:
-    """One index per live sequence, grown as tokens are committed, and one of earlier answers."""
+    """The text of every live sequence, grown when it is looked at, and that of earlier answers."""
 
     has_probabilities = False
     has_trees = True
@@ -164,7 +166,8 @@ class SuffixDrafter:
             own = self._own[sequence.sequence_id] = _Own(Texts())
             if sequence.prediction_ids:
                 lead = tokens[max(0, sequence.prompt_len - _LEAD_LEN) : sequence.prompt_len]
-                own.texts.extend([*lead, *sequence.prediction_ids[:_MOST_PREDICTED], NO_TOKEN])
+                own.texts.extend([*lead, *sequence.prediction_ids[:_MOST_PREDICTED]])
+                own.texts.close()
         if own.num_tokens < len(tokens):
             own.texts.extend(tokens[own.num_tokens :])
             own.num_tokens = len(tokens)
@@ -179,7 +182,7 @@ class SuffixDrafter:
         match = own.match
         if match is None:
             return _NOTHING
-        is_own = match.texts is own.texts
+        is_own = match.text is own.texts.text
         if is_own and len(match.positions) == 1:
             return _Key(match.level, _ONE, True, tree)
         children = match.children((), match.positions)

@@ -1,0 +1,174 @@
+"""Drafters beside each other on a device that is far from the host: who lets it idle. For docs/benchmarks.md.
+
+    python bench/far.py             # batches of 1 to 128, medians of 5
+    python bench/far.py --quick
+
+The device is simulated with the costs of an H200 (`tests/support/far_backend.py`); the host is this machine's, by its
+CPU time. All requests are there from the start, their prompts in the cache. The answers are text in which words recur
+but not what follows them (*words*), in which nothing occurs twice (*new*), or which quotes the prompt (*quotes*). Arms
+run in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the device lives with the tests
+
+from drafting import Renewed
+
+from tests.support.far_backend import ROWS, SECONDS, TRIP, FarBackend
+from verispec.backends.blas import cpu_name
+from verispec.backends.cost import CostTable
+from verispec.config import EngineConfig
+from verispec.engine import Engine, Request
+from verispec.spec.registry import DRAFTERS, DraftSetup, make_drafters
+from verispec.spec.speculation import Speculation
+from verispec.types import SamplingParams
+
+VOCAB, NUM_PROMPT, CONTEXT_LEN = 49_152, 320, 1024
+TEXTS = ("words", "new", "quotes")
+WRONG_EVERY = 24  # of a text that quotes
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    tokens_per_second: float
+    busy: float  # the share of the time in which the device computes
+    num_passes: int
+    num_rounds: int
+    host: float  # seconds for a token
+    drafted: float  # nodes for a token
+    digest: int
+
+
+class Bench:
+    """An engine, with the prompts of one batch in its cache."""
+
+    def __init__(self, text: str, batch: int, num_new: int) -> None:
+        self._text, self._batch, self._num_new = text, batch, num_new
+        self._prompts = [self._words(i, NUM_PROMPT) for i in range(batch)]
+        self._seeds = count(batch)
+        num_slots = 4 * batch * CONTEXT_LEN
+        self._backend = FarBackend(
+            self._answer, vocab_size=VOCAB, num_slots=num_slots, context_len=CONTEXT_LEN, num_seq_rows=batch,
+            host=time.process_time,
+        )  # fmt: skip
+        cost = CostTable(ROWS, SECONDS, (0.0,) * len(ROWS), learns=True, trip=TRIP)
+        setup = DraftSetup(backend=self._backend, cost=cost)
+        self._suffix = Renewed(lambda: DRAFTERS["suffix"](setup), is_for_auto=True)  # arms have the same answers
+        self._engine = Engine(
+            self._backend,
+            family=FarBackend.shapes,
+            drafters=make_drafters(setup) | {"suffix": self._suffix},
+            config=EngineConfig(num_slots=num_slots, row_budget=2048, max_running=batch, depth=2),
+            cost=cost,
+            clock=lambda: self._backend.now,
+        )
+        self.run("none")
+
+    def _words(self, seed: int, length: int) -> list[int]:
+        share = np.random.default_rng(seed).random(length)
+        return (VOCAB**share).astype(np.int64).tolist()
+
+    def _answer(self, seed: int) -> list[int]:
+        """The prompt and what is drawn behind it."""
+        prompt = self._prompts[seed % self._batch]
+        if self._text == "quotes":
+            start, step = seed % 64, 1 + seed // self._batch % 5
+            quoted = prompt[start : start + self._num_new]
+            return prompt + [(t + step) % VOCAB if i % WRONG_EVERY == 9 else t for i, t in enumerate(quoted)]
+        if self._text == "new":
+            return prompt + np.random.default_rng(seed).permutation(VOCAB)[: self._num_new].tolist()
+        return prompt + self._words(seed, self._num_new)
+
+    def run(self, drafter: str, seeds: Sequence[int] = ()) -> Run:
+        engine, backend = self._engine, self._backend
+        self._suffix.renew()
+        seeds = seeds or range(self._batch)
+        requests = [
+            Request(
+                self._prompts[seed % self._batch], SamplingParams(max_tokens=self._num_new, seed=seed),
+                Speculation(drafter), is_streamed=False,
+            ) for seed in seeds
+        ]  # fmt: skip
+        start, busy, host, num_passes = backend.now, backend.busy, backend.host_seconds, len(backend.rounds)
+        for request in requests:
+            engine.add(request)
+        outputs = []
+        while engine.has_work:
+            outputs += [event.output for event in engine.step() if event.output is not None]
+        seconds, num_tokens = backend.now - start, sum(len(o.token_ids) for o in outputs)
+        rounds = backend.rounds[num_passes:]
+        return Run(
+            num_tokens / seconds, (backend.busy - busy) / seconds, len(rounds), sum(rounds),
+            (backend.host_seconds - host) / num_tokens, sum(o.stats.drafted for o in outputs) / num_tokens,
+            hash(tuple(sorted(o.digest for o in outputs))),
+        )  # fmt: skip
+
+    def measured(self, drafters: Sequence[str], repeats: int) -> dict[str, list[Run]]:
+        found: dict[str, list[Run]] = {drafter: [] for drafter in drafters}
+        for i in range(-1, repeats):
+            seeds = [next(self._seeds) for _ in range(self._batch)]
+            for drafter in drafters if i % 2 else drafters[::-1]:
+                gc.collect()
+                run = self.run(drafter, seeds)
+                if i >= 0:
+                    found[drafter].append(run)
+        return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 128])
+    parser.add_argument("--drafters", nargs="+", default=["none", "suffix", "decode", "auto"])
+    parser.add_argument("--texts", nargs="+", default=TEXTS, choices=TEXTS)
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="batches of 1 and 32, medians of 3")
+    options = parser.parse_args()
+    if options.quick:
+        options.batch, options.repeats = [1, 32], 3
+    print(f"{cpu_name()}; Python {platform.python_version()}; medians of {options.repeats}\n")
+    print(
+        "| text | batch | drafter | tok/s | against none (min-max) | device busy | passes | rounds a pass | "
+        "host us a token | drafted a token |"
+    )
+    print("|---" * 10 + "|")
+    for text in options.texts:
+        for batch in options.batch:
+            found = Bench(text, batch, options.tokens).measured(options.drafters, options.repeats)
+            for drafter, runs in found.items():
+                show(text, batch, drafter, runs, found["none"])
+
+
+def show(text: str, batch: int, drafter: str, runs: list[Run], none: list[Run]) -> None:
+    if [run.digest for run in runs] != [run.digest for run in none]:
+        raise SystemExit(f"{drafter} changed the output")
+    ratios = [run.tokens_per_second / plain.tokens_per_second for run, plain in zip(runs, none, strict=True)]
+
+    def median(name: str) -> float:
+        return statistics.median(getattr(run, name) for run in runs)
+
+    print(
+        f"| {text} | {batch} | {drafter} | {median('tokens_per_second'):,.0f} | {statistics.median(ratios):.3f} "
+        f"({min(ratios):.2f}-{max(ratios):.2f}) | {median('busy'):.0%} | {median('num_passes'):.0f} "
+        f"| {statistics.median(run.num_rounds / run.num_passes for run in runs):.1f} | {1e6 * median('host'):.1f} "
+        f"| {median('drafted'):.2f} |",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()
