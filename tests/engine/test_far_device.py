@@ -147,18 +147,23 @@ def test_calibration_finds_the_trip_and_what_passes_take_without_it() -> None:
 
 
 class Quiet(Eager):
-    """Has nothing to draft, ever; counts how often a request of two tokens is looked at."""
+    """Has nothing to draft, ever; counts how often a request of two tokens is looked at. A look takes the host long."""
 
     num_looks = 0
 
+    def __init__(self, far: Far) -> None:
+        self._far = far
+
     def state(self, sequence: SequenceView) -> Refusal:
+        self._far.now += TRIP
         self.num_looks += sequence.prompt_len == 2
         return Refusal("nothing")
 
 
 @pytest.mark.parametrize("arrivals", [False, True])
 def test_who_rests_looks_again_also_while_others_come_and_go(arrivals: bool) -> None:
-    backend, quiet = Far(), Quiet()
+    backend = Far()
+    quiet = Quiet(backend)
     engine = Engine(
         backend, family=SHAPES, drafters={"none": NoDrafter(), "suffix": quiet}, cost=table(),
         clock=lambda: backend.now,

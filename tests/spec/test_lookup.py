@@ -5,16 +5,21 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import pytest
+
 from tests.support.fake_backend import FakeBackend
 from verispec.backends.cost import CostTable
 from verispec.backends.pass_builder import LOOK_UP
 from verispec.backends.protocol import Pass, Ticket
+from verispec.backends.rounds import looked_up
 from verispec.config import EngineConfig
 from verispec.engine import Engine, Request
 from verispec.spec.drafter import Refusal
-from verispec.spec.lookup import NO_LOOK_UP, LookupDrafter
+from verispec.spec.lookup import NO_LOOK_UP, LookupDrafter, found_behind
 from verispec.spec.registry import DraftSetup, make_drafters
 from verispec.spec.speculation import AUTO, Speculation
+from verispec.spec.texts import characters
 from verispec.spec.turn import Recipe
 from verispec.types import SampleOutput, SamplingParams, Verdict
 
@@ -44,11 +49,11 @@ def after(drafter: LookupDrafter, seen: Any, counts: list[int], num_nodes: int =
 
 
 def test_what_came_true_is_promised() -> None:
-    """Rounds that found nothing count; each sequence has its own rates, and begins with hope."""
+    """Rounds that found nothing count; each sequence has its own rates, and begins with little hope."""
     drafter, quoting, telling = LookupDrafter(8), sequence(), sequence(sequence_id=2)
     fresh = promised(drafter, quoting)
     assert len(fresh) == 8
-    assert 0.2 < fresh[0] < 0.4
+    assert 0.03 < fresh[0] < 0.1
     assert promised(drafter, telling) == fresh
     after(drafter, quoting, [8, 6, 8, 8, 7] * 4)
     after(drafter, telling, [0] * 20)
@@ -61,13 +66,40 @@ def test_what_came_true_is_promised() -> None:
     assert promised(drafter, quoting) == fresh
 
 
-def test_what_was_learned_fades_as_the_text_grows() -> None:
-    drafter, seen = LookupDrafter(8), sequence()
-    fresh = promised(drafter, seen)
-    after(drafter, seen, [0] * 20)
-    chances = [promised(drafter, sequence(50 + n))[0] for n in (0, 1000, 5000)]
-    assert chances[0] < chances[1] < chances[2]
-    assert promised(drafter, sequence(100_000)) == fresh
+PROMPT = list(range(100, 160))
+
+
+def promised_behind(*answer: int) -> float:
+    """Of the first token, when this answer was written in plain rounds and read four tokens at a time."""
+    drafter, found = LookupDrafter(8), 0.0
+    for length in range(0, len(answer) + 1, 4):
+        tokens = PROMPT + list(answer[:length])
+        found = promised(drafter, sequence(len(tokens), token_ids=tokens))[0]
+    return found
+
+
+def test_an_answer_tells_what_was_never_drafted() -> None:
+    """Who begins to quote is promised drafts without having had any; who stops, or never did, is not."""
+    quoted, told = PROMPT[10:34], range(200, 224)
+    fresh = promised_behind()
+    assert promised_behind(*quoted) > 0.5 > 0.1 > fresh > promised_behind(*told) > 0
+    assert promised_behind(*told, *quoted) > 0.4
+    assert promised_behind(*quoted, *told) < 0.1
+
+
+def test_rounds_that_were_observed_are_not_read_again() -> None:
+    drafter, tokens = LookupDrafter(8), PROMPT + PROMPT[10:34]
+    promised(drafter, sequence(len(PROMPT), token_ids=PROMPT))
+    after(drafter, sequence(len(tokens), token_ids=tokens), [0] * 20)
+    assert promised(drafter, sequence(len(tokens), token_ids=tokens))[0] < 0.1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_an_answer_is_read_as_a_backend_looks_up(seed: int) -> None:
+    tokens = np.random.default_rng(seed).integers(0, 4, 60)
+    text = characters(tokens.tolist())
+    for end in range(1, 60):
+        assert characters(looked_up(tokens[:end], 8).tolist()) == found_behind(text, end)[:8]
 
 
 def test_who_cannot_be_looked_up_for_is_told_why() -> None:

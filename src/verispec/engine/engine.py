@@ -246,8 +246,8 @@ class Engine:
 
     def step(self) -> list[TokenEvent]:
         """Draft, verify, accept, commit: one round, or a burst of rounds. Returns what became visible."""
-        start = self._clock()
         try:
+            start = self._look()
             while len(self._flights) < self._config.depth and any(step := self._plan()):
                 self._drafters.draft(step.turns)
                 self._flights.append(self._passes.submit(step))
@@ -265,6 +265,14 @@ class Engine:
 
     def _plan(self) -> Step:
         return self._scheduler.plan_ahead(self._flights[-1].step) if self._flights else self._scheduler.plan()
+
+    def _look(self) -> float:
+        """Ask drafters, mostly while something is in the air; returns when that is done."""
+        start = now = self._clock()
+        if num_asked := self._scheduler.look():
+            now = self._clock()
+            self._policy.note_looks((now - start) / num_asked)
+        return now
 
     def _landed(self, flight: Flight) -> Step:
         """What was planned ahead learns where its sequences are now."""
@@ -291,7 +299,7 @@ class Engine:
             self._policy.host_seconds += (1 - _HOST_MEMORY) * (beyond - self._policy.host_seconds)
         num_rounds = sum(len(t.rounds) for t in step.turns)
         if num_rounds:
-            self._policy.note_rounds((total - waited if self._cost.trip else seconds) / num_rounds)
+            self._policy.note_rounds((total - waited if self._cost.trip else seconds) / num_rounds, num_rounds)
 
     @property
     def totals(self) -> Totals:

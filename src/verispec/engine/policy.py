@@ -23,7 +23,8 @@ from verispec.spec.turn import NO_ROOM, PLAIN, Choice, States, Turn
 _MOST_ENTRIES = 4096
 _WINDOWS_WORTH_IT = 1.03  # times the tokens of plain decoding: not all windows are opened and replayed together
 _LOOKS, _LONGEST_REST = 0.02, 128  # the share of time for looking whether to draft, in which no draft is made; rounds
-_ROUND_STEP = 0.2  # towards what the host last took for a round
+_ROUND_STEP, _MANY_ROUNDS = 0.2, 64  # towards what the host last took for a round
+_LOOK_STEP = 0.1  # the same for a look
 _NOTICEABLE_HOST = 0.15  # a change of the host's time, as a logarithm, that entries are made anew for
 _NOT_WORTH_IT = "verifying a draft was not predicted to pay at this load"
 _WAIT, _LONGEST_WAIT = 0.025, 0.06  # seconds that a stream waits for a burst: 40 frames a second, or fewer
@@ -99,6 +100,7 @@ class Policy:
         self._max_draft = max_draft
         self.max_burst = max_burst
         self.host_seconds = cost.trip / 2  # of a round that the host drafts, beyond T; the engine measures it
+        self._look_seconds = 0.0  # of the host, to ask a sequence's drafters
         self._round_seconds = 0.0  # of the host, for a sequence's round that the backend drafts
         self._cost_versions = (0, 0, 0)
         self._entries: dict[Hashable, _Entry] = {}
@@ -148,10 +150,14 @@ class Policy:
             return False
         return sequence.needs_host or (sequence.uses_probabilities and not self._by_probability)
 
-    def note_rounds(self, seconds: float) -> None:
-        """What the host took for each round that the backend drafted, of each sequence."""
-        before = self._round_seconds
-        self._round_seconds += (seconds - before) * (_ROUND_STEP if before else 1.0)
+    def note_rounds(self, seconds: float, num_rounds: int = _MANY_ROUNDS) -> None:
+        """What the host took for each round that the backend drafted, of each sequence; few of them say little."""
+        step = min(_ROUND_STEP if self._round_seconds else 1.0, num_rounds / _MANY_ROUNDS)
+        self._round_seconds += (seconds - self._round_seconds) * step
+
+    def note_looks(self, seconds: float) -> None:
+        """What the host took to ask each sequence's drafters."""
+        self._look_seconds += (seconds - self._look_seconds) * (_LOOK_STEP if self._look_seconds else 1.0)
 
     def _replay(self, turns: Sequence[Turn], partial: set[int], left: int) -> int:
         """Choices of windows under way; returns the rows of those that are verified now.
@@ -368,11 +374,18 @@ class Policy:
             count = min(count, int(_LONGEST_BURST / max(1e-6, seconds)))
         return max(1, count)
 
-    def rest_len(self, num_rows: int, context_len: int) -> int:
-        """For how many rounds those that draft nothing do not look again: where the host is far, a look costs much."""
-        if not self._cost.trip or self.max_burst == 1:
-            return 0
-        return min(_LONGEST_REST, int(self.host_seconds / (_LOOKS * self._fast_seconds(num_rows, context_len))))
+    @property
+    def rests(self) -> bool:
+        """Whether who drafts nothing goes on without the host until a look says otherwise: where the host is far."""
+        return self._cost.trip > 0 and self.max_burst > 1
+
+    def rest_len(self, num_rows: int, context_len: int, *, in_vain: bool) -> int:
+        """For how many rounds those that draft nothing do not look again.
+
+        A look is made while others' rounds run; one that was `in_vain` has ended them.
+        """
+        seconds = self.host_seconds if in_vain else num_rows * self._look_seconds
+        return min(_LONGEST_REST, int(seconds / (_LOOKS * self._fast_seconds(num_rows, context_len))))
 
     def canonical_shape(self, num_rows: int) -> int:
         """The cheapest canonical shape for a number of rows."""

@@ -22,7 +22,9 @@ _NOBODY: _Plain = {True: (), False: ()}
 _Resting = dict[bool, list[tuple[Sequence, Choice]]]  # the same, with what kept them from drafting
 
 
+_NOT_ASKED = PLAIN._replace(reason="its drafters were not asked yet")
 _ENDLESS = 1 << 30
+_FIRST_LOOK = 8  # rounds behind a prompt
 _LOOK_AGAIN = 4  # rounds: who has drafted nothing for n of them looks for a draft again after 1 + n / 4 more
 
 
@@ -64,14 +66,13 @@ class Scheduler:
         self._feeds = feeds
         self._follows = follows
         self.host_seconds = 0.0  # of a step, outside its passes
-        self._lying: list[Sequence] = []  # plain for now, though they may draft
-        self._rounds_left = 0  # until they look for drafts again
+        self._lying: dict[Sequence, int] = {}  # plain for now, though they may draft, until a round has its number
+        self._num_rounds_planned = 0
         self._all_plain: tuple[int, _Plain] | None = None  # everybody, if nothing but decoding is left; by version
 
     def plan(self) -> Step:
         """The next step, with slots leased for all of its rows. Nothing is in the air."""
         self._roster.admit()
-        self._wake()
         if self._all_plain is not None and self._all_plain[0] == self._roster.version and self._has_rows():
             return self._plan_plain(self._all_plain[1])
         self._all_plain = None
@@ -98,14 +99,14 @@ class Scheduler:
             if turn.choice.num_nodes and not self._has_slots(turn):
                 turn.choice = PLAIN._replace(reason="no slots are free for a draft")
         rested = [sequence for group in resting.values() for sequence, _ in group]
-        patience = min(map(_patience, rested), default=1)
-        rest_len = self._policy.rest_len(len(rested), rested[0].committed_len) if rested else 0
-        if rest_len:
-            patience = max(patience, rest_len)
-            self._lie_down(rested, rest_len)
+        newcomers = _undrafted(turns)
+        if self._policy.rests:
+            self._lie_down(rested + newcomers)
             for cohort in cohorts:
                 cohort.feeds = self._feeds
+        patience = min(map(_patience, rested), default=1)
         count = 1 if 0 in granted.values() else self._num_rounds(parts.plain, turns, rested, patience)
+        count = min(count, _FIRST_LOOK) if newcomers else count
         self._go_on(turns, cohorts, count, patience)
         return Step(turns, cohorts)
 
@@ -127,7 +128,6 @@ class Scheduler:
         waits for its commit, and the others for it.
         """
         self._roster.admit()
-        self._wake()
         running = self._roster.running
         if not all(s.is_plain or _reads_prompt(s) for s in running):
             return Step(self._turns_behind(last.turns))
@@ -145,6 +145,9 @@ class Scheduler:
         turns = [self._turn(s) for s in parts.others if granted[s.sequence_id] and self._roster.take(s, 1)]
         for turn in turns:
             self._extend_prompt(turn, granted[turn.sequence.sequence_id], 0)
+            turn.choice = _NOT_ASKED
+        if self._policy.rests:
+            self._lie_down(_undrafted(turns))
         self._go_on(turns, cohorts, 1 if is_awaited or 0 in granted.values() else self._num_rounds(plain, turns))
         return Step(turns, cohorts)
 
@@ -200,7 +203,8 @@ class Scheduler:
             self._freeze(turn)
         for cohort in cohorts:
             self._lengthen(cohort, min(count, patience) if cohort.choices else count)
-        self._rounds_left -= max([cohort.num_rounds for cohort in cohorts], default=1)
+        planned = [turn.num_rounds for turn in turns] + [cohort.num_rounds for cohort in cohorts]
+        self._num_rounds_planned += max(planned, default=1)
 
     def _part(self, sequences: SequenceOf[Sequence]) -> _Parts:
         """Sequences of which nothing is in the air, by what their next step is.
@@ -255,20 +259,52 @@ class Scheduler:
                 secured.append(turn)
         return secured
 
-    def _lie_down(self, rested: SequenceOf[Sequence], rest_len: int) -> None:
-        """They are plain until all look for drafts again, together: one that looks ends the bursts of everybody."""
-        if not self._lying:
-            self._rounds_left = rest_len
-        for sequence in rested:
+    def _lie_down(self, sequences: SequenceOf[Sequence]) -> None:
+        """They are plain until they would draft: nothing of them holds others up."""
+        for sequence in sequences:
+            rest_len = self._rest_len(sequence, len(sequences), in_vain=sequence.num_rested > 0)
+            rest_len //= 2 if _reads_prompt(sequence) else 1  # what an answer begins with tells most
+            self._lying[sequence] = self._num_rounds_planned + rest_len
             sequence.is_plain = True
-        self._lying += rested
 
-    def _wake(self) -> None:
-        if self._lying and self._rounds_left <= 0:
-            for sequence in self._lying:
-                sequence.is_plain = False
-            self._lying.clear()
-            self._all_plain = None
+    def _rest_len(self, sequence: Sequence, count: int, *, in_vain: bool = False) -> int:
+        return self._policy.rest_len(count, sequence.committed_len, in_vain=in_vain)
+
+    def look(self) -> int:
+        """Ask the drafters of those that have rested, by what is committed so far; returns how many were asked.
+
+        Who would draft now gets up: nothing more is planned ahead then, and it is asked again when all has landed. The
+        others rest on. So looks are made while others' rounds, and their own, are in the air.
+        """
+        turns, num_asked = [], 0
+        for sequence, due in list(self._lying.items()):
+            if not sequence.is_running:
+                self._get_up(sequence)
+            elif due <= self._num_rounds_planned and not _reads_prompt(sequence):
+                num_asked += 1
+                self._lying[sequence] = self._num_rounds_planned + self._rest_len(sequence, len(self._lying))
+                states = self._policy.states(sequence)
+                if refusal(states) is None:
+                    turns.append(self._turn(sequence))
+                    turns[-1].states = states
+                    turns[-1].room -= sequence.kv.num_ahead
+                    sequence.is_plain = False
+        if turns:
+            asked = {own(turn) for turn in turns}
+            others = [s for s in self._roster.running if s not in asked]
+            plain = {kind: [s for s in others if self._is_canonical(s) is kind] for kind in (True, False)}
+            self._choose(turns, plain, {})
+        for turn in turns:
+            if turn.choice.drafter:
+                self._get_up(own(turn))
+            else:
+                own(turn).is_plain = True
+        return num_asked
+
+    def _get_up(self, sequence: Sequence) -> None:
+        del self._lying[sequence]
+        sequence.is_plain = False
+        self._all_plain = None
 
     def _resting_cohort(self, resting: SequenceOf[tuple[Sequence, Choice]], *, is_canonical: bool) -> Cohort:
         cohort = self._cohort([sequence for sequence, _ in resting], is_canonical=is_canonical)
@@ -343,7 +379,8 @@ class Scheduler:
         assert isinstance(sequence, Sequence)
         is_canonical = self._decodes_canonically(sequence)
         goes_on = sequence.is_plain or (self._follows and sequence.is_followed)
-        if sequence.speculation.method != OFF:  # its rounds may end early, and beside others it would idle from then on
+        if not sequence.is_plain and sequence.speculation.method != OFF:
+            # Its rounds may end early, and beside others it would idle from then on.
             is_alone = len(self._roster.running) == 1
             goes_on = goes_on and is_alone and not turn.choice.drafter and _patience(sequence) > 1
         return turn.completes and goes_on and turn.is_canonical is is_canonical
@@ -441,13 +478,16 @@ class Scheduler:
 
     def _choose(self, turns: SequenceOf[Turn], plain: _Plain, resting: _Resting) -> None:
         """What every turn that completes drafts."""
-        num_fast = len(plain[False]) + len(resting[False]) + sum(t.num_pending for t in turns if not t.is_canonical)
+        num_resting = {kind: len(group) for kind, group in resting.items()}
+        num_fast = (
+            len(plain[False]) + num_resting.get(False, 0) + sum(t.num_pending for t in turns if not t.is_canonical)
+        )
         for is_canonical, beside in ((True, num_fast), (False, 0)):
             together = [t for t in turns if t.is_canonical is is_canonical]
-            free = [t for t in together if t.completes and t.sequence.speculation.method != OFF]
+            free = [t for t in together if t.completes and _may_draft(own(t))]
             if free:
                 others = sum(t.num_pending for t in together) - sum(t.num_pending for t in free)
-                num_plain = len(plain[is_canonical]) + len(resting[is_canonical])
+                num_plain = len(plain[is_canonical]) + num_resting.get(is_canonical, 0)
                 self._policy.choose(
                     free,
                     is_canonical=is_canonical,
@@ -493,8 +533,19 @@ def _reads_prompt(sequence: Sequence) -> bool:
     return sequence.has_single_rows and len(sequence.kv.held) < sequence.prompt_len
 
 
+def _may_draft(sequence: Sequence) -> bool:
+    """Whether its drafters are asked now: it has some, and does not rest."""
+    return not sequence.is_plain and sequence.speculation.method != OFF
+
+
+def _undrafted(turns: SequenceOf[Turn]) -> list[Sequence]:
+    """Those that only decode from here on, unless they draft, and do not draft now."""
+    found = [own(turn) for turn in turns if turn.completes and not turn.choice.drafter]
+    return [sequence for sequence in found if sequence.has_single_rows and not sequence.is_plain]
+
+
 def _patience(sequence: Sequence) -> int:
     """Rounds until a sequence without a draft looks for one again. Where a grammar can draft, they end earlier."""
-    if sequence.speculation.method in (OFF, GRAMMAR):
+    if sequence.is_plain or sequence.speculation.method in (OFF, GRAMMAR):
         return _ENDLESS
     return 1 + sequence.num_rested // _LOOK_AGAIN

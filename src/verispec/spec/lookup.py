@@ -2,38 +2,72 @@
 
 Every round of a burst looks up anew (`rounds.looked_up`), without the host and without a pass. Whether anything will be
 found nobody knows beforehand; so what is promised is what came true in the sequence's rounds so far, those that found
-nothing included. That is never nothing: where rows cost little, going on in bursts is worth more than a plain round
-with the host. What was learned fades as the text grows: an answer may begin to quote, and is tried again.
+nothing included, and what would have come true in those that did not look up: the answer tells, and nothing has to be
+tried for it. That is never nothing: where rows cost little, going on in bursts is worth more than a plain round with
+the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import NamedTuple
 
 from verispec.backends.pass_builder import LOOK_UP
+from verispec.backends.rounds import LOOKED_UP
 from verispec.spec.drafter import Curve, Level, Refusal
 from verispec.spec.rate import Rate
+from verispec.spec.texts import characters
 from verispec.spec.turn import Recipe, SequenceView, Turn
 from verispec.types import NO_DRAFT, Draft
 
 NO_LOOK_UP = "this backend does not look drafts up by itself; drafter suffix does it on the host"
 _NEEDS_HOST = Refusal("what the request wants to know needs the host after each round; drafter suffix drafts there")
 _NOT_COMPUTED = Refusal("the prompt is not computed yet")
-_FIRST, _LATER = 0.3, 0.7  # believed of a round's first token, and of each that follows an accepted one
+_FIRST, _LATER = 0.05, 0.7  # believed of a round's first token, and of each that follows an accepted one
 _WEIGHT, _MEMORY = 2.0, 0.9  # of the running rates
-_HALF_LIFE = 1024  # tokens of text after which half of what was learned is forgotten
+_MOST_READ = 16  # tokens of an answer that are read at once: the newest
 _STEPS = 32  # of rates, in keys: sequences that are nearly alike draft alike
 
 
 @dataclass(slots=True)
 class _Seen:
-    """What came true in a sequence's rounds, and how long its text was then."""
+    """How far a sequence's text was read, the text, if any answer was, and what came true in it."""
 
+    num_tokens: int
+    text: str = ""
     first: Rate = field(default_factory=lambda: Rate(_FIRST, _WEIGHT, _MEMORY))
     later: Rate = field(default_factory=lambda: Rate(_LATER, _WEIGHT, _MEMORY))
-    num_tokens: int = 0
+
+    def learn(self, num_accepted: int, num_nodes: int) -> None:
+        """A chain that was shorter than it might have been missed the next token."""
+        self.first.observe(num_accepted > 0)
+        if num_accepted:
+            self.later.observe_chain(num_accepted - 1, num_nodes - 1)
+
+    def read(self, token_ids: Sequence[int], max_draft: int) -> None:
+        """Learn from rounds that others might have been."""
+        start = max(self.num_tokens, len(token_ids) - _MOST_READ)
+        self.text += characters(token_ids[len(self.text) :])
+        self.num_tokens = len(token_ids)
+        while start < len(self.text):
+            followed = self.text[start : start + max_draft]
+            agreed = map(str.__eq__, found_behind(self.text, start), followed)
+            num_accepted = sum(takewhile(bool, agreed))
+            self.learn(num_accepted, len(followed))
+            start += num_accepted + 1
+
+
+def found_behind(text: str, end: int) -> str:
+    """What `rounds.looked_up` finds behind so many tokens."""
+    found = ""
+    for count in sorted(LOOKED_UP):
+        at = text.rfind(text[end - count : end], 0, end - 1) if count < end else -1
+        if at < 0:
+            break
+        found = text[at + count : end]
+    return found
 
 
 class _Key(NamedTuple):
@@ -58,13 +92,15 @@ class LookupDrafter:
     def state(self, sequence: SequenceView) -> _Key | Refusal:
         if sequence.needs_host or sequence.uses_probabilities:
             return _NEEDS_HOST
-        num_tokens = len(sequence.token_ids)
-        if sequence.computed_len + 1 != num_tokens:
+        tokens = sequence.token_ids
+        if sequence.computed_len + 1 != len(tokens):
             return _NOT_COMPUTED
-        seen = self._seen.setdefault(sequence.sequence_id, _Seen(num_tokens=num_tokens))
-        trust = 0.5 ** ((num_tokens - seen.num_tokens) / _HALF_LIFE)
-        pairs = (seen.first.value, _FIRST), (seen.later.value, _LATER)
-        return _Key(*(round(_STEPS * (trust * value + (1 - trust) * prior)) for value, prior in pairs))
+        seen = self._seen.get(sequence.sequence_id)
+        if seen is None:
+            seen = self._seen[sequence.sequence_id] = _Seen(len(tokens))
+        elif seen.num_tokens < len(tokens):
+            seen.read(tokens, self._max_draft)
+        return _Key(*(max(1, round(_STEPS * rate.value)) for rate in (seen.first, seen.later)))
 
     def curves(self, key: Hashable) -> tuple[Curve, ...]:
         assert isinstance(key, _Key)
@@ -76,15 +112,11 @@ class LookupDrafter:
         return [Recipe(turn.choice.num_nodes, LOOK_UP) if turn.is_resident else NO_DRAFT for turn in turns]
 
     def observe(self, turn: Turn) -> None:
-        """One round of a burst. A chain that was shorter than it might have been missed the next token."""
-        seen, num_nodes = self._seen.get(turn.sequence.sequence_id), turn.choice.num_nodes
-        if seen is None or turn.verdict is None or not num_nodes:
-            return
-        count = len(turn.verdict.path)
-        seen.first.observe(count > 0)
-        if count:
-            seen.later.observe_chain(count - 1, num_nodes - 1)
-        seen.num_tokens = len(turn.sequence.token_ids)
+        """One round of a burst."""
+        seen = self._seen.get(turn.sequence.sequence_id)
+        if seen is not None and turn.verdict is not None and turn.choice.num_nodes:
+            seen.learn(len(turn.verdict.path), turn.choice.num_nodes)
+            seen.num_tokens = len(turn.sequence.token_ids)
 
     def forget(self, sequence: SequenceView) -> None:
         self._seen.pop(sequence.sequence_id, None)

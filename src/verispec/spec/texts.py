@@ -20,7 +20,8 @@ _CODE = "utf-32-le" if sys.byteorder == "little" else "utf-32-be"
 _END = "\U0010ffff"  # behind each text: the last code point, larger than any token
 
 
-def _characters(token_ids: Sequence[int]) -> str:
+def characters(token_ids: Sequence[int]) -> str:
+    """A text of one character for every token."""
     return array("I", token_ids).tobytes().decode(_CODE, "surrogatepass")
 
 
@@ -72,7 +73,7 @@ class Texts:
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Go on with the last text."""
-        self.text += _characters(token_ids)
+        self.text += characters(token_ids)
 
     def close(self) -> None:
         self.text += _END
@@ -83,7 +84,7 @@ class Texts:
 
     def find(self, token_ids: Sequence[int], *, above: int = -1) -> Match | None:
         """Where the end of another text stands here; a match above a level, or none."""
-        return self._find(_characters(token_ids[-LENGTHS[-1] :]), len(self.text), above=above)
+        return self._find(characters(token_ids[-LENGTHS[-1] :]), len(self.text), above=above)
 
     def _find(self, written: str, end: int, *, above: int) -> Match | None:
         """The longest of the newest occurrences, before `end`, of what was `written` last."""
