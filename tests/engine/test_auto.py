@@ -18,7 +18,7 @@ from tests.engine.test_policy import Promising, turn
 from tests.support.adversaries import VOCAB_SIZE, collect
 from tests.support.fake_backend import FakeBackend
 from tests.support.faulty_backends import AgreeingFastPasses, AtRate, FaultyFastPasses
-from tests.support.sabotages import OfAnotherLoad
+from tests.support.sabotages import Hasty, OfAnotherLoad
 from verispec.backends.cost import CostTable
 from verispec.backends.protocol import Pass, PassKind, PassResult
 from verispec.config import EngineConfig
@@ -98,7 +98,7 @@ class Billed(FaultyFastPasses):
         return super().run(pass_)
 
 
-def speed(costs: Costs, method: str, *, acceptance: float, num_running: int) -> float:
+def speed(costs: Costs, method: str, *, acceptance: float, num_running: int, num_new: int = 64) -> float:
     """Tokens a second of a wave of requests whose prompts are of many lengths, behind one to warm up."""
     backend, table = Billed(costs, acceptance, num_running), costs.table()
     drafters = make_drafters(DraftSetup(backend=backend, cost=table))
@@ -119,11 +119,11 @@ def speed(costs: Costs, method: str, *, acceptance: float, num_running: int) -> 
     for _ in range(2):
         start = backend.now
         for i in range(num_running):
-            params = SamplingParams(max_tokens=64, seed=i)
+            params = SamplingParams(max_tokens=num_new, seed=i)
             prompt = [(i + j) % VOCAB_SIZE for j in range(60 + 7 * i % 40)]
             engine.add(Request(prompt, params, speculation=Speculation(method), is_streamed=False))
         outputs = collect(engine)
-    return 64 * len(outputs) / (backend.now - start)
+    return num_new * len(outputs) / (backend.now - start)
 
 
 @pytest.mark.parametrize(
@@ -144,6 +144,23 @@ def test_an_engine_is_as_quick_with_auto_as_with_the_best_drafter(
     """Prompts of many lengths, so that some decode while others still read theirs."""
     found = {m: speed(COSTS[name], m, acceptance=acceptance, num_running=num_running) for m in ("none", "decode", AUTO)}
     assert found[AUTO] >= CLOSE * max(found.values())
+
+
+def short_answers(method: str) -> float:
+    """Eight answers of 32 tokens, which end one by one, where a pass of 64 rows is the only canonical one."""
+    return speed(COSTS["one shape"], method, acceptance=0.999, num_running=8, num_new=32)
+
+
+def test_short_answers_are_as_quick_with_auto_as_with_the_best_drafter() -> None:
+    found = {method: short_answers(method) for method in ("none", "decode", AUTO)}
+    assert found[AUTO] >= CLOSE * max(found.values())
+
+
+def test_control_windows_that_do_not_wait_for_each_other_are_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each that is ready takes a pass of 64 rows for itself."""
+    patient = short_answers(AUTO)
+    monkeypatch.setattr(engine_module, "Policy", Hasty)
+    assert short_answers(AUTO) < 0.97 * patient
 
 
 def test_costs_of_another_load_are_slower(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,20 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from tests.support import far_backend
 from tests.support.adversaries import VOCAB_SIZE, collect
 from tests.support.drafters import Eager
 from tests.support.fake_backend import FakeBackend
+from tests.support.far_backend import FarBackend
 from tests.support.faulty_backends import WrappedBackend
+from tests.support.sabotages import Restless
 from tests.support.skipping import cheap_setup
 from verispec.backends.cost import CostTable, measure_cost
 from verispec.backends.protocol import Pass, PassResult, Ticket
 from verispec.config import EngineConfig
 from verispec.engine import Engine, Request
+from verispec.engine import engine as engine_module
 from verispec.spec.drafter import Curve, Refusal
 from verispec.spec.none import NoDrafter
-from verispec.spec.registry import make_drafters
+from verispec.spec.registry import DraftSetup, make_drafters
 from verispec.spec.speculation import AUTO, Speculation
 from verispec.spec.turn import SequenceView
 from verispec.types import Draft, SamplingParams
@@ -177,3 +182,59 @@ def test_who_rests_looks_again_also_while_others_come_and_go(arrivals: bool) -> 
         ended = any(event.output is not None and event.request_id == request_id for event in engine.step())
         num_steps += 1
     assert 6 <= quiet.num_looks <= 20, "about every 64 rounds"
+
+
+# Where nothing pays, who may draft is as quick as who may not; what pays is found.
+
+WORDS, NUM_NEW = 5000, 96
+
+
+def words(seed: int, length: int) -> list[int]:
+    """Text in which words recur, but not what follows them."""
+    return (WORDS ** np.random.default_rng(seed).random(length)).astype(int).tolist()
+
+
+def played(method: str, count: int, *, quotes: bool = False) -> tuple[float, list[str]]:
+    """Tokens a second of answers behind a wave that warms up, and their digests."""
+    prompts = [words(i, 200) for i in range(count)]
+
+    def text(seed: int) -> list[int]:
+        prompt = prompts[seed % count]
+        return prompt + (prompt[seed % 50 :][:NUM_NEW] if quotes else words(seed, NUM_NEW))
+
+    backend = FarBackend(text, vocab_size=WORDS, num_slots=64 * count * 300, context_len=300, num_seq_rows=count)
+    cost = CostTable(far_backend.ROWS, far_backend.SECONDS, (0.0,) * 4, learns=True, trip=far_backend.TRIP)
+    drafters = make_drafters(DraftSetup(backend=backend, cost=cost, history_len=0))  # type: ignore[arg-type]
+    engine = Engine(
+        backend, family=FarBackend.shapes, drafters=drafters, cost=cost, clock=lambda: backend.now,  # type: ignore[arg-type]
+        config=EngineConfig(num_slots=64 * count * 300, row_budget=2048, max_running=count, depth=2),
+    )  # fmt: skip
+    start, digests = 0.0, list[str]()
+    for wave in range(2):
+        start = backend.now
+        for i in range(count):
+            params = SamplingParams(max_tokens=NUM_NEW, seed=i + wave * count)
+            engine.add(Request(prompts[i], params, Speculation(method), is_streamed=False))
+        digests = [output.digest for _, output in sorted(collect(engine).items())]
+    return count * NUM_NEW / (backend.now - start), digests
+
+
+@pytest.mark.parametrize("count", [1, 8, 32])
+@pytest.mark.parametrize("method", ["suffix", "lookup", AUTO])
+def test_who_has_nothing_to_draft_is_as_quick_as_who_may_not(method: str, count: int) -> None:
+    plain, found = played("none", count), played(method, count)
+    assert found[0] >= 0.97 * plain[0]
+    assert found[1] == plain[1]
+
+
+def test_control_who_does_not_rest_lets_the_device_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = played("none", 8)[0]
+    monkeypatch.setattr(engine_module, "Policy", Restless)
+    assert played(AUTO, 8)[0] < 0.95 * plain
+
+
+@pytest.mark.parametrize(("count", "gain"), [(1, 1.8), (8, 1.3)])
+def test_an_answer_that_begins_to_quote_is_drafted(count: int, gain: float) -> None:
+    plain, found = played("none", count, quotes=True), played(AUTO, count, quotes=True)
+    assert found[0] >= gain * plain[0]
+    assert found[1] == plain[1]

@@ -374,6 +374,19 @@ class OfAnotherLoad(Policy):
         super().choose(turns, other_rows=8 * other_rows + 7, beside=beside + 9, **options)
 
 
+class Hasty(Policy):
+    """Windows that are ready are verified at once, whoever else is nearly ready."""
+
+    def _waits(self, turns: Sequence[Turn], beside: int) -> bool:
+        return False
+
+
+class Restless(Policy):
+    """Who drafts nothing is asked again after a few rounds, whatever that holds up."""
+
+    rests = False  # type: ignore[assignment]
+
+
 class RandomCost(CostTable):
     def seconds(self, num_rows: int, context_tokens: int) -> float:
         return random.Random(num_rows * 1000 + context_tokens).uniform(1e-6, 1e-3)

@@ -130,7 +130,8 @@ class Policy:
         num_free = sum([len(group) for group in free.values()])
         rows = other_rows + sum([turn.num_pending for group in free.values() for turn in group])
         if num_free < len(turns):
-            rows += self._replay(turns, self._partial(turns, other_rows), self._row_budget - rows)
+            left = 0 if not rows and self._waits(turns, beside) else self._row_budget - rows
+            rows += self._replay(turns, self._partial(turns, other_rows) if left else set(), left)
             beside += sum([turn.choice.grows for turn in turns])
         context_len = sum([turn.start for turn in turns]) // len(turns)
         crowd = Crowd(rows, other_tokens + num_free, beside, _bucket(context_len), is_canonical)
@@ -171,13 +172,32 @@ class Policy:
                     continue
                 if not state.is_ready and turn.sequence.sequence_id not in partial:
                     turn.choice = Choice(name, state.target_len, grows=True, num_drawn=state.num_nodes)
-                elif taken and taken + 1 + state.num_nodes > left:
+                elif not left or (taken and taken + 1 + state.num_nodes > left):
                     turn.choice = Choice(name, state.num_nodes, waits=True)
                 else:
                     num_nodes = min(state.num_nodes, max(0, left - taken - 1))
                     turn.choice = Choice(name, num_nodes, is_replay=True)
                     taken += 1 + num_nodes
         return taken
+
+    def _waits(self, turns: Sequence[Turn], beside: int) -> bool:
+        """Whether windows that are ready wait for those that grow, where nothing but them is canonical.
+
+        They do while one more round gives more tokens a second than all since they were opened will, if verified now,
+        and if a pass of their own costs more than the time in which they idle is worth.
+        """
+        held = [h for turn in turns if (h := _held(turn.states)) is not None]
+        growing, longest = [h for h in held if not h.is_ready], max(h.num_nodes for h in held)
+        num_rows, num_late = (sum(1 + h.num_nodes for h in part) for part in (held, growing))
+        if len(growing) in (0, len(held)) or num_rows + len(growing) > self._row_budget:
+            return False
+        context_len = sum(turn.start for turn in turns) // len(turns)
+        seconds = self._fast_seconds(len(growing) + beside, context_len)
+        now, ready, late = (self._canonical_seconds(n, context_len) for n in (num_rows, num_rows - num_late, num_late))
+        total, num_tokens = longest * seconds + now + self.host_seconds, num_rows + longest * beside
+        num_idle = (len(held) - len(growing)) * max(h.target_len - h.num_nodes for h in growing)
+        gains = (len(growing) + beside) * total > num_tokens * seconds
+        return gains and (ready + late - now) * num_tokens > num_idle * total
 
     def _partial(self, turns: Sequence[Turn], other_rows: int) -> set[int]:
         """Windows that are verified unfinished, because others are verified now; longest first."""
