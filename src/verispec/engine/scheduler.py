@@ -14,7 +14,8 @@ from verispec.engine.ahead import can_follow, is_current, num_missing, num_slots
 from verispec.engine.policy import Policy, RoundLoad, refusal
 from verispec.engine.roster import Roster
 from verispec.engine.sequence import Sequence
-from verispec.spec.speculation import GRAMMAR, OFF
+from verispec.spec.drafter import NotYet
+from verispec.spec.speculation import AUTO, GRAMMAR, OFF
 from verispec.spec.turn import PLAIN, Choice, Cohort, Step, Turn
 
 _Plain = Mapping[bool, SequenceOf[Sequence]]  # by whether their passes are canonical
@@ -147,7 +148,7 @@ class Scheduler:
             self._extend_prompt(turn, granted[turn.sequence.sequence_id], 0)
             turn.choice = _NOT_ASKED
         if self._policy.rests:
-            self._lie_down(_undrafted(turns))
+            self._lie_down(_undrafted(turns), are_asked=False)
         self._go_on(turns, cohorts, 1 if is_awaited or 0 in granted.values() else self._num_rounds(plain, turns))
         return Step(turns, cohorts)
 
@@ -259,16 +260,14 @@ class Scheduler:
                 secured.append(turn)
         return secured
 
-    def _lie_down(self, sequences: SequenceOf[Sequence]) -> None:
+    def _lie_down(self, sequences: SequenceOf[Sequence], *, are_asked: bool = True) -> None:
         """They are plain until they would draft: nothing of them holds others up."""
         for sequence in sequences:
-            rest_len = self._rest_len(sequence, len(sequences), in_vain=sequence.num_rested > 0)
+            length = sequence.committed_len
+            rest_len = self._policy.rest_len(len(sequences), length, in_vain=sequence.num_rested > 0)
             rest_len //= 2 if _reads_prompt(sequence) else 1  # what an answer begins with tells most
-            self._lying[sequence] = self._num_rounds_planned + rest_len
+            self._lying[sequence] = self._num_rounds_planned + rest_len * are_asked
             sequence.is_plain = True
-
-    def _rest_len(self, sequence: Sequence, count: int, *, in_vain: bool = False) -> int:
-        return self._policy.rest_len(count, sequence.committed_len, in_vain=in_vain)
 
     def look(self) -> int:
         """Ask the drafters of those that have rested, by what is committed so far; returns how many were asked.
@@ -282,7 +281,8 @@ class Scheduler:
                 self._get_up(sequence)
             elif due <= self._num_rounds_planned and not _reads_prompt(sequence):
                 num_asked += 1
-                self._lying[sequence] = self._num_rounds_planned + self._rest_len(sequence, len(self._lying))
+                rest_len = self._policy.rest_len(len(self._lying), sequence.committed_len, in_vain=False)
+                self._lying[sequence] = self._num_rounds_planned + rest_len
                 states = self._policy.states(sequence)
                 if refusal(states) is None:
                     turns.append(self._turn(sequence))
@@ -539,9 +539,15 @@ def _may_draft(sequence: Sequence) -> bool:
 
 
 def _undrafted(turns: SequenceOf[Turn]) -> list[Sequence]:
-    """Those that only decode from here on, unless they draft, and do not draft now."""
-    found = [own(turn) for turn in turns if turn.completes and not turn.choice.drafter]
-    return [sequence for sequence in found if sequence.has_single_rows and not sequence.is_plain]
+    """Those that only decode from here on, unless they draft, and do not draft now. A drafter that was named and waits
+    for the prompt is asked in the next step."""
+    found = [turn for turn in turns if turn.completes and not turn.choice.drafter and _may_draft(own(turn))]
+    return [own(turn) for turn in found if own(turn).has_single_rows and not _waits_for_prompt(turn)]
+
+
+def _waits_for_prompt(turn: Turn) -> bool:
+    is_named = turn.sequence.speculation.method != AUTO
+    return is_named and any(isinstance(state, NotYet) for _, state in turn.states)
 
 
 def _patience(sequence: Sequence) -> int:

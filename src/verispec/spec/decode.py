@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from verispec.backends.cost import CostTable
 from verispec.backends.protocol import Backend
 from verispec.errors import InputError
-from verispec.spec.drafter import Curve, Held, Refusal
+from verispec.spec.drafter import Curve, Held, NotYet, Refusal
 from verispec.spec.growth import DraftModel
 from verispec.spec.model_drafter import ModelDrafter, ModelDrafterConfig, Source
 from verispec.spec.rate import Rate
@@ -28,7 +28,7 @@ from verispec.spec.turn import Pending, SequenceView, Turn
 from verispec.types import Draft
 
 _FINAL = Refusal("what fast passes give this request is final already")
-_FIRST = Refusal("the first token comes with the prompt")
+_FIRST = NotYet("the first token comes with the prompt")
 _OFF = Refusal("the window length is 0")
 _KEY = "window"
 _CHEAP_AGREEMENT = 0.85  # believed of cheaper weights until some of their windows were judged

@@ -28,6 +28,12 @@ class Refusal(str):
     __slots__ = ()
 
 
+class NotYet(Refusal):
+    """One that ends with this step: the prompt comes first."""
+
+    __slots__ = ()
+
+
 _FAILED = Refusal("the drafter failed; see the log")
 
 

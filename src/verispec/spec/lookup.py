@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from verispec.backends.pass_builder import LOOK_UP
 from verispec.backends.rounds import LOOKED_UP
-from verispec.spec.drafter import Curve, Level, Refusal
+from verispec.spec.drafter import Curve, Level, NotYet, Refusal
 from verispec.spec.rate import Rate
 from verispec.spec.texts import characters
 from verispec.spec.turn import Recipe, SequenceView, Turn
@@ -24,7 +24,7 @@ from verispec.types import NO_DRAFT, Draft
 
 NO_LOOK_UP = "this backend does not look drafts up by itself; drafter suffix does it on the host"
 _NEEDS_HOST = Refusal("what the request wants to know needs the host after each round; drafter suffix drafts there")
-_NOT_COMPUTED = Refusal("the prompt is not computed yet")
+_NOT_COMPUTED = NotYet("the prompt is not computed yet")
 _FIRST, _LATER = 0.05, 0.7  # believed of a round's first token, and of each that follows an accepted one
 _WEIGHT, _MEMORY = 2.0, 0.9  # of the running rates
 _MOST_READ = 16  # tokens of an answer that are read at once: the newest

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from verispec.backends.protocol import first_draft_rows
 from verispec.errors import InputError
-from verispec.spec.drafter import Curve, Level, Refusal
+from verispec.spec.drafter import Curve, Level, NotYet, Refusal
 from verispec.spec.growth import DraftModel, compute, grow, never
 from verispec.spec.rate import Acceptance
 from verispec.spec.speculation import AUTO
@@ -26,7 +26,7 @@ TREES = tuple(map(TreeShape.parse, ("branch:2", "branch:2,1,1", "branch:3,2,1", 
 _MOST_CAUGHT_UP = 128  # committed tokens that one step computes for the drafter, over all sequences
 _MOST_CAUGHT_UP_FAR = 2048  # where the host is far from the device: every further step would cost trips
 _CAUGHT_UP_AT_ONCE = 16  # committed tokens that the first pass of any draft may compute
-_NOT_COMPUTED = Refusal("the prompt is not computed yet")
+_NOT_COMPUTED = NotYet("the prompt is not computed yet")
 
 
 class _Key(NamedTuple):
