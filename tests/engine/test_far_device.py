@@ -219,11 +219,12 @@ def played(method: str, count: int, *, quotes: bool = False) -> tuple[float, lis
     return count * NUM_NEW / (backend.now - start), digests
 
 
-@pytest.mark.parametrize("count", [1, 8, 32])
+@pytest.mark.parametrize(("count", "share"), [(1, 0.95), (8, 0.97), (32, 0.97)])
 @pytest.mark.parametrize("method", ["suffix", "lookup", AUTO])
-def test_who_has_nothing_to_draft_is_as_quick_as_who_may_not(method: str, count: int) -> None:
+def test_who_has_nothing_to_draft_is_as_quick_as_who_may_not(method: str, count: int, share: float) -> None:
+    """A single one tries drafts in its first rounds, where rows cost little: 96 tokens pay a few percent for that."""
     plain, found = played("none", count), played(method, count)
-    assert found[0] >= 0.97 * plain[0]
+    assert found[0] >= share * plain[0]
     assert found[1] == plain[1]
 
 
@@ -233,7 +234,7 @@ def test_control_who_does_not_rest_lets_the_device_idle(monkeypatch: pytest.Monk
     assert played(AUTO, 8)[0] < 0.95 * plain
 
 
-@pytest.mark.parametrize(("count", "gain"), [(1, 1.8), (8, 1.3)])
+@pytest.mark.parametrize(("count", "gain"), [(1, 4.0), (8, 1.8)])
 def test_an_answer_that_begins_to_quote_is_drafted(count: int, gain: float) -> None:
     plain, found = played("none", count, quotes=True), played(AUTO, count, quotes=True)
     assert found[0] >= gain * plain[0]

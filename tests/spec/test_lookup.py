@@ -53,7 +53,7 @@ def test_what_came_true_is_promised() -> None:
     drafter, quoting, telling = LookupDrafter(8), sequence(), sequence(sequence_id=2)
     fresh = promised(drafter, quoting)
     assert len(fresh) == 8
-    assert 0.03 < fresh[0] < 0.1
+    assert 0.1 < fresh[0] < 0.2
     assert promised(drafter, telling) == fresh
     after(drafter, quoting, [8, 6, 8, 8, 7] * 4)
     after(drafter, telling, [0] * 20)
@@ -82,7 +82,7 @@ def test_an_answer_tells_what_was_never_drafted() -> None:
     """Who begins to quote is promised drafts without having had any; who stops, or never did, is not."""
     quoted, told = PROMPT[10:34], range(200, 224)
     fresh = promised_behind()
-    assert promised_behind(*quoted) > 0.5 > 0.1 > fresh > promised_behind(*told) > 0
+    assert promised_behind(*quoted) > 0.5 > 0.2 > fresh > promised_behind(*told) > 0
     assert promised_behind(*told, *quoted) > 0.4
     assert promised_behind(*quoted, *told) < 0.1
 

@@ -25,7 +25,7 @@ _Resting = dict[bool, list[tuple[Sequence, Choice]]]  # the same, with what kept
 
 _NOT_ASKED = PLAIN._replace(reason="its drafters were not asked yet")
 _ENDLESS = 1 << 30
-_FIRST_LOOK = 8  # rounds behind a prompt
+_FIRST_LOOK = 4  # rounds behind a prompt until it is known what drafts are worth
 _LOOK_AGAIN = 4  # rounds: who has drafted nothing for n of them looks for a draft again after 1 + n / 4 more
 
 
@@ -107,7 +107,8 @@ class Scheduler:
                 cohort.feeds = self._feeds
         patience = min(map(_patience, rested), default=1)
         count = 1 if 0 in granted.values() else self._num_rounds(parts.plain, turns, rested, patience)
-        count = min(count, _FIRST_LOOK) if newcomers else count
+        if newcomers or any(turn.choice.drafter and _begins(own(turn)) for turn in turns):
+            count = min(count, _FIRST_LOOK)
         self._go_on(turns, cohorts, count, patience)
         return Step(turns, cohorts)
 
@@ -536,6 +537,11 @@ def _reads_prompt(sequence: Sequence) -> bool:
 def _may_draft(sequence: Sequence) -> bool:
     """Whether its drafters are asked now: it has some, and does not rest."""
     return not sequence.is_plain and sequence.speculation.method != OFF
+
+
+def _begins(sequence: Sequence) -> bool:
+    """Whether nothing of its answer is known, and so nothing of what drafts are worth in it."""
+    return len(sequence.token_ids) == sequence.prompt_len
 
 
 def _undrafted(turns: SequenceOf[Turn]) -> list[Sequence]:

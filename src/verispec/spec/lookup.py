@@ -25,7 +25,7 @@ from verispec.types import NO_DRAFT, Draft
 NO_LOOK_UP = "this backend does not look drafts up by itself; drafter suffix does it on the host"
 _NEEDS_HOST = Refusal("what the request wants to know needs the host after each round; drafter suffix drafts there")
 _NOT_COMPUTED = NotYet("the prompt is not computed yet")
-_FIRST, _LATER = 0.05, 0.7  # believed of a round's first token, and of each that follows an accepted one
+_FIRST, _LATER = 0.15, 0.7  # believed of a round's first token, and of each that follows an accepted one
 _WEIGHT, _MEMORY = 2.0, 0.9  # of the running rates
 _MOST_READ = 16  # tokens of an answer that are read at once: the newest
 _STEPS = 32  # of rates, in keys: sequences that are nearly alike draft alike
