@@ -274,7 +274,7 @@ def policy(cost: CostTable, max_burst: int = 16) -> Policy:
     [
         (0.001, 0.0, 1),  # 32 in 1 ms, or 63 in 2 ms: the host costs nothing
         (0.001, 0.002, 2),  # 32 in 3 ms, or 63 in 4 ms
-        (0.035, 0.020, 1),  # it would pay, but 70 ms are too long for a stream
+        (0.055, 0.030, 1),  # it would pay, but 110 ms are too long for a stream
     ],
 )
 def test_rounds_between_those_of_a_sequence_that_needs_the_host(
@@ -284,10 +284,10 @@ def test_rounds_between_those_of_a_sequence_that_needs_the_host(
     load = RoundLoad(num_going=31, num_waiting=1, context_len=10, room=20, num_free=9, is_streamed=True)
     assert policy(cost).num_rounds(load, host_seconds) == expected
     alone = load._replace(num_waiting=0)
-    assert policy(cost).num_rounds(alone, host_seconds) == min(9, int((0.06 if host_seconds else 0.025) / seconds))
+    assert policy(cost).num_rounds(alone, host_seconds) == min(9, int((0.1 if host_seconds else 0.025) / seconds))
 
 
-@pytest.mark.parametrize(("host_seconds", "wait"), [(0.0, 0.025), (0.0004, 0.025), (0.0008, 0.04), (0.01, 0.06)])
+@pytest.mark.parametrize(("host_seconds", "wait"), [(0.0, 0.025), (0.0004, 0.025), (0.0008, 0.04), (0.01, 0.1)])
 def test_streams_wait_longer_where_the_host_would_take_more_than_a_fiftieth(host_seconds: float, wait: float) -> None:
     load = RoundLoad(num_going=1, num_waiting=0, context_len=10, room=99, num_free=99, is_streamed=True)
     found = policy(CostTable((1, 64), (0.001, 0.001), (0.0, 0.0)), max_burst=99).num_rounds(load, host_seconds)

@@ -27,7 +27,7 @@ _ROUND_STEP, _MANY_ROUNDS = 0.2, 64  # towards what the host last took for a rou
 _LOOK_STEP = 0.1  # the same for a look
 _NOTICEABLE_HOST = 0.15  # a change of the host's time, as a logarithm, that entries are made anew for
 _NOT_WORTH_IT = "verifying a draft was not predicted to pay at this load"
-_WAIT, _LONGEST_WAIT = 0.025, 0.06  # seconds that a stream waits for a burst: 40 frames a second, or fewer
+_WAIT, _LONGEST_WAIT = 0.025, 0.1  # seconds that a stream waits for a burst: 40 frames a second, or 10
 _HOST_SHARE = 0.02  # of the time of a burst: where the host would take more, streams wait longer
 _LONGEST_BURST = 0.5  # seconds of any burst: aborts, Ctrl-C and newcomers wait for its end
 
