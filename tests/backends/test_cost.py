@@ -12,7 +12,7 @@ import pytest
 from tests.support.fake_backend import FakeBackend
 from tests.support.tiny_llm import loaded, write_model
 from verispec.backends import calibration
-from verispec.backends.cost import BUDGET_SECONDS, CostTable, measure_cost, probe_pass
+from verispec.backends.cost import BUDGET_SECONDS, SHORT_CONTEXT, CostTable, measure_cost, probe_pass
 from verispec.types import SamplingParams
 
 SHAPES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
@@ -50,6 +50,22 @@ def test_timing_ends_in_time_and_knows_every_shape(speed: float) -> None:
     assert cost.shapes == SHAPES
     for shape in (1, 2, 8, 32, 128):
         assert cost.seconds(shape, 0) == pytest.approx(line(shape, 0, speed), rel=0.1)
+
+
+class HeldUpBackend(SlowBackend):
+    """Other work takes the machine whenever one row reads a long context."""
+
+    def clock(self) -> float:
+        self.now += 0.05 * sum(len(p.rows) == 1 and int(p.rows.positions[0]) >= SHORT_CONTEXT for p in self.passes)
+        return super().clock()
+
+
+def test_passes_that_are_held_up_do_not_make_a_shape_seem_to_read_slowly() -> None:
+    """Where all of a point's timings were, its line has the slope of the others. Short contexts are not concerned."""
+    backend = HeldUpBackend(context_len=1024)
+    cost = measure_cost(backend, SHAPES, clock=backend.clock)
+    for context_tokens in (0, 100, 500):
+        assert cost.seconds(1, context_tokens) == pytest.approx(line(1, context_tokens), rel=0.1)
 
 
 def test_without_time_the_rest_is_extrapolated() -> None:

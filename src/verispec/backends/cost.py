@@ -36,6 +36,7 @@ _FASTER_NOISE, _SLOWER_NOISE = 0.02, 0.08  # the same of one pass: it is slower 
 _QUICK, _ALL_OF, _ONE_IN = 0.005, 16, 8  # of quick passes (seconds) those are observed: learning takes its time too
 _NOTICEABLE = 0.03  # a move, as a logarithm: looked-up values are kept until then
 _NOTICEABLE_SPEED = 0.1  # of everything together, which changes fewer choices
+_HELD_UP = 8.0  # times what reading a context token usually takes: other work held up the passes of that shape
 _CLEARLY = 0.97  # a larger shape is taken for fewer rows if it costs less than this part of theirs
 _FIELDS = ("shapes", "base", "per_context_token")
 
@@ -307,6 +308,8 @@ def _table(shapes: Sequence[int], contexts: Contexts, seconds: dict[_Point, floa
     both = [m for m in shapes if (m, short) in seconds and (m, long) in seconds]
     lines = {m: contexts.line(seconds[_Point(m, short)], seconds[_Point(m, long)], m) for m in both}
     rising = [m for m in both if lines[m].per_context_token > 0]
+    usual = float(np.median([lines[m].per_context_token for m in rising])) if rising else 0.0
+    rising = [m for m in rising if lines[m].per_context_token <= _HELD_UP * usual]
     timed = [m for m in shapes if (m, short) in seconds]
     slopes = (
         np.interp(shapes, rising, [lines[m].per_context_token for m in rising]) if rising else np.zeros(len(shapes))
