@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.cli.conftest import Cli
-from tests.support.tiny_llm import TOKENS, write_model
+from tests.support.tiny_llm import CONFIG, TOKENS, write_model
 from verispec.cli.show import BOLD, GREEN, PLAIN, RED, tree_lines
 from verispec.cli.terminal import safe
 from verispec.model.hub import known_models
@@ -174,11 +175,12 @@ def test_json_counts_what_trees_did(tiny: Cli) -> None:
     assert stats["no_draft_reason"] is None
 
 
-def test_restraint_is_told(tiny: Cli, model: Path) -> None:
-    """Without --force a draft model as large as the model is not used, and the figures say why."""
-    done = tiny("--max-tokens", "6", "--draft-model", str(model), "--drafter", "model", draft=False)
+def test_restraint_is_told(tiny: Cli, tmp_path: Path) -> None:
+    """Without --force a draft model far larger than the model is not used, and the figures say why."""
+    large = write_model(tmp_path / "large.gguf", replace(CONFIG, num_layers=24, hidden_size=256, mlp_size=1024))
+    done = tiny("--max-tokens", "6", "--draft-model", str(large), "--drafter", "model", draft=False)
     assert re.search(
-        r"nothing drafted: the draft model predicted \d\.\d\dx on this model and device; not drafting; "
+        r"nothing drafted: the draft model predicted 0\.\d\dx on this model and device; not drafting; "
         r"--force to draft anyway\n",
         done.err,
     )
