@@ -318,9 +318,26 @@ def test_who_has_nothing_to_draft_goes_on_until_the_grammar_leaves_few_tokens(
             made.add(replace(request(params, method), is_streamed=False))
         backend.passes.clear()
         assert {o.digest for o in collect(made).values()} == {output.digest}
-        together = [p for p in backend.passes if p.burst and p.burst.follow and len(p.burst.rows) > 1]
-        assert bool(together) is (method == "none")
+        assert bool(_bursts_together(backend)) is (method == "none")
     assert num_rounds > least
+
+
+@pytest.mark.parametrize("method", ["grammar", "suffix"])
+def test_where_no_draft_can_pay_all_go_on_in_bursts_together(method: str) -> None:
+    """Each row takes its own time. Nobody idles: rounds do not end where the grammar leaves few tokens."""
+    backend = FakeBackend(vocab_size=VOCAB_SIZE, num_masks=80)
+    made = engine(backend=backend, cost=CostTable((1, 64), (1e-6, 64e-6), (0.0, 0.0)), max_burst=8)
+    for _ in range(3):
+        made.add(replace(request(method=method), is_streamed=False))
+    outputs = collect(made)
+    assert {o.digest for o in outputs.values()} == {alone().digest}
+    assert all(o.stats.drafted == 0 for o in outputs.values())
+    assert all("not predicted to pay" in (o.stats.no_draft_reason or "") for o in outputs.values())
+    assert max(int(p.burst.rounds.max()) for p in _bursts_together(backend) if p.burst) > 4
+
+
+def _bursts_together(backend: FakeBackend) -> list[Pass]:
+    return [p for p in backend.passes if p.burst and p.burst.follow and len(p.burst.rows) > 1]
 
 
 class Alike(FakeBackend):

@@ -310,6 +310,26 @@ def test_nodes_fill_the_shape_that_gives_most_a_second(seconds_of_8: float, acce
     assert nodes(drafter, (), without_a_family, canonical=False) == (expected,)
 
 
+@pytest.mark.parametrize(
+    ("costs", "num_running", "expected"),
+    [
+        (FLAT_COST, 1, True),
+        (cost(m1=1, m64=64), 1, False),  # a row takes its own time
+        (cost(m1=1, m64=64), 32, False),
+        (cost(m1=1, m4=1, m8=2, m64=16), 1, True),
+        (cost(m1=1, m4=1, m8=2, m64=16), 4, False),
+        (cost(m1=1, m4=1, m8=2, m64=16), 64, False),  # no row is left
+        (cost(m1=10, m64=73), 8, True),  # 8 in 17, 64 in 73
+        (cost(m8=17, m16=32, m64=130), 8, False),  # 6 % more at best
+    ],
+)
+def test_rows_are_cheap_where_more_of_them_give_clearly_more(
+    costs: CostTable, num_running: int, expected: bool
+) -> None:
+    found = policy(Promising(Curve.chain(8, 1.0)), (1, 2, 4, 8, 16, 32, 64), costs)
+    assert found.has_cheap_rows(num_running, is_canonical=True) is expected
+
+
 def test_a_full_shape_grants_nothing() -> None:
     drafter = Promising(Curve.chain(4, 0.9))
     assert nodes(drafter, (4, 8), cost(m4=1.0, m8=5.0), others=3) == (0,)

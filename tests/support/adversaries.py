@@ -48,6 +48,7 @@ class Adversary:
     has_probabilities = False
     has_trees = False
     is_companion = False
+    needs_cheap_rows = False
     version = 0
 
     def __init__(self, guess: Guess, *, acceptance: float = 1.0, extra_nodes: int = 0) -> None:

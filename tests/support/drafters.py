@@ -13,6 +13,7 @@ class Eager:
     has_probabilities = False
     has_trees = False
     is_companion = False
+    needs_cheap_rows = False
     version = 0
     most_nodes = 64
 

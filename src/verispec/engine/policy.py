@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from verispec.backends.cost import CostTable
+from verispec.backends.cost import SHORT_CONTEXT, CostTable
 from verispec.spec.drafter import Curve, DrafterSet, Held, Refusal
 from verispec.spec.skip_menu import WORTH_IT
 from verispec.spec.turn import NO_ROOM, PLAIN, Choice, States, Turn
@@ -26,7 +26,8 @@ _LOOKS, _LONGEST_REST = 0.02, 128  # the share of time for looking whether to dr
 _ROUND_STEP, _MANY_ROUNDS = 0.2, 64  # towards what the host last took for a round
 _LOOK_STEP = 0.1  # the same for a look
 _NOTICEABLE_HOST = 0.15  # a change of the host's time, as a logarithm, that entries are made anew for
-_NOT_WORTH_IT = "verifying a draft was not predicted to pay at this load"
+NOT_WORTH_IT = "verifying a draft was not predicted to pay at this load"
+_BEST_GAIN, _MOST_ROWS = 1.1, 8  # rows are cheap if up to so many times as many give so many times the tokens a second
 _WAIT, _LONGEST_WAIT = 0.025, 0.1  # seconds that a stream waits for a burst: 40 frames a second, or 10
 _HOST_SHARE = 0.02  # of the time of a burst: where the host would take more, streams wait longer
 _LONGEST_BURST = 0.5  # seconds of any burst: aborts, Ctrl-C and newcomers wait for its end
@@ -95,7 +96,7 @@ class Policy:
         self._family = tuple(family)
         self._cost = cost
         self._drafters = drafters
-        self.states = drafters.states
+        self.states, self.needs_cheap_rows = drafters.states, drafters.needs_cheap_rows
         self._row_budget = row_budget
         self._max_draft = max_draft
         self.max_burst = max_burst
@@ -105,6 +106,7 @@ class Policy:
         self._cost_versions = (0, 0, 0)
         self._entries: dict[Hashable, _Entry] = {}
         self._canonical_shapes: dict[int, int] = {}
+        self._cheap_rows: dict[tuple[int, bool], tuple[int, bool]] = {}  # with the version of the costs
 
     def choose(
         self, turns: Sequence[Turn], *, is_canonical: bool, other_rows: int, other_tokens: int, beside: int
@@ -238,7 +240,7 @@ class Policy:
     def _made(self, name: str, key: Hashable, drafting: int, crowd: Crowd, is_free: bool, version: int) -> _Entry:
         """The best curve, if it is worth its passes; plain decoding otherwise."""
         plain = self._rate(crowd, 0, 0.0, self._host_seconds(is_needed=crowd.needs_host))
-        best = _Entry(PLAIN._replace(reason=_NOT_WORTH_IT), plain, version)
+        best = _Entry(PLAIN._replace(reason=NOT_WORTH_IT), plain, version)
         for curve in self._drafters.curves(name, key):
             if curve.by_fast_rounds:
                 best = self._with_windows(best, name, curve, drafting, crowd, is_free=is_free)
@@ -393,6 +395,20 @@ class Policy:
         elif self._cost.learns:  # not where passes were never timed
             count = min(count, int(_LONGEST_BURST / max(1e-6, seconds)))
         return max(1, count)
+
+    def has_cheap_rows(self, num_running: int, *, is_canonical: bool) -> bool:
+        """Whether further rows beside those of so many sequences, each with a token, would give clearly more tokens a
+        second. Where they do not, even drafts that are all accepted are worth less than the time to look for them."""
+        at = num_running, is_canonical
+        version, found = self._cheap_rows.get(at, (-1, False))
+        if version != self._cost.version:
+            crowd = Crowd(num_running, num_running, 0, SHORT_CONTEXT, is_canonical)
+            most = min(self._row_budget, _MOST_ROWS * num_running)
+            rows = {num_running, most, *(m for m in self._cost.shapes if num_running < m < most)}
+            rates = [self._rate(crowd, m - num_running, m - num_running, 0.0) for m in sorted(rows)]
+            found = max(rates) > _BEST_GAIN * rates[0]
+            self._cheap_rows[at] = self._cost.version, found
+        return found
 
     @property
     def rests(self) -> bool:

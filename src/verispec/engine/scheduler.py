@@ -11,22 +11,23 @@ from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
 from verispec.engine.ahead import can_follow, is_current, num_missing, num_slots, own, turn_behind
-from verispec.engine.policy import Policy, RoundLoad, refusal
+from verispec.engine.policy import NOT_WORTH_IT, Policy, RoundLoad, refusal
+from verispec.engine.rests import Rests
 from verispec.engine.roster import Roster
 from verispec.engine.sequence import Sequence
 from verispec.spec.drafter import NotYet
-from verispec.spec.speculation import AUTO, GRAMMAR, OFF
+from verispec.spec.speculation import AUTO, GRAMMAR
 from verispec.spec.turn import PLAIN, Choice, Cohort, Step, Turn
 
 _Plain = Mapping[bool, SequenceOf[Sequence]]  # by whether their passes are canonical
 _NOBODY: _Plain = {True: (), False: ()}
 _Resting = dict[bool, list[tuple[Sequence, Choice]]]  # the same, with what kept them from drafting
 
-
 _NOT_ASKED = PLAIN._replace(reason="its drafters were not asked yet")
 _ENDLESS = 1 << 30
 _FIRST_LOOK = 4  # rounds behind a prompt until it is known what drafts are worth
 _LOOK_AGAIN = 4  # rounds: who has drafted nothing for n of them looks for a draft again after 1 + n / 4 more
+_LOAD_REST = 16  # rounds in which nobody looks where no draft can pay
 
 
 class _Parts(NamedTuple):
@@ -67,8 +68,7 @@ class Scheduler:
         self._feeds = feeds
         self._follows = follows
         self.host_seconds = 0.0  # of a step, outside its passes
-        self._lying: dict[Sequence, int] = {}  # plain for now, though they may draft, until a round has its number
-        self._num_rounds_planned = 0
+        self._rests = Rests()
         self._all_plain: tuple[int, _Plain] | None = None  # everybody, if nothing but decoding is left; by version
 
     def plan(self) -> Step:
@@ -77,6 +77,7 @@ class Scheduler:
         if self._all_plain is not None and self._all_plain[0] == self._roster.version and self._has_rows():
             return self._plan_plain(self._all_plain[1])
         self._all_plain = None
+        self._rest_under_load()
         parts = self._part(self._roster.running)
         if self._prompts_come_first(parts.others):
             parts = parts._replace(plain=_NOBODY)
@@ -206,7 +207,7 @@ class Scheduler:
         for cohort in cohorts:
             self._lengthen(cohort, min(count, patience) if cohort.choices else count)
         planned = [turn.num_rounds for turn in turns] + [cohort.num_rounds for cohort in cohorts]
-        self._num_rounds_planned += max(planned, default=1)
+        self._rests.num_planned += max(planned, default=1)
 
     def _part(self, sequences: SequenceOf[Sequence]) -> _Parts:
         """Sequences of which nothing is in the air, by what their next step is.
@@ -267,29 +268,32 @@ class Scheduler:
             length = sequence.committed_len
             rest_len = self._policy.rest_len(len(sequences), length, in_vain=sequence.num_rested > 0)
             rest_len //= 2 if _reads_prompt(sequence) else 1  # what an answer begins with tells most
-            self._lying[sequence] = self._num_rounds_planned + rest_len * are_asked
-            sequence.is_plain = True
+            self._rests.lie_down(sequence, rest_len * are_asked)
 
     def look(self) -> int:
         """Ask the drafters of those that have rested, by what is committed so far; returns how many were asked.
 
         Who would draft now gets up: nothing more is planned ahead then, and it is asked again when all has landed. The
-        others rest on. So looks are made while others' rounds, and their own, are in the air.
+        others rest on. So looks are made while others' rounds, and their own, are in the air. Where the host is
+        near all get up, and are asked when the next step is planned.
         """
         turns, num_asked = [], 0
-        for sequence, due in list(self._lying.items()):
-            if not sequence.is_running:
+        for sequence in self._rests.due():
+            if self._needs_other_load(sequence):
+                self._rests.lie_down(sequence, _LOAD_REST)
+            elif not self._policy.rests:
                 self._get_up(sequence)
-            elif due <= self._num_rounds_planned and not _reads_prompt(sequence):
+            elif not _reads_prompt(sequence):
                 num_asked += 1
-                rest_len = self._policy.rest_len(len(self._lying), sequence.committed_len, in_vain=False)
-                self._lying[sequence] = self._num_rounds_planned + rest_len
+                self._rests.lie_down(
+                    sequence, self._policy.rest_len(len(self._rests), sequence.committed_len, in_vain=False)
+                )
                 states = self._policy.states(sequence)
                 if refusal(states) is None:
                     turns.append(self._turn(sequence))
                     turns[-1].states = states
                     turns[-1].room -= sequence.kv.num_ahead
-                    sequence.is_plain = False
+                    sequence.rest(is_resting=False)
         if turns:
             asked = {own(turn) for turn in turns}
             others = [s for s in self._roster.running if s not in asked]
@@ -299,13 +303,27 @@ class Scheduler:
             if turn.choice.drafter:
                 self._get_up(own(turn))
             else:
-                own(turn).is_plain = True
+                own(turn).rest(is_resting=True)
         return num_asked
 
     def _get_up(self, sequence: Sequence) -> None:
-        del self._lying[sequence]
-        sequence.is_plain = False
+        self._rests.get_up(sequence)
         self._all_plain = None
+
+    def _rest_under_load(self) -> None:
+        """Nobody is asked for drafts where even the best would gain nothing: asking takes time, too."""
+        count = len(self._roster.running)
+        if all(self._policy.has_cheap_rows(count, is_canonical=kind) for kind in (True, False)):
+            return
+        for sequence in self._roster.running:
+            if sequence.may_draft and self._needs_other_load(sequence):
+                self._rests.lie_down(sequence, _LOAD_REST)
+                if not sequence.stats.drafted:
+                    sequence.stats.no_draft_reason = NOT_WORTH_IT
+
+    def _needs_other_load(self, sequence: Sequence) -> bool:
+        kind, count = self._decodes_canonically(sequence), len(self._roster.running)
+        return not self._policy.has_cheap_rows(count, is_canonical=kind) and self._policy.needs_cheap_rows(sequence)
 
     def _resting_cohort(self, resting: SequenceOf[tuple[Sequence, Choice]], *, is_canonical: bool) -> Cohort:
         cohort = self._cohort([sequence for sequence, _ in resting], is_canonical=is_canonical)
@@ -380,7 +398,7 @@ class Scheduler:
         assert isinstance(sequence, Sequence)
         is_canonical = self._decodes_canonically(sequence)
         goes_on = sequence.is_plain or (self._follows and sequence.is_followed)
-        if not sequence.is_plain and sequence.speculation.method != OFF:
+        if sequence.may_draft:
             # Its rounds may end early, and beside others it would idle from then on.
             is_alone = len(self._roster.running) == 1
             goes_on = goes_on and is_alone and not turn.choice.drafter and _patience(sequence) > 1
@@ -485,7 +503,7 @@ class Scheduler:
         )
         for is_canonical, beside in ((True, num_fast), (False, 0)):
             together = [t for t in turns if t.is_canonical is is_canonical]
-            free = [t for t in together if t.completes and _may_draft(own(t))]
+            free = [t for t in together if t.completes and own(t).may_draft]
             if free:
                 others = sum(t.num_pending for t in together) - sum(t.num_pending for t in free)
                 num_plain = len(plain[is_canonical]) + num_resting.get(is_canonical, 0)
@@ -534,11 +552,6 @@ def _reads_prompt(sequence: Sequence) -> bool:
     return sequence.has_single_rows and len(sequence.kv.held) < sequence.prompt_len
 
 
-def _may_draft(sequence: Sequence) -> bool:
-    """Whether its drafters are asked now: it has some, and does not rest."""
-    return not sequence.is_plain and sequence.speculation.method != OFF
-
-
 def _begins(sequence: Sequence) -> bool:
     """Whether nothing of its answer is known, and so nothing of what drafts are worth in it."""
     return len(sequence.token_ids) == sequence.prompt_len
@@ -547,7 +560,7 @@ def _begins(sequence: Sequence) -> bool:
 def _undrafted(turns: SequenceOf[Turn]) -> list[Sequence]:
     """Those that only decode from here on, unless they draft, and do not draft now. A drafter that was named and waits
     for the prompt is asked in the next step."""
-    found = [turn for turn in turns if turn.completes and not turn.choice.drafter and _may_draft(own(turn))]
+    found = [turn for turn in turns if turn.completes and not turn.choice.drafter and own(turn).may_draft]
     return [own(turn) for turn in found if own(turn).has_single_rows and not _waits_for_prompt(turn)]
 
 
@@ -558,6 +571,6 @@ def _waits_for_prompt(turn: Turn) -> bool:
 
 def _patience(sequence: Sequence) -> int:
     """Rounds until a sequence without a draft looks for one again. Where a grammar can draft, they end earlier."""
-    if sequence.is_plain or sequence.speculation.method in (OFF, GRAMMAR):
+    if not sequence.may_draft or sequence.speculation.method == GRAMMAR:
         return _ENDLESS
     return 1 + sequence.num_rested // _LOOK_AGAIN

@@ -133,7 +133,8 @@ class Sequence:
     scores_only: bool = field(init=False)  # wants the prompt's log-probabilities and no generation
     needs_host: bool = field(init=False)  # after each round: what it wants to know is not resident
     has_single_rows: bool = field(init=False)  # a round without a draft is a row, a draw and nothing else
-    is_plain: bool = field(init=False)  # the same, and there are no drafts: nothing of a round needs the host
+    may_draft: bool = field(init=False)  # it has drafters, and does not rest from asking them
+    is_plain: bool = field(init=False)  # single rows without drafts: nothing of a round needs the host
     is_followed: bool = field(init=False)  # single rows, under a constraint whose masks the host gives between rounds
     _makes_text: bool = field(init=False)  # as tokens are committed; otherwise once, at the end
     _is_silent: bool = field(init=False)  # nothing but a stopping token or its length ends it
@@ -145,16 +146,21 @@ class Sequence:
         self.scores_only = self.params.max_tokens == 0
         is_constrained = self.constraint is not None
         self.needs_host = bool(self.params.logprobs) or self.is_traced or is_constrained
-        has_single_rows, is_off = not self.params.logprobs and not self.scores_only, self.speculation.method == OFF
+        has_single_rows = not self.params.logprobs and not self.scores_only
         self.has_single_rows = has_single_rows and not is_constrained
-        self.is_plain = is_off and self.has_single_rows
         self.is_followed = has_single_rows and is_constrained
-        if self.speculation.method == OFF:
+        self.rest(is_resting=False)
+        if not self.may_draft:
             self.stats.no_draft_reason = "drafter none"
         self._makes_text = self.text_sink.can_stop or (self.is_streamed and type(self.text_sink) is not NoText)
         self._is_silent = not self._makes_text and not is_constrained
         for index, token_id in enumerate(self.given_ids):
             self._take_given(index, token_id)
+
+    def rest(self, *, is_resting: bool) -> None:
+        """Ask its drafters no more, or again."""
+        self.may_draft = not is_resting and self.speculation.method != OFF
+        self.is_plain = self.has_single_rows and not self.may_draft
 
     @property
     def committed_len(self) -> int:

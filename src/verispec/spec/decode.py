@@ -75,6 +75,7 @@ class DecodeDrafter:
     has_probabilities = False
     has_trees = False
     is_companion = False
+    needs_cheap_rows = False
 
     def __init__(self, config: DecodeConfig | None = None) -> None:
         self._config = config or DecodeConfig()

@@ -83,12 +83,13 @@ class Drafter(Protocol):
 
     `has_probabilities`: it knows the distributions its tokens are drawn from, so rules that need them can judge it.
     `has_trees`: it can draft trees of a shape that is asked for. `is_companion`: it drafts under constraints, beside
-    whichever drafter a request names.
+    whichever drafter a request names. `needs_cheap_rows`: nothing else makes its drafts pay, and it is not forced.
     """
 
     has_probabilities: bool
     has_trees: bool
     is_companion: bool
+    needs_cheap_rows: bool
 
     @property
     def version(self) -> int:
@@ -146,6 +147,10 @@ class DrafterSet:
     def leaves_choice(self, names: Iterable[str]) -> bool:
         """Whether several of these drafters were asked for: companions are not."""
         return sum(name not in self._companions for name in names) > 1
+
+    def needs_cheap_rows(self, sequence: SequenceView) -> bool:
+        """Whether nothing but rows that cost little beside others could make drafts of this sequence pay."""
+        return all(self._drafters[name].needs_cheap_rows for name in self.members_of(sequence))
 
     def has_probabilities(self, name: str) -> bool:
         """Whether this drafter, or one of those that AUTO chooses from, knows the distributions it draws from."""

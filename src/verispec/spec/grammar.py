@@ -64,6 +64,7 @@ class GrammarDrafter:
     has_probabilities = False
     has_trees = False
     is_companion = True
+    needs_cheap_rows = True
 
     def __init__(self, max_draft: int = MAX_DRAFT) -> None:
         self._max_draft = max_draft

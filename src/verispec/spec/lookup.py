@@ -83,6 +83,7 @@ class LookupDrafter:
     has_probabilities = False
     has_trees = False
     is_companion = False
+    needs_cheap_rows = True
     version = 0  # a curve is its key's alone
 
     def __init__(self, max_draft: int) -> None:

@@ -99,6 +99,7 @@ class ModelDrafter:
     has_probabilities = True
     has_trees = True
     is_companion = False
+    needs_cheap_rows = False
 
     def __init__(self, what: str, find: Callable[[], Source | str], config: ModelDrafterConfig) -> None:
         self._what = what

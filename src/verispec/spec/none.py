@@ -13,6 +13,7 @@ class NoDrafter:
     has_probabilities = False
     has_trees = False
     is_companion = False
+    needs_cheap_rows = False
     version = 0
 
     def __init__(self, reason: str = "drafter none") -> None:

@@ -19,7 +19,6 @@ import numpy as np
 from verispec.backends.pass_builder import PassBuilder, columns_pass
 from verispec.backends.protocol import FROM_STATE, Backend, Pass, PassKind, PassResult, Ticket
 from verispec.spec.backend_rounds import rounds_of
-from verispec.spec.speculation import OFF
 from verispec.spec.turn import Cohort, Pending, Places, Recipe, Score, Step, Turn
 from verispec.types import NO_DRAFT, Draft, TokenLogprob
 
@@ -245,8 +244,7 @@ def add_turn(builder: PassBuilder, turn: Turn) -> None:
         _want_draws(builder, turn, range(row, row + 1))
         _mask(builder, turn.places[:1] or (sequence.constraint,), range(row, row + 1))
         if turn.is_fed:
-            drafts = sequence.speculation.method != OFF
-            builder.feed_back(row, turn.num_rounds, sequence.constraint, until_narrow=drafts)
+            builder.feed_back(row, turn.num_rounds, sequence.constraint, until_narrow=sequence.may_draft)
         if len(draft):
             _add_nodes(builder, turn, draft)
 

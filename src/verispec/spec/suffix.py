@@ -102,6 +102,7 @@ class SuffixDrafter:
     has_probabilities = False
     has_trees = True
     is_companion = False
+    needs_cheap_rows = True
 
     def __init__(self, config: SuffixConfig | None = None) -> None:
         self._config = config or SuffixConfig()
