@@ -24,7 +24,7 @@ from verispec.receipt.values import Receipt, check_recordable, make_receipt
 from verispec.runtime import Message, Runtime
 from verispec.spec.registry import MODEL_DRAFTER
 from verispec.spec.speculation import Speculation
-from verispec.text.detokenizer import TextStream
+from verispec.text.detokenizer import answer_text
 from verispec.text.prompts import Params, Prompt, PromptSpec, pair, spec
 from verispec.types import (
     MAX_ALTERNATIVES,
@@ -275,12 +275,13 @@ class LLM(Runtime):
             ids = self.chat_ids(prompt.messages)
         if isinstance(predicted, str):
             predicted = self.tokenizer.encode(predicted, add_special=False)
+        prompt_ids = self.tokenizer.encode(ids) if isinstance(ids, str) else ids
         request = Request(
-            prompt_ids=self.tokenizer.encode(ids) if isinstance(ids, str) else ids,
+            prompt_ids=prompt_ids,
             params=params,
             speculation=speculation,
             eos_ids=self.tokenizer.eos_ids,
-            text=partial(TextStream, self.tokenizer, params.stop),
+            text=partial(answer_text, self.tokenizer, prompt_ids, params),
             grammar=self.grammar(params),
             prediction_ids=predicted,
         )

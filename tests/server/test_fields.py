@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.support.served import Frame, Served, chat_body
+from tests.support.golden_tokenizers import small_metadata
+from tests.support.served import Frame, Served, chat_body, serving
+from tests.support.tiny_llm import loaded
+from tests.support.tiny_models import TinyConfig, write_gguf
 from verispec.llm import LLM
 from verispec.server import api
 from verispec.server.app import ROUTES
+from verispec.types import SamplingParams
 
 USER = {"role": "user", "content": "hello"}
 # A request to each route that answers with something that depends on its fields.
@@ -183,6 +188,30 @@ def test_offsets_count_the_characters_of_the_text(served: Served, chat_llm: LLM)
     starts = [len(chat_llm.tokenizer.decode(ids[:i]).rstrip("\ufffd")) for i in range(len(ids) + 1)]
     assert logprobs["text_offset"] == starts
     assert starts[-1] == len(text) < len(ids)  # control: bytes would be counted otherwise
+
+
+def test_a_completion_goes_on_with_the_text_of_its_prompt(tmp_path: Path) -> None:
+    """SentencePiece marks words by a space in front; only that of a whole text is none of its own."""
+    metadata = small_metadata("sentencepiece")
+    config = TinyConfig(vocab_size=len(metadata["tokenizer.ggml.tokens"]))
+    write_gguf(tmp_path / "words.gguf", config, metadata=metadata)
+    with loaded(tmp_path / "words.gguf", tmp_path) as llm, serving(llm) as server:
+        tokenizer, num_spaces = llm.tokenizer, 0
+        likely = {str(i): 9 for i in range(tokenizer.vocab_size) if tokenizer.token_bytes(i).startswith(b" ")}
+        sampling: dict[str, Any] = {"max_tokens": 6, "temperature": 1, "ignore_eos": True, "logit_bias": likely}
+        assert tokenizer.strips_leading_space
+        for seed in range(8):
+            ask = {"prompt": "the cat", **sampling, "seed": seed, "logprobs": 0, "return_token_ids": True}
+            choice = server.post("/v1/completions", ask).json()["choices"][0]
+            echoed = server.post("/v1/completions", {**ask, "echo": True}).json()["choices"][0]
+            prompt_ids, ids = choice["prompt_token_ids"], choice["token_ids"]
+            assert "the cat" + choice["text"] == echoed["text"] == tokenizer.decode([*prompt_ids, *ids])
+            assert echoed["logprobs"]["text_offset"][-6:] == [7 + start for start in choice["logprobs"]["text_offset"]]
+            num_spaces += choice["text"].startswith(" ")
+            bias = {int(token_id): value for token_id, value in likely.items()}
+            (completion,) = llm.generate("the cat", SamplingParams(**{**sampling, "logit_bias": bias, "seed": seed}))
+            assert completion.samples[0].text == choice["text"]
+        assert num_spaces, "control: some answer begins with a space"
 
 
 def test_the_chosen_token_is_among_the_likeliest_of_completions(served: Served, chat_llm: LLM) -> None:

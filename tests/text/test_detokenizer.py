@@ -9,7 +9,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from verispec.errors import InputError
-from verispec.text.detokenizer import TextStream
+from verispec.text.detokenizer import TextStream, answer_text
+from verispec.types import SamplingParams
 
 
 class FakeTokenizer:
@@ -113,6 +114,20 @@ class TestCharacters:
         tokens = [b"", *cut(text.encode(), borders)]
         wanted = FakeTokenizer(tokens, strips_leading_space=strips).decode(range(len(tokens)))
         assert run(tokens, strips=strips).text == wanted == (text.removeprefix(" ") if strips else text)
+
+    @given(text=st.text(alphabet=" aé", min_size=1, max_size=6), borders=BORDERS)
+    def test_an_answer_is_what_it_adds_to_the_text_of_its_prompt(self, text: str, borders: list[int]) -> None:
+        """A space in front is the answer's own, unless nothing but a control token stands before it."""
+        tokens = [b"", b" a", *cut(text.encode(), borders)]
+        tokenizer, params = FakeTokenizer(tokens, strips_leading_space=True), SamplingParams()
+        for prompt_ids in ((0,), (0, 1), (1, 0)):
+            stream = answer_text(tokenizer, prompt_ids, params)  # type: ignore[arg-type]
+            added = stream.push_all(range(2, len(tokens))) + stream.finish()
+            assert added == (text.removeprefix(" ") if prompt_ids[-1] == 0 else text)
+            if prompt_ids[-1] == 1:
+                assert tokenizer.decode([*prompt_ids, *range(2, len(tokens))]) == tokenizer.decode(prompt_ids) + added
+        by_itself = answer_text(tokenizer, (0, 1), SamplingParams(regex="a*"))  # type: ignore[arg-type]
+        assert by_itself.push_all(range(2, len(tokens))) + by_itself.finish() == text.removeprefix(" ")
 
 
 class TestStops:

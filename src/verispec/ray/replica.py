@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 from typing import Any, NamedTuple
 
 from verispec.async_llm import Stream
@@ -26,7 +27,7 @@ from verispec.server.core import Core
 from verispec.server.ops import trouble
 from verispec.server.settings import Settings
 from verispec.spec.speculation import Speculation
-from verispec.text.detokenizer import TextStream
+from verispec.text.detokenizer import answer_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,13 +169,11 @@ class Replica:
 
     async def _request(self, work: Work) -> Request:
         """The work with a text and a grammar of its own; compiled on another thread, so that streams go on."""
-        params, tokenizer = work.request.params, self.llm.tokenizer
+        params, prompt_ids = work.request.params, work.request.prompt_ids
         grammar = None if params.constraint is None else await asyncio.to_thread(self.llm.grammar, params)
-        return replace(
-            work.request,
-            text=lambda: TextStream(tokenizer, params.stop, keeps_stop=work.keeps_stop, shown_ids=work.shown_ids),
-            grammar=grammar,
-        )
+        options = {"keeps_stop": work.keeps_stop, "shown_ids": work.shown_ids}
+        text = partial(answer_text, self.llm.tokenizer, prompt_ids, params, **options)
+        return replace(work.request, text=text, grammar=grammar)
 
     async def _link(self, address: Address) -> Uplink:
         """The connection to an ingress, made with its first request."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,7 +22,7 @@ from verispec.model.file_digest import ByteRange, FileDigest, differing_ranges
 from verispec.receipt.values import BLOCK_LEN, FieldDifference, ProfileRecord, Receipt, in_order, logprob_digests
 from verispec.sampling.weights import SAMPLING
 from verispec.spec.recorded import RecordedDrafter
-from verispec.text.detokenizer import TextStream
+from verispec.text.detokenizer import answer_text
 from verispec.types import FinishReason, TokenEvent, TokenLogprob
 
 if TYPE_CHECKING:
@@ -408,7 +409,7 @@ def _request(llm: LLM, receipt: Receipt, prompt_ids: tuple[int, ...]) -> Request
         prompt_ids,
         params,
         eos_ids=llm.tokenizer.eos_ids,
-        text=lambda: TextStream(llm.tokenizer, params.stop),
+        text=partial(answer_text, llm.tokenizer, prompt_ids, params),
         first_sample=receipt.parameters.sample_index,
         committed_ids=[given_ids] if (given_ids := receipt.output.given_ids) else (),
         grammar=llm.grammar(params),

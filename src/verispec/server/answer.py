@@ -39,9 +39,8 @@ class Answer:
         self._timer = core.after_timeout(stream.fail)
         stream.on_close = self._leave
         for i, ids in enumerate(call.extension.committed_ids or ()):
-            text = core.text_of(call, ids)
-            for choice in self.choices[i :: call.params.n]:
-                choice.reader.read(text)
+            for prompt_ids, choice in zip(call.prompts, self.choices[i :: call.params.n], strict=True):
+                choice.reader.read(core.text_of(call, prompt_ids, ids))
 
     @property
     def seed(self) -> int:

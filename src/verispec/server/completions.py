@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from verispec.server.core import Core
 from verispec.server.http import Received, Reply
 from verispec.server.logprobs import Offsets, completion_entries, prompt_entries
 from verispec.server.openai import Shape, make_call, reply
+from verispec.text.detokenizer import TextStream, answer_text
 from verispec.types import TokenLogprob
 
 DEFAULT_MAX_TOKENS = 16
@@ -76,10 +78,20 @@ class _FrameOffsets:
         """Those of a frame's tokens. Frames come in order."""
         index = commit.choice
         if index not in self._begun:
-            self._begun[index] = Offsets(answer.core.llm.tokenizer)
+            self._begun[index] = _offsets(answer, index)
             known_ids = [*answer.given_ids(index), *answer.choices[index].entries.token_ids]
             self._begun[index].of(known_ids[: commit.end - len(commit.logprobs)])
         return self._begun[index].of(commit.logprobs.token_ids)
+
+
+def _offsets(answer: Answer, index: int) -> Offsets:
+    """Of a choice's tokens in its text, as if nothing stopped it."""
+    params = replace(answer.call.params, stop=())
+    return Offsets(answer_text(answer.core.llm.tokenizer, _prompt_ids(answer, index), params))
+
+
+def _prompt_ids(answer: Answer, index: int) -> Sequence[int]:
+    return answer.call.prompts[index // answer.call.params.n]
 
 
 def _shape(body: CompletionRequest) -> Shape:
@@ -87,16 +99,16 @@ def _shape(body: CompletionRequest) -> Shape:
 
     def whole(answer: Answer, index: int, choice: Choice) -> dict[str, Any]:
         tokenizer = answer.core.llm.tokenizer
-        prompt_ids = answer.call.prompts[index // answer.call.params.n]
+        prompt_ids = _prompt_ids(answer, index)
         text, known_ids = choice.text, answer.given_ids(index)
         ids: Sequence[int] = choice.entries.token_ids
         entries: list[TokenLogprob | None] = [*choice.entries]
-        starts = Offsets(tokenizer).of([*known_ids, *ids])[len(known_ids) :]
+        starts = _offsets(answer, index).of([*known_ids, *ids])[len(known_ids) :]
         if body.echo:
             prompt = tokenizer.decode(prompt_ids)
             text = prompt + text
             if choice.output is not None:
-                starts = [*Offsets(tokenizer).of(prompt_ids), *(len(prompt) + start for start in starts)]
+                starts = [*Offsets(TextStream(tokenizer)).of(prompt_ids), *(len(prompt) + start for start in starts)]
                 ids = [*prompt_ids, *ids]
                 entries = [None, *(choice.output.prompt_logprobs or ()), *entries]
         found: dict[str, Any] = {

@@ -21,7 +21,7 @@ from verispec.server.errors import ApiError
 from verispec.server.metrics import Metrics
 from verispec.server.receipts import ReceiptStore
 from verispec.server.settings import Settings
-from verispec.text.detokenizer import TextStream
+from verispec.text.detokenizer import TextStream, answer_text
 from verispec.types import SampleOutput
 
 T = TypeVar("T")
@@ -137,14 +137,14 @@ class Core:
         """`make()`, on another thread if it will take long."""
         return make() if num_chars < INLINE_CHARS else await asyncio.to_thread(make)
 
-    def text_of(self, call: Call, token_ids: Sequence[int]) -> str:
+    def text_of(self, call: Call, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> str:
         """The text that these tokens release at the beginning of a call's answer."""
-        stream = self._text_stream(call)
+        stream = self._text_stream(call, prompt_ids)
         return "".join(stream.push(token_id).text for token_id in token_ids)
 
-    def _text_stream(self, call: Call) -> TextStream:
+    def _text_stream(self, call: Call, prompt_ids: Sequence[int]) -> TextStream:
         tokenizer, shown = self.llm.tokenizer, (*call.tools.shown_ids, *call.shown_ids)
-        return TextStream(tokenizer, call.params.stop, keeps_stop=call.keeps_stop, shown_ids=shown)
+        return answer_text(tokenizer, prompt_ids, call.params, keeps_stop=call.keeps_stop, shown_ids=shown)
 
     def _request(self, call: Call, prompt_ids: Sequence[int]) -> Request:
         params, asked = call.params, call.extension
@@ -156,7 +156,7 @@ class Core:
             speculation=self.llm.chosen(None, speculation(asked.speculative)),
             is_traced=asked.trace,
             eos_ids=self.llm.tokenizer.eos_ids,
-            text=lambda: self._text_stream(call),
+            text=lambda: self._text_stream(call, prompt_ids),
             committed_ids=asked.committed_ids or (),
             salt=call.salt,
             grammar=call.grammar,

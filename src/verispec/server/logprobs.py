@@ -33,8 +33,8 @@ class Offsets:
     does, and control tokens are not in the text.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._text = TextStream(tokenizer)
+    def __init__(self, text: TextStream) -> None:
+        self._text = text
         self._num_chars = 0
 
     def of(self, token_ids: Iterable[int]) -> list[int]:

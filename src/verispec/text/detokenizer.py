@@ -5,11 +5,12 @@ never looks at a token twice.
 """
 
 import codecs
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from verispec.errors import InputError
 from verispec.model.tokenizer import Tokenizer
-from verispec.types import TextPiece
+from verispec.types import SamplingParams, TextPiece
 
 
 class _StopMatcher:
@@ -41,7 +42,8 @@ class TextStream:
 
     Text that could still become a stop string is held back. The stop string that completes first wins; of several that
     complete with the same character, the one that starts first. It is left out of the text, unless `keeps_stop`. Of the
-    control tokens only `shown_ids` have text. The cost of a token does not depend on the text so far.
+    control tokens only `shown_ids` have text. A text that `continues` another keeps a space in front, which tokenizers
+    put before a text by itself. The cost of a token does not depend on the text so far.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class TextStream:
         tokenizer: Tokenizer,
         stop: tuple[str, ...] = (),
         *,
+        continues: bool = False,
         keeps_stop: bool = False,
         shown_ids: Iterable[int] = (),
     ) -> None:
@@ -61,7 +64,7 @@ class TextStream:
         shown = {token_id: tokenizer.token_text(token_id).encode() for token_id in self.shown_ids}
         self._token_bytes = (lambda i: shown.get(i) or tokenizer.token_bytes(i)) if shown else tokenizer.token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._strip_pending = tokenizer.strips_leading_space
+        self._strip_pending = tokenizer.strips_leading_space and not continues
         self._matchers = [_StopMatcher(text) for text in dict.fromkeys(stop)]
         self._beginnings = frozenset(text[0] for text in stop)
         self._released: list[str] = []
@@ -133,3 +136,9 @@ class TextStream:
         if text:
             self._released.append(text)
         return text
+
+
+def answer_text(tokenizer: Tokenizer, prompt_ids: Sequence[int], params: SamplingParams, **options: Any) -> TextStream:
+    """The text of an answer: what it adds to the prompt's. Under a constraint it is a text by itself."""
+    continues = params.constraint is None and bool(tokenizer.token_bytes(prompt_ids[-1]))
+    return TextStream(tokenizer, params.stop, continues=continues, **options)
