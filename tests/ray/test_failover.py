@@ -23,6 +23,7 @@ from tests.support.served import frames
 from tests.support.tiny_llm import loaded
 from verispec.async_llm import AsyncLLM
 from verispec.engine import Request
+from verispec.errors import InputError
 from verispec.llm import LLM
 from verispec.ray.journal import Journal
 from verispec.ray.replica import Replica
@@ -99,6 +100,22 @@ def test_what_follows_a_grammar_goes_on_in_it(llms: list[LLM]) -> None:
             return found
 
     assert asyncio.run(heard()) == undisturbed(llms[1], **params)
+
+
+def test_an_ingress_knows_what_drafters_can_do_at_the_replicas(llms: list[LLM]) -> None:
+    async def texts() -> list[str]:
+        async with remote(Mortal("a", llms[0])) as (llm, _):
+            answers = AsyncLLM(llm)
+            tree = {"method": "suffix", "tree": "branch:2,2"}
+            found = await answers.generate("the quick", {"max_tokens": 6}, speculative=tree)
+            with pytest.raises(InputError, match="needs a drafter of trees"):
+                await answers.generate("the quick", {"max_tokens": 6}, speculative={**tree, "method": "none"})
+            free = {"max_tokens": 6, "temperature": 1, "deterministic": False}
+            with pytest.raises(InputError, match="needs the probabilities"):
+                await answers.generate("the quick", free, speculative={"method": "suffix", "accept": "rejection"})
+            return [completion.samples[0].text for completion in found]
+
+    assert asyncio.run(texts()) == [llms[1].generate("the quick", {"max_tokens": 6})[0].samples[0].text]
 
 
 def test_control_tokens_that_are_shown_are_shown_by_replicas(llms: list[LLM]) -> None:

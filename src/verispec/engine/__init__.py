@@ -1,5 +1,6 @@
 """The engine: sequences, the scheduler, the planner and the loop. Pure Python and numpy, no I/O."""
 
-from verispec.engine.engine import Engine, Request
+from verispec.engine.engine import Engine
+from verispec.engine.request import Request
 
 __all__ = ["Engine", "Request"]

@@ -8,85 +8,37 @@ from __future__ import annotations
 import secrets
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field, replace
-from numbers import Integral
 
 from verispec.backends.cost import FLAT_COST, CostTable
 from verispec.backends.protocol import Backend
 from verispec.config import EngineConfig
 from verispec.engine.commit import Committer
 from verispec.engine.policy import Policy
+from verispec.engine.request import Request, RequestChecks
 from verispec.engine.roster import Roster
 from verispec.engine.scheduler import Scheduler
 from verispec.engine.sequence import Sequence
-from verispec.errors import DeterminismError, InputError, QueueFullError
+from verispec.errors import InputError, QueueFullError
 from verispec.kv import NoPrefixCache, PrefixCache, RadixPrefixCache, SlotPool
-from verispec.sampling.constraint import Grammar
 from verispec.sampling.rows import SampleKey
 from verispec.spec.drafter import Drafter, DrafterSet
 from verispec.spec.judging import judge
 from verispec.spec.passes import Flight, Passes
-from verispec.spec.speculation import AUTO, Speculation
+from verispec.spec.speculation import Speculation
 from verispec.spec.turn import Step
 from verispec.types import (
     MAX_SEED_BITS,
-    Accept,
     Draft,
     FinishReason,
-    NoText,
     SamplingParams,
     SequenceStats,
-    TextSink,
     TokenEvent,
     Totals,
 )
 
 _HOST_MEMORY = 0.9  # of the running average of host seconds
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What a caller asks for. `text` makes one sink per sample; without it the request is about token ids alone.
-
-    `speculation` says how it is drafted and judged (None: the engine's default). Events of a request that `is_traced`
-    tell of its drafts; one that is not `is_streamed` has a single event per sample, its last. The `params.n` samples
-    are those from number `first_sample` on. `committed_ids` is output that the client has already, a list per sample:
-    it counts as generated, and generation goes on behind it, to the bit as if it had never stopped. Cached prefixes are
-    shared among requests of the same `salt` only. `grammar` is what `params` wants the answer to look like, compiled.
-    `prediction_ids` is what the client expects as output: drafters may try it, which changes no token.
-    """
-
-    prompt_ids: SequenceOf[int]
-    params: SamplingParams = field(default_factory=SamplingParams)
-    speculation: Speculation | None = None
-    is_traced: bool = False
-    is_streamed: bool = True
-    eos_ids: Iterable[int] = ()
-    text: Callable[[], TextSink] = NoText
-    first_sample: int = 0
-    committed_ids: SequenceOf[SequenceOf[int]] = ()
-    salt: str = ""
-    grammar: Grammar | None = None
-    prediction_ids: SequenceOf[int] = ()
-
-    @property
-    def stopping_ids(self) -> frozenset[int]:
-        """Tokens that end it."""
-        return frozenset(self.params.stop_ids) | frozenset(() if self.params.ignore_eos else self.eos_ids)
-
-    @property
-    def can_continue(self) -> bool:
-        """Whether it can have `committed_ids`: not under rules by which tokens depend on the drafter."""
-        return self.speculation is None or self.speculation.accept is Accept.MATCH
-
-    def rest(self, drawn: SequenceOf[SequenceOf[int]]) -> Request:
-        """What is left of it when these tokens were drawn, a list per sample."""
-        if not any(drawn):
-            return self
-        given = self.committed_ids or [()] * self.params.n
-        return replace(self, committed_ids=[(*a, *b) for a, b in zip(given, drawn, strict=True)])
 
 
 class Engine:
@@ -126,11 +78,14 @@ class Engine:
             if config.prefix_cache
             else NoPrefixCache(num_stores)
         )
-        self._no_family_reason = "" if shapes else no_family_reason
         self._drafters = DrafterSet(drafters, vocab_size=backend.limits.vocab_size, max_tail=backend.limits.max_tail)
         self._default = Speculation(default_drafter or self._drafters.names[0])
         if self._default.method not in self._drafters.names:
             raise InputError(f"unknown drafter {default_drafter!r}; known: {', '.join(self._drafters.names)}")
+        self.checks = RequestChecks(
+            limits=backend.limits, config=config, skills=self._drafters.skills, default=self._default,
+            max_len=self.max_len, no_family_reason="" if shapes else no_family_reason,
+        )  # fmt: skip
         self._policy = policy = Policy(
             shapes, cost, self._drafters, row_budget=row_budget, max_draft=config.max_draft, max_burst=config.max_burst,
             follows=backend.limits.follows, by_probability=backend.limits.by_probability,
@@ -197,6 +152,10 @@ class Engine:
     def has_room(self, params: SamplingParams, *, num_before: int = 0) -> bool:
         """Whether the queue can take a request with these parameters now, behind `num_before` others."""
         return self.num_waiting + num_before + params.n <= self._config.max_waiting
+
+    def validate(self, request: Request) -> None:
+        """Raise InputError, naming what is wrong, if this engine can never serve the request."""
+        self.checks.validate(request)
 
     def add(self, request: Request, *, request_id: int | None = None) -> int:
         """Queue a request; returns its id. Raises InputError for a bad one, QueueFullError when there is no room.
@@ -361,100 +320,6 @@ class Engine:
         if self._ended:
             events, self._ended = self._ended + events, []
         return events
-
-    def validate(self, request: Request) -> None:
-        """Raise InputError, naming what is wrong, if this engine can never serve the request."""
-        vocab_size, num_prompt = self._backend.limits.vocab_size, len(request.prompt_ids)
-        if not num_prompt:
-            raise InputError("the prompt is empty; it needs at least one token")
-        _check_ids("", request.prompt_ids, vocab_size)
-        room = self.max_len if request.params.max_tokens == 0 else self.max_len - 1
-        if num_prompt > room:
-            raise InputError(f"the prompt has {num_prompt} tokens; at most {room} fit into a length of {self.max_len}")
-        if request.params.max_tokens == 0 and num_prompt < 2:
-            raise InputError("scoring needs at least two tokens: the first has no log-probability")
-        for token_id, _ in request.params.logit_bias:
-            if token_id >= vocab_size:
-                raise InputError(f"logit_bias names token {token_id}; the vocabulary has {vocab_size}")
-        for token_id in request.params.stop_ids:
-            if token_id >= vocab_size:
-                raise InputError(f"stop_ids names token {token_id}; the vocabulary has {vocab_size}")
-        if request.prediction_ids:
-            _check_ids("prediction_ids: ", request.prediction_ids, vocab_size)
-        self._check_constraint(request)
-        self._check_speculation(request)
-        self._check_committed(request)
-        if request.params.deterministic and self._no_family_reason:
-            raise DeterminismError(
-                f"deterministic requests cannot be served here: {self._no_family_reason}; "
-                "a request with deterministic=False can"
-            )
-        if request.params.n > self._config.max_waiting:
-            raise InputError(f"n = {request.params.n} exceeds the queue's {self._config.max_waiting} places")
-
-    def _check_constraint(self, request: Request) -> None:
-        wanted = request.params.constraint
-        if wanted is None:
-            return
-        if request.grammar is None:
-            raise InputError(f"{wanted.kind} was not compiled: requests are made by `LLM.request`")
-        if self._backend.limits.num_masks <= self._config.max_running:
-            raise InputError(f"{wanted.kind} needs a mask for each sequence that runs, and this backend has too few")
-
-    def _check_committed(self, request: Request) -> None:
-        """Refuse output so far that this request cannot have had."""
-        committed, params = request.committed_ids, request.params
-        if not committed:
-            return
-        if len(committed) != params.n:
-            raise InputError(f"committed_ids has {len(committed)} lists for n = {params.n} samples")
-        if not request.can_continue:
-            accept = (request.speculation or self._default).accept
-            raise InputError(f"committed_ids cannot be continued under accept {accept}")
-        most = self.max_len - len(request.prompt_ids) if params.max_tokens is None else params.max_tokens
-        for ids in committed:
-            _check_ids("committed_ids: ", ids, self._backend.limits.vocab_size)
-            if len(ids) > most:
-                raise InputError(f"committed_ids has {len(ids)} tokens; the request can have {most}")
-            self._check_followed(request, ids)
-
-    def _check_followed(self, request: Request, committed_ids: SequenceOf[int]) -> None:
-        """Refuse output so far that breaks the request's constraint."""
-        place = None if request.grammar is None else request.grammar.start(request.stopping_ids)
-        for index, token_id in enumerate(committed_ids):
-            if place is None or token_id in request.stopping_ids:
-                return
-            place = place.after(int(token_id))
-            if place is None:
-                raise InputError(f"committed_ids breaks the request's constraint at token {index}")
-
-    def _check_speculation(self, request: Request) -> None:
-        """Refuse a drafter, a tree or a rule that cannot be had here, or not by a deterministic request."""
-        speculation = request.speculation or self._default
-        method, tree, accept = speculation.method, speculation.tree, speculation.accept
-        if method not in self._drafters.names:
-            raise InputError(f"unknown drafter {method!r}; known: {', '.join(self._drafters.names)}")
-        if tree is not None and not self._drafters.has_trees(method):
-            raise InputError(f"tree {tree} needs a drafter of trees (suffix, skip, model, auto), not {method!r}")
-        if accept is Accept.MATCH:
-            return
-        if request.params.deterministic:
-            raise InputError(
-                f"accept {accept} lets tokens depend on the drafter, the tree and the load, so it needs "
-                "deterministic=False"
-            )
-        if method == AUTO or not self._drafters.has_probabilities(method):
-            raise InputError(f"accept {accept} needs the probabilities of drafter skip or model, not {method!r}")
-        if accept is Accept.REJECTION and tree is not None and not tree.is_chain:
-            raise InputError(f"accept rejection is for chains; tree {tree} needs accept recursive")
-
-
-def _check_ids(where: str, token_ids: SequenceOf[int], vocab_size: int) -> None:
-    if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < vocab_size:
-        return
-    for token_id in token_ids:
-        if isinstance(token_id, bool) or not isinstance(token_id, Integral) or not 0 <= int(token_id) < vocab_size:
-            raise InputError(f"{where}token id {token_id!r} is not in the vocabulary of {vocab_size}")
 
 
 def _max_len(backend: Backend, config: EngineConfig) -> int:

@@ -20,7 +20,8 @@ from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, NamedTuple, Self, TypeVar
 
-from verispec.engine.engine import Engine, Request
+from verispec.engine.engine import Engine
+from verispec.engine.request import Request
 from verispec.errors import BackendDeadError, InputError, QueueFullError, VerispecError
 from verispec.types import NO_LOGPROBS, FinishReason, SampleOutput, SequenceStats, TokenEvent, Totals
 

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from prometheus_client.core import CounterMetricFamily, Metric
 
 from verispec.constraints import Compiler
-from verispec.engine import Engine, Request
+from verispec.engine import Request
 from verispec.engine.thread import Sink, Status
 from verispec.errors import VerispecError
 from verispec.llm import LLM
@@ -72,7 +72,7 @@ class Dispatcher:
         chance: Callable[[], float] = random.random,
         metrics_prefix: str = "verispec",
     ) -> None:
-        self.engine = _Checker(card)
+        self.engine = card.checks  # the part of an engine that says what is wrong with a request
         self.counts: Counter[str] = Counter()
         self._card = card
         self._fleet = fleet
@@ -268,8 +268,8 @@ class RemoteLLM(LLM):
         self.thread: Any = dispatcher
         self._usable_drafters = card.usable_drafters
         self._speculation = card.speculation
-        self._config = card.config
-        self._backend: Any = SimpleNamespace(limits=card.limits)
+        self._config = card.checks.config
+        self._backend: Any = SimpleNamespace(limits=card.checks.limits)
         self._constraints = Compiler(self.tokenizer, self.vocab_size)
         self._chat_prompts = None
         self._chat_lock = threading.Lock()
@@ -278,19 +278,6 @@ class RemoteLLM(LLM):
     def drafter_names(self) -> tuple[str, ...]:
         """Those that can draft at the replicas."""
         return self._usable_drafters
-
-
-class _Checker(Engine):
-    """The part of an engine that says what is wrong with a request: it has just what `validate` looks at."""
-
-    def __init__(self, card: Card) -> None:
-        names = card.drafters
-        self.max_len = card.max_len
-        self._backend: Any = SimpleNamespace(limits=card.limits)
-        self._config = card.config
-        self._default = card.speculation
-        self._drafters: Any = SimpleNamespace(names=tuple(names), has_probabilities=names.__getitem__)
-        self._no_family_reason = card.no_family_reason
 
 
 def _ignore(events: list[TokenEvent]) -> None:

@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 
 from verispec.async_llm import Stream
 from verispec.backends.calibration import Calibration
-from verispec.backends.protocol import BackendLimits
-from verispec.config import EngineConfig
 from verispec.engine import Request
+from verispec.engine.request import RequestChecks
 from verispec.errors import DeterminismError, InputError, QueueFullError
 from verispec.llm import LLM
 from verispec.model.architecture import Architecture
@@ -32,7 +31,7 @@ from verispec.text.detokenizer import answer_text
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """What an ingress knows of the model that it serves without having it. `drafters` says which have probabilities."""
+    """What an ingress knows of the model that it serves without having it."""
 
     fingerprint: str
     options: Mapping[str, Any]
@@ -42,11 +41,7 @@ class Card:
     identity: ModelIdentity
     calibration: Calibration
     speculation: Speculation
-    config: EngineConfig
-    limits: BackendLimits
-    max_len: int
-    no_family_reason: str
-    drafters: Mapping[str, bool]
+    checks: RequestChecks
     usable_drafters: tuple[str, ...]
 
 
@@ -110,8 +105,7 @@ class Replica:
 
     def card(self) -> Card:
         """What an ingress must know."""
-        llm, engine = self.llm, self.llm.thread.engine
-        names = engine._drafters.names
+        llm = self.llm
         return Card(
             fingerprint=self.fingerprint,
             options=self._options,
@@ -121,11 +115,7 @@ class Replica:
             identity=llm.identity,  # its digests are known by now: the fingerprint has them
             calibration=llm.calibration,
             speculation=llm._speculation,
-            config=llm._config,
-            limits=llm.backend.limits,
-            max_len=llm.max_len,
-            no_family_reason=engine._no_family_reason,
-            drafters={name: engine._drafters.has_probabilities(name) for name in names},
+            checks=llm.thread.engine.checks,
             usable_drafters=llm.drafter_names,
         )
 

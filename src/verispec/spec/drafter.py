@@ -112,6 +112,14 @@ class Drafter(Protocol):
         """The sequence has ended."""
 
 
+class DrafterSkills(NamedTuple):
+    """The drafters of an engine by name, and which of them know their probabilities, or draft trees."""
+
+    names: tuple[str, ...]
+    with_probabilities: frozenset[str]
+    with_trees: frozenset[str]
+
+
 class DrafterSet:
     """All drafters of an engine, by name; each sequence names its own, or AUTO for all of them.
 
@@ -152,12 +160,15 @@ class DrafterSet:
         """Whether nothing but rows that cost little beside others could make drafts of this sequence pay."""
         return all(self._drafters[name].needs_cheap_rows for name in self.members_of(sequence))
 
-    def has_probabilities(self, name: str) -> bool:
-        """Whether this drafter, or one of those that AUTO chooses from, knows the distributions it draws from."""
-        return any(self._drafters[n].has_probabilities for n in self.members(name))
-
-    def has_trees(self, name: str) -> bool:
-        return any(self._drafters[n].has_trees for n in self.members(name))
+    @property
+    def skills(self) -> DrafterSkills:
+        """What can be asked of them by name."""
+        drafters = {name: [self._drafters[member] for member in self.members(name)] for name in self.names}
+        return DrafterSkills(
+            self.names,
+            frozenset(name for name, members in drafters.items() if any(d.has_probabilities for d in members)),
+            frozenset(name for name, members in drafters.items() if any(d.has_trees for d in members)),
+        )
 
     def version(self, name: str) -> int:
         return self._drafters[name].version
