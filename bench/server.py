@@ -218,7 +218,7 @@ def instant_llm(model: str, burst: int) -> Iterator[LLM]:
     with LLM(model, drafter="none") as llm:
         with llm.thread.alone():
             engine = bare_engine(1 << 16, running=NUM_STREAMS, waiting=256, burst=burst)
-            policy = engine._scheduler._policy
+            policy = engine._policy
             policy.num_rounds = lambda load, host_seconds: min(burst, load.room, load.num_free)  # type: ignore[method-assign]
             llm.thread.engine = engine
         yield llm

@@ -276,24 +276,24 @@ def test_fast_rows_join_where_that_is_cheaper_than_a_pass_of_their_own(
     canonical: int, fast: int, seconds_of_16: float, expected: bool
 ) -> None:
     found = policy(NOTHING, (8, 16), cost(m1=1.0, m8=8.0, m16=seconds_of_16))
-    assert found.joins(canonical, fast) is expected
+    assert found.costs.joins(canonical, fast) is expected
 
 
 def test_without_a_family_nothing_joins() -> None:
-    assert not policy(NOTHING, (), row_budget=16).joins(0, 3)
-    assert not policy(NOTHING, (), row_budget=16).joins(2, 3)
+    assert not policy(NOTHING, (), row_budget=16).costs.joins(0, 3)
+    assert not policy(NOTHING, (), row_budget=16).costs.joins(2, 3)
 
 
 def test_more_rows_than_the_budget_are_called_the_policys_fault() -> None:
     with pytest.raises(AssertionError, match="17 rows in a canonical pass: the policy went over its budget, 16"):
-        policy(NOTHING, (4, 16), row_budget=16).canonical_shape(17)
+        policy(NOTHING, (4, 16), row_budget=16).costs.canonical_shape(17)
 
 
 def test_costs_need_not_grow_with_rows() -> None:
     """8 rows are cheaper than 4: that is the shape of few rows too, and drafts fill it."""
     costs = cost(m4=2.0, m8=1.0, m16=3.0)
     found = policy(NOTHING, (4, 8, 16), costs)
-    assert [found.canonical_shape(n) for n in (1, 4, 5, 8, 9, 16)] == [8, 8, 8, 8, 16, 16]
+    assert [found.costs.canonical_shape(n) for n in (1, 4, 5, 8, 9, 16)] == [8, 8, 8, 8, 16, 16]
     assert nodes(Promising(Curve.chain(15, 1.0)), (4, 8, 16), costs) == (7,)
     assert nodes(Promising(Curve.chain(15, 1.0)), (4, 8, 16), cost(m4=2.0, m8=1.0, m16=1.5)) == (15,)
 

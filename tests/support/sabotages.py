@@ -20,6 +20,8 @@ from tests.support.faulty_backends import WrappedBackend
 from verispec.backends.cost import CostTable
 from verispec.backends.protocol import DrawWanted, Noise, Pass, PassKind, PassResult, ReadyTicket, Rows, Ticket
 from verispec.engine.policy import Policy, RoundLoad
+from verispec.engine.step_costs import StepCosts
+from verispec.engine.windows import Windows
 from verispec.kv import DUMP_SLOT, Lease, Published, RadixPrefixCache, SlotPool
 from verispec.kv.prefix_cache import PrefixHit
 from verispec.sampling.rows import Sampler
@@ -374,11 +376,17 @@ class OfAnotherLoad(Policy):
         super().choose(turns, other_rows=8 * other_rows + 7, beside=beside + 9, **options)
 
 
+class _HastyWindows(Windows):
+    def _waits(self, turns: Sequence[Turn], beside: int, host_seconds: float) -> bool:
+        return False
+
+
 class Hasty(Policy):
     """Windows that are ready are verified at once, whoever else is nearly ready."""
 
-    def _waits(self, turns: Sequence[Turn], beside: int) -> bool:
-        return False
+    def __init__(self, *args: Any, row_budget: int, **options: Any) -> None:
+        super().__init__(*args, row_budget=row_budget, **options)
+        self._windows = _HastyWindows(self.costs, row_budget=row_budget)
 
 
 class Restless(Policy):
@@ -399,9 +407,23 @@ class OfRandomCosts(Policy):
         super().__init__(family, RandomCost(cost.shapes, cost.base, cost.per_context_token), *args, **options)
 
 
-class JoinsAlways(Policy):
+class _Lying(Policy):
+    """Passes are made by these costs instead of the true ones."""
+
+    costs_type: type[StepCosts]
+
+    def __init__(self, family: Sequence[int], cost: CostTable, *args: Any, row_budget: int, **options: Any) -> None:
+        super().__init__(family, cost, *args, row_budget=row_budget, **options)
+        self.costs = self.costs_type(family, cost, row_budget=row_budget)
+
+
+class _Joining(StepCosts):
     def joins(self, num_canonical: int, num_fast: int) -> bool:
-        return bool(num_canonical) and num_canonical + num_fast <= self._family[-1]
+        return bool(num_canonical) and num_canonical + num_fast <= self.family[-1]
+
+
+class JoinsAlways(_Lying):
+    costs_type = _Joining
 
 
 class RoundsAtRandom(Policy):
@@ -409,13 +431,21 @@ class RoundsAtRandom(Policy):
         return 1 + (7 * load.context_len + 3 * load.num_going) % max(1, min(load.room, load.num_free, 9))
 
 
-class LargestShape(Policy):
+class _Largest(StepCosts):
     def canonical_shape(self, num_rows: int) -> int:
-        return self._family[-1]
+        return self.family[-1]
 
 
-class ShapeOfTheRows(Policy):
-    """The one lie that is none of a policy's business: a shape that is not canonical."""
+class LargestShape(_Lying):
+    costs_type = _Largest
 
+
+class _OfTheRows(StepCosts):
     def canonical_shape(self, num_rows: int) -> int:
         return num_rows
+
+
+class ShapeOfTheRows(_Lying):
+    """The one lie that is none of a policy's business: a shape that is not canonical."""
+
+    costs_type = _OfTheRows

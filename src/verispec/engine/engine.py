@@ -105,9 +105,9 @@ class Engine:
         self._committer = Committer(self._roster)
         self._passes = Passes(
             backend,
-            canonical_shape=policy.canonical_shape,
-            fast_shape=policy.fast_shape,
-            joins=policy.joins,
+            canonical_shape=policy.costs.canonical_shape,
+            fast_shape=policy.costs.fast_shape,
+            joins=policy.costs.joins,
             observe=cost.observe_pass,
             clock=clock,
         )

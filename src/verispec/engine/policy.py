@@ -16,7 +16,9 @@ from functools import cache
 from typing import NamedTuple
 
 from verispec.backends.cost import SHORT_CONTEXT, CostTable
-from verispec.spec.drafter import Curve, DrafterSet, Held, Refusal
+from verispec.engine.step_costs import StepCosts
+from verispec.engine.windows import Windows, held_window
+from verispec.spec.drafter import Curve, DrafterSet, Refusal
 from verispec.spec.skip_menu import WORTH_IT
 from verispec.spec.turn import NO_ROOM, PLAIN, Choice, States, Turn
 
@@ -93,7 +95,8 @@ class Policy:
         by_probability: bool = False,
     ) -> None:
         self._follows, self._by_probability = follows, by_probability
-        self._family = tuple(family)
+        self.costs = StepCosts(family, cost, row_budget=row_budget)
+        self._windows = Windows(self.costs, row_budget=row_budget)
         self._cost = cost
         self._drafters = drafters
         self.states, self.needs_cheap_rows = drafters.states, drafters.needs_cheap_rows
@@ -105,7 +108,6 @@ class Policy:
         self._round_seconds = 0.0  # of the host, for a sequence's round that the backend drafts
         self._cost_versions = (0, 0, 0)
         self._entries: dict[Hashable, _Entry] = {}
-        self._canonical_shapes: dict[int, int] = {}
         self._cheap_rows: dict[tuple[int, bool], tuple[int, bool]] = {}  # with the version of the costs
 
     def choose(
@@ -119,12 +121,11 @@ class Policy:
         if versions != self._cost_versions:
             self._cost_versions = versions
             self._entries.clear()
-            self._canonical_shapes.clear()
         groups: dict[tuple[States, bool], list[Turn]] = {}  # sequences in the same state draft alike
         for turn in turns:
             turn.states = turn.states or self.states(turn.sequence)
             groups.setdefault((turn.states, self._needs_host(turn)), []).append(turn)
-        free = {key: group for key, group in groups.items() if _held(key[0]) is None}
+        free = {key: group for key, group in groups.items() if held_window(key[0]) is None}
         drafting: Counter[str] = Counter()
         for (found, _), group in free.items():
             for name, state in found:
@@ -132,8 +133,9 @@ class Policy:
         num_free = sum([len(group) for group in free.values()])
         rows = other_rows + sum([turn.num_pending for group in free.values() for turn in group])
         if num_free < len(turns):
-            left = 0 if not rows and self._waits(turns, beside) else self._row_budget - rows
-            rows += self._replay(turns, self._partial(turns, other_rows) if left else set(), left)
+            rows += self._windows.choose(
+                turns, rows=rows, other_rows=other_rows, beside=beside, host_seconds=self.host_seconds
+            )
             beside += sum([turn.choice.grows for turn in turns])
         context_len = sum([turn.start for turn in turns]) // len(turns)
         crowd = Crowd(rows, other_tokens + num_free, beside, _bucket(context_len), is_canonical)
@@ -144,7 +146,7 @@ class Policy:
             for turn in group:
                 turn.choice = _within(choice, turn) if turn.room > 0 else NO_ROOM
         if drafts > self._row_budget - rows:
-            _ration([turn for turn in turns if _held(turn.states) is None], self._row_budget - rows)
+            _ration([turn for turn in turns if held_window(turn.states) is None], self._row_budget - rows)
 
     def _needs_host(self, turn: Turn) -> bool:
         """Whether its next round needs the host, whatever is drafted."""
@@ -161,58 +163,6 @@ class Policy:
     def note_looks(self, seconds: float) -> None:
         """What the host took to ask each sequence's drafters."""
         self._look_seconds += (seconds - self._look_seconds) * (_LOOK_STEP if self._look_seconds else 1.0)
-
-    def _replay(self, turns: Sequence[Turn], partial: set[int], left: int) -> int:
-        """Choices of windows under way; returns the rows of those that are verified now.
-
-        Oldest first. One that does not fit waits; but the first is verified as far as it fits.
-        """
-        taken = 0
-        for turn in turns:
-            for name, state in turn.states:
-                if not isinstance(state, Held):
-                    continue
-                if not state.is_ready and turn.sequence.sequence_id not in partial:
-                    turn.choice = Choice(name, state.target_len, grows=True, num_drawn=state.num_nodes)
-                elif not left or (taken and taken + 1 + state.num_nodes > left):
-                    turn.choice = Choice(name, state.num_nodes, waits=True)
-                else:
-                    num_nodes = min(state.num_nodes, max(0, left - taken - 1))
-                    turn.choice = Choice(name, num_nodes, is_replay=True)
-                    taken += 1 + num_nodes
-        return taken
-
-    def _waits(self, turns: Sequence[Turn], beside: int) -> bool:
-        """Whether windows that are ready wait for those that grow, where nothing but them is canonical.
-
-        They do while one more round gives more tokens a second than all since they were opened will, if verified now,
-        and if a pass of their own costs more than the time in which they idle is worth.
-        """
-        held = [h for turn in turns if (h := _held(turn.states)) is not None]
-        growing, longest = [h for h in held if not h.is_ready], max(h.num_nodes for h in held)
-        num_rows, num_late = (sum(1 + h.num_nodes for h in part) for part in (held, growing))
-        if len(growing) in (0, len(held)) or num_rows + len(growing) > self._row_budget:
-            return False
-        context_len = sum(turn.start for turn in turns) // len(turns)
-        seconds = self._fast_seconds(len(growing) + beside, context_len)
-        now, ready, late = (self._canonical_seconds(n, context_len) for n in (num_rows, num_rows - num_late, num_late))
-        total, num_tokens = longest * seconds + now + self.host_seconds, num_rows + longest * beside
-        num_idle = (len(held) - len(growing)) * max(h.target_len - h.num_nodes for h in growing)
-        gains = (len(growing) + beside) * total > num_tokens * seconds
-        return gains and (ready + late - now) * num_tokens > num_idle * total
-
-    def _partial(self, turns: Sequence[Turn], other_rows: int) -> set[int]:
-        """Windows that are verified unfinished, because others are verified now; longest first."""
-        held = [_held(turn.states) for turn in turns]
-        ready = [h for h in held if h is not None and h.is_ready]
-        growing = [(h.num_nodes, t) for t, h in zip(turns, held, strict=True) if h and not h.is_ready and h.num_nodes]
-        if not ready or not growing:
-            return set()
-        growing.sort(key=lambda pair: (-pair[0], pair[1].sequence.sequence_id))
-        rows = other_rows + sum(1 + h.num_nodes for h in ready) + held.count(None)
-        context_len = sum(t.start for t in turns) // len(turns)
-        count = self._num_partial([length for length, _ in growing], rows, context_len)
-        return {t.sequence.sequence_id for _, t in growing[:count]}
 
     def _choice(self, states: States, drafting: Mapping[str, int], crowd: Crowd) -> Choice:
         refusal = next((s for _, s in states if isinstance(s, Refusal)), "")
@@ -291,7 +241,7 @@ class Policy:
             tokens += level.tokens
             if curve.cost is not None:
                 trip = 0.0 if by_backend else self._cost.trip
-                drafted = _pass_seconds(curve.cost, drafting * width, crowd.context_len)
+                drafted = _draft_seconds(curve.cost, drafting * width, crowd.context_len)
                 seconds += trip + self._cost.speed * drafted  # timed beside the target's, on the same machine
             width = level.num_nodes
             if crowd.rows + nodes > self._row_budget:
@@ -324,9 +274,9 @@ class Policy:
 
     def _seconds(self, crowd: Crowd, num_rows: int) -> float:
         """A step of this crowd with so many rows of its own kind."""
-        if crowd.is_canonical and self._family:
-            return self._step_seconds(num_rows, crowd.beside, crowd.context_len)
-        return self._fast_seconds(num_rows, crowd.context_len)
+        if crowd.is_canonical and self.costs.family:
+            return self.costs.seconds(num_rows, crowd.beside, crowd.context_len)
+        return self.costs.fast_seconds(num_rows, crowd.context_len)
 
     def _window_rate(self, curve: Curve, num_nodes: int, drafting: int, crowd: Crowd) -> float:
         """Tokens a second if these sequences draw so many tokens in fast rounds and then replay them, together.
@@ -335,42 +285,19 @@ class Policy:
         """
         others, tokens = max(0, crowd.rows - drafting), crowd.tokens - drafting + crowd.beside
         room = self._row_budget - others
-        if not self._family or room <= 0:
+        if not self.costs.family or room <= 0:
             return 0.0
         fitting = max(1, room // (num_nodes + 1))
         full, rest = divmod(drafting, fitting)
         context_len = crowd.context_len
-        seconds = num_nodes * self._step_seconds(others, crowd.beside + drafting, context_len)
+        seconds = num_nodes * self.costs.seconds(others, crowd.beside + drafting, context_len)
         for count, num_passes in ((fitting, full), (rest, bool(rest))):
             if num_passes:
                 num_rows = min(self._row_budget, others + count * (num_nodes + 1))
-                seconds += num_passes * (self._step_seconds(num_rows, crowd.beside, context_len) + self.host_seconds)
+                seconds += num_passes * (self.costs.seconds(num_rows, crowd.beside, context_len) + self.host_seconds)
         confirmed = 1.0 + sum([level.tokens for level in curve.levels[:num_nodes]])
         num_steps = num_nodes + full + bool(rest)
         return (num_steps * tokens + drafting * confirmed) / max(1e-12, seconds)
-
-    def joins(self, num_canonical: int, num_fast: int) -> bool:
-        """Whether one canonical pass for all rows is cheaper than a canonical and a fast one."""
-        if not self._family or not num_canonical or num_canonical + num_fast > self._family[-1]:
-            return False
-        return self._joined_seconds(num_canonical, num_fast, 0) < self._apart_seconds(num_canonical, num_fast, 0)
-
-    def _num_partial(self, lengths: Sequence[int], num_rows: int, context_len: int) -> int:
-        """How many unfinished windows, in this order, are best verified together with the rows that run anyway.
-
-        A row of theirs costs now what the larger shape costs more; later it would cost its share of a full pass.
-        """
-        per_row = min(self._cost.seconds(m, m * context_len) / m for m in self._family)
-        best, best_gain, rows = 0, 0.0, 0
-        now = self._canonical_seconds(num_rows, context_len)
-        for k, length in enumerate(lengths, start=1):
-            rows += length + 1
-            if num_rows + rows > self._row_budget:
-                break
-            gain = rows * per_row - (self._canonical_seconds(num_rows + rows, context_len) - now)
-            if gain >= best_gain:
-                best, best_gain = k, gain
-        return best
 
     def num_rounds(self, load: RoundLoad, host_seconds: float) -> int:
         """How many rounds the backend runs by itself: as long as a stream may wait, as slots are free, as is left.
@@ -383,9 +310,9 @@ class Policy:
         if count <= 1:
             return 1
         together = load.num_going + load.num_waiting
-        seconds = _pass_seconds(self._cost, together + load.num_nodes, load.context_len) + load.draft_seconds
+        seconds = self.costs.pass_seconds(together + load.num_nodes, load.context_len) + load.draft_seconds
         if load.num_waiting:
-            short = _pass_seconds(self._cost, load.num_going + load.num_nodes, load.context_len) + load.draft_seconds
+            short = self.costs.pass_seconds(load.num_going + load.num_nodes, load.context_len) + load.draft_seconds
             once = together / (seconds + host_seconds)
             twice = (together + load.num_going) / (seconds + short + host_seconds)
             count = 2 if twice > once else 1
@@ -421,44 +348,7 @@ class Policy:
         A look is made while others' rounds run; one that was `in_vain` has ended them.
         """
         seconds = self.host_seconds if in_vain else num_rows * self._look_seconds
-        return min(_LONGEST_REST, int(seconds / (_LOOKS * self._fast_seconds(num_rows, context_len))))
-
-    def canonical_shape(self, num_rows: int) -> int:
-        """The cheapest canonical shape for a number of rows."""
-        found = self._canonical_shapes.get(num_rows)
-        if found is None:
-            fitting = [m for m in self._family if m >= num_rows]
-            assert fitting, f"{num_rows} rows in a canonical pass: the policy went over its budget, {self._row_budget}"
-            found = self._canonical_shapes[num_rows] = self._cost.cheapest(fitting)
-        return found
-
-    def fast_shape(self, num_rows: int) -> int:
-        """The shape of a fast pass of so many rows."""
-        return self._cost.fast_shape(num_rows)
-
-    def _step_seconds(self, num_canonical: int, num_fast: int, context_len: int) -> float:
-        if not num_fast:
-            return self._canonical_seconds(num_canonical, context_len)
-        apart = self._apart_seconds(num_canonical, num_fast, context_len)
-        if not num_canonical or num_canonical + num_fast > self._family[-1]:
-            return apart
-        return min(apart, self._joined_seconds(num_canonical, num_fast, context_len))
-
-    def _apart_seconds(self, num_canonical: int, num_fast: int, context_len: int) -> float:
-        return self._canonical_seconds(num_canonical, context_len) + self._fast_seconds(num_fast, context_len)
-
-    def _joined_seconds(self, num_canonical: int, num_fast: int, context_len: int) -> float:
-        return self._canonical_seconds(num_canonical + num_fast, context_len)
-
-    def _canonical_seconds(self, num_rows: int, context_len: int) -> float:
-        if not num_rows:
-            return 0.0
-        if num_rows > self._family[-1]:
-            return self._cost.seconds(num_rows, num_rows * context_len)
-        return self._cost.seconds(self.canonical_shape(num_rows), num_rows * context_len)
-
-    def _fast_seconds(self, num_rows: int, context_len: int) -> float:
-        return _pass_seconds(self._cost, num_rows, context_len) if num_rows else 0.0
+        return min(_LONGEST_REST, int(seconds / (_LOOKS * self.costs.fast_seconds(num_rows, context_len))))
 
 
 def refusal(states: States) -> Choice | None:
@@ -472,14 +362,6 @@ def refusal(states: States) -> Choice | None:
 @cache
 def _refused(reason: str) -> Choice:
     return Choice(reason=reason)
-
-
-def _held(states: States) -> Held | None:
-    """The window that a sequence has under way."""
-    for _, state in states:
-        if isinstance(state, Held):
-            return state
-    return None
 
 
 def _ration(turns: Sequence[Turn], left: int) -> None:
@@ -504,7 +386,7 @@ def _within(choice: Choice, turn: Turn) -> Choice:
     return choice
 
 
-def _pass_seconds(cost: CostTable, num_rows: int, context_len: int) -> float:
+def _draft_seconds(cost: CostTable, num_rows: int, context_len: int) -> float:
     return cost.seconds(cost.fast_shape(num_rows), num_rows * context_len)
 
 
