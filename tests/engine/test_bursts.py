@@ -6,7 +6,7 @@ the air runs as late as it may here, over slots that are poisoned as soon as the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -26,11 +26,10 @@ from verispec.config import EngineConfig
 from verispec.engine import Engine, Request
 from verispec.engine.policy import Policy, RoundLoad
 from verispec.sampling.rows import Sampler
-from verispec.spec.drafter import DrafterSet, Refusal
+from verispec.spec.drafter import DrafterSet
 from verispec.spec.none import NoDrafter
 from verispec.spec.speculation import Speculation
 from verispec.spec.suffix import SuffixDrafter
-from verispec.spec.turn import SequenceView
 from verispec.types import FinishReason, SampleOutput, SamplingParams
 
 ROUNDS = (1, 2, 3, 5, 16)
@@ -260,48 +259,6 @@ def test_who_finds_nothing_to_draft_looks_less_and_less_often() -> None:
     found, output = rounds("suffix", 4)
     assert output.stats.drafted > 50
     assert max(found) <= 2
-
-
-class Asked(SuffixDrafter):
-    """Notes for whom it is asked, by the number of tokens they have."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lengths: list[int] = []
-
-    def state(self, sequence: SequenceView) -> Hashable | Refusal:
-        self.lengths.append(len(sequence.token_ids))
-        return super().state(sequence)
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-def test_where_no_draft_can_pay_nobody_is_asked_until_others_have_left(depth: int) -> None:
-    """Up to 4 rows take as long as one, from 8 on each takes its own time: beside 7 others no draft can pay."""
-    dear = CostTable((1, 4, 8, 64), (1e-6, 1e-6, 2e-6, 16e-6), (0.0,) * 4)
-
-    def run(drafter: str, cost: CostTable) -> tuple[list[int], list[int], SampleOutput]:
-        backend = LateBackend(FakeBackend(vocab_size=4, num_slots=800))
-        suffix = Asked()
-        engine = Engine(
-            backend, family=(1, 2, 4, 8, 16, 32, 64), drafters={"none": NoDrafter(), "suffix": suffix},
-            config=EngineConfig(num_slots=800, max_burst=8, depth=depth), cost=cost, clock=lambda: 0.0,
-        )  # fmt: skip
-        for i in range(7):
-            engine.add(Request((1, 2, i % 4), replace(PLAIN, max_tokens=40), Speculation(drafter)))
-        last = engine.add(Request((1, 2, 3), replace(PLAIN, max_tokens=100), Speculation(drafter)))
-        outputs = collect(engine)
-        return suffix.lengths, backend.rounds, outputs[last, 0]
-
-    _, plain_rounds, plain = run("none", dear)
-    lengths, rounds, output = run("suffix", dear)
-    assert facts(output) == facts(plain)
-    assert rounds[:4] == plain_rounds[:4]
-    assert 43 <= min(lengths) <= 43 + 32, "asked as soon as the others have gone, or a rest later"
-    assert output.stats.drafted > 5
-    lengths, rounds, output = run("suffix", CHEAP)  # control: where rows cost nothing everybody is asked from the start
-    assert facts(output) == facts(plain)
-    assert min(lengths) == 3
-    assert lengths.count(3) >= 8
 
 
 # One that needs the host among many that do not.

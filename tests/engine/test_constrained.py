@@ -27,8 +27,10 @@ from verispec.errors import ConstraintError, InputError
 from verispec.sampling import constraint
 from verispec.spec.drafter import Drafter
 from verispec.spec.grammar import GrammarDrafter
+from verispec.spec.none import NoDrafter
 from verispec.spec.registry import make_drafters
 from verispec.spec.speculation import AUTO, Speculation
+from verispec.spec.turn import SequenceView
 from verispec.text.detokenizer import TextStream
 from verispec.types import Accept, FinishReason, SampleOutput, SamplingParams
 
@@ -334,6 +336,35 @@ def test_where_no_draft_can_pay_all_go_on_in_bursts_together(method: str) -> Non
     assert all(o.stats.drafted == 0 for o in outputs.values())
     assert all("not predicted to pay" in (o.stats.no_draft_reason or "") for o in outputs.values())
     assert max(int(p.burst.rounds.max()) for p in _bursts_together(backend) if p.burst) > 4
+
+
+class _Asked(GrammarDrafter):
+    """Notes for whom it is asked, by the number of tokens they have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lengths: list[int] = []
+
+    def state(self, sequence: SequenceView) -> Any:
+        self.lengths.append(len(sequence.token_ids))
+        return super().state(sequence)
+
+
+def test_who_was_not_asked_under_load_is_asked_when_others_have_left() -> None:
+    """Up to 4 rows take as long as one, from 8 on each takes its own time: beside 7 others no draft can pay."""
+    steep = CostTable((1, 4, 8, 64), (1e-6, 1e-6, 2e-6, 16e-6), (0.0,) * 4)
+    lengths = {}
+    for costs in (steep, CHEAP):  # control: where rows cost nothing all are asked from the start
+        drafter = _Asked()
+        made = engine({"none": NoDrafter(), "grammar": drafter}, cost=costs, max_burst=8)
+        for seed in range(7):
+            made.add(replace(request(replace(PARAMS, seed=seed, max_tokens=20), "grammar"), is_streamed=False))
+        params = replace(PARAMS, schema={"type": "array", "items": PERSON, "minItems": 9}, max_tokens=120)
+        last = made.add(replace(request(params, "grammar"), is_streamed=False))
+        assert collect(made)[last, 0].digest == alone(params).digest
+        lengths[costs is steep] = [length - len(PROMPT) for length in drafter.lengths]
+    assert lengths[False].count(0) >= 8
+    assert 20 <= min(lengths[True]) <= 20 + 32, "as soon as the others have gone, or a rest later"
 
 
 def _bursts_together(backend: FakeBackend) -> list[Pass]:

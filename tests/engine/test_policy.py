@@ -311,23 +311,27 @@ def test_nodes_fill_the_shape_that_gives_most_a_second(seconds_of_8: float, acce
 
 
 @pytest.mark.parametrize(
-    ("costs", "num_running", "expected"),
+    ("costs", "num_running", "host_seconds", "expected"),
     [
-        (FLAT_COST, 1, True),
-        (cost(m1=1, m64=64), 1, False),  # a row takes its own time
-        (cost(m1=1, m64=64), 32, False),
-        (cost(m1=1, m4=1, m8=2, m64=16), 1, True),
-        (cost(m1=1, m4=1, m8=2, m64=16), 4, False),
-        (cost(m1=1, m4=1, m8=2, m64=16), 64, False),  # no row is left
-        (cost(m1=10, m64=73), 8, True),  # 8 in 17, 64 in 73
-        (cost(m8=17, m16=32, m64=130), 8, False),  # 6 % more at best
+        (FLAT_COST, 1, 0.0, True),
+        (cost(m1=1, m64=64), 1, 0.0, False),  # a row takes its own time
+        (cost(m1=1, m64=64), 32, 0.0, False),
+        (cost(m1=1, m4=1, m8=2, m64=16), 1, 0.0, True),
+        (cost(m1=1, m4=1, m8=2, m64=16), 4, 0.0, False),
+        (cost(m1=1, m4=1, m8=2, m64=16), 64, 0.0, False),  # no row is left
+        (cost(m1=10, m64=73), 8, 0.0, True),  # 8 in 17, 24 in 33
+        (cost(m1=10, m64=73), 8, 15.0, False),  # but a host that takes as long again
+        (cost(m8=17, m16=32, m24=48), 8, 0.0, False),  # 6 % more at best
     ],
 )
-def test_rows_are_cheap_where_more_of_them_give_clearly_more(
-    costs: CostTable, num_running: int, expected: bool
+def test_drafts_can_pay_where_rows_cost_clearly_less_than_they_give(
+    costs: CostTable, num_running: int, host_seconds: float, expected: bool
 ) -> None:
     found = policy(Promising(Curve.chain(8, 1.0)), (1, 2, 4, 8, 16, 32, 64), costs)
-    assert found.has_cheap_rows(num_running, is_canonical=True) is expected
+    found.host_seconds = host_seconds
+    assert found.drafts_can_pay(num_running, is_canonical=True) is expected
+    found.host_seconds = 1e6
+    assert not found.drafts_can_pay(num_running, is_canonical=True), "what the host takes is looked at anew"
 
 
 def test_a_full_shape_grants_nothing() -> None:

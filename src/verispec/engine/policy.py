@@ -29,7 +29,7 @@ _ROUND_STEP, _MANY_ROUNDS = 0.2, 64  # towards what the host last took for a rou
 _LOOK_STEP = 0.1  # the same for a look
 _NOTICEABLE_HOST = 0.15  # a change of the host's time, as a logarithm, that entries are made anew for
 NOT_WORTH_IT = "verifying a draft was not predicted to pay at this load"
-_BEST_GAIN, _MOST_ROWS = 1.1, 8  # rows are cheap if up to so many times as many give so many times the tokens a second
+_BEST_GAIN, _MOST_ROWS = 1.1, 3  # at best so many times the tokens a second, by at most so many times the rows
 _WAIT, _LONGEST_WAIT = 0.025, 0.1  # seconds that a stream waits for a burst: 40 frames a second, or 10
 _HOST_SHARE = 0.02  # of the time of a burst: where the host would take more, streams wait longer
 _LONGEST_BURST = 0.5  # seconds of any burst: aborts, Ctrl-C and newcomers wait for its end
@@ -108,7 +108,7 @@ class Policy:
         self._round_seconds = 0.0  # of the host, for a sequence's round that the backend drafts
         self._cost_versions = (0, 0, 0)
         self._entries: dict[Hashable, _Entry] = {}
-        self._cheap_rows: dict[tuple[int, bool], tuple[int, bool]] = {}  # with the version of the costs
+        self._can_pay: dict[tuple[int, bool], tuple[tuple[int, int], bool]] = {}  # with the versions of the costs
 
     def choose(
         self, turns: Sequence[Turn], *, is_canonical: bool, other_rows: int, other_tokens: int, beside: int
@@ -323,18 +323,19 @@ class Policy:
             count = min(count, int(_LONGEST_BURST / max(1e-6, seconds)))
         return max(1, count)
 
-    def has_cheap_rows(self, num_running: int, *, is_canonical: bool) -> bool:
-        """Whether further rows beside those of so many sequences, each with a token, would give clearly more tokens a
-        second. Where they do not, even drafts that are all accepted are worth less than the time to look for them."""
-        at = num_running, is_canonical
-        version, found = self._cheap_rows.get(at, (-1, False))
-        if version != self._cost.version:
+    def drafts_can_pay(self, num_running: int, *, is_canonical: bool) -> bool:
+        """Whether drafts of so many sequences, all accepted, would give clearly more tokens a second than rounds that
+        need no host: else looking for them is worth nothing."""
+        at, versions = (num_running, is_canonical), (self._cost.version, _rough(self.host_seconds))
+        made, found = self._can_pay.get(at, (None, False))
+        if made != versions:
             crowd = Crowd(num_running, num_running, 0, SHORT_CONTEXT, is_canonical)
             most = min(self._row_budget, _MOST_ROWS * num_running)
-            rows = {num_running, most, *(m for m in self._cost.shapes if num_running < m < most)}
-            rates = [self._rate(crowd, m - num_running, m - num_running, 0.0) for m in sorted(rows)]
-            found = max(rates) > _BEST_GAIN * rates[0]
-            self._cheap_rows[at] = self._cost.version, found
+            rows = {most, *(m for m in self._cost.shapes if num_running < m < most)}
+            host = self._host_seconds(is_needed=True)
+            rates = [self._rate(crowd, m - num_running, m - num_running, host) for m in rows]
+            found = max(rates) > _BEST_GAIN * self._rate(crowd, 0, 0.0, 0.0)
+            self._can_pay[at] = versions, found
         return found
 
     @property

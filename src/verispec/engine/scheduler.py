@@ -311,19 +311,20 @@ class Scheduler:
         self._all_plain = None
 
     def _rest_under_load(self) -> None:
-        """Nobody is asked for drafts where even the best would gain nothing: asking takes time, too."""
-        count = len(self._roster.running)
-        if all(self._policy.has_cheap_rows(count, is_canonical=kind) for kind in (True, False)):
+        """Who would need the host in every round for its drafts does without, where even the best could not pay."""
+        if not self._follows:
             return
         for sequence in self._roster.running:
-            if sequence.may_draft and self._needs_other_load(sequence):
+            if sequence.is_followed and sequence.may_draft and self._needs_other_load(sequence):
                 self._rests.lie_down(sequence, _LOAD_REST)
                 if not sequence.stats.drafted:
                     sequence.stats.no_draft_reason = NOT_WORTH_IT
 
     def _needs_other_load(self, sequence: Sequence) -> bool:
-        kind, count = self._decodes_canonically(sequence), len(self._roster.running)
-        return not self._policy.has_cheap_rows(count, is_canonical=kind) and self._policy.needs_cheap_rows(sequence)
+        if not sequence.is_followed or not self._policy.needs_cheap_rows(sequence):
+            return False
+        kind = self._decodes_canonically(sequence)
+        return not self._policy.drafts_can_pay(len(self._roster.running), is_canonical=kind)
 
     def _resting_cohort(self, resting: SequenceOf[tuple[Sequence, Choice]], *, is_canonical: bool) -> Cohort:
         cohort = self._cohort([sequence for sequence, _ in resting], is_canonical=is_canonical)
