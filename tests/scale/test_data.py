@@ -20,6 +20,14 @@ from verispec.llm import LLM
 from verispec.ray.data import Answerer
 
 PENDING = ".pending.parquet"
+WORKERS = ("ray::MapWorker(", "ray::Read", "ray::Write")  # of a job
+
+
+def _wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 240
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
 
 
 class Job:
@@ -27,23 +35,26 @@ class Job:
 
     def __init__(self, farm: Farm, folder: Path, model: Path, keeper: str) -> None:
         write_prompts(folder / "in")
+        self._farm = farm
         self._command = [
             sys.executable, "-m", "tests.scale.data_job", farm.address, str(model), str(folder), keeper
         ]  # fmt: skip
         self._out = folder / "out"
 
     def killed(self, has_enough: Callable[[], bool]) -> None:
-        job = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + 120
-        while not has_enough() and job.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert job.poll() is None
-        job.kill()
-        job.wait()
-        time.sleep(1.0)  # its actors go, too
+        """Once it has enough: it stops by itself before it has everything."""
+        job = subprocess.Popen([*self._command, "part"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            _wait_until(lambda: job.poll() is not None or has_enough())
+            assert job.poll() is None
+            assert self._farm.pids(*WORKERS)
+        finally:
+            job.kill()
+            job.wait()
+        _wait_until(lambda: not self._farm.pids(*WORKERS))
 
     def finished(self) -> None:
-        subprocess.run(self._command, check=True, stdout=subprocess.DEVNULL, timeout=300)
+        subprocess.run([*self._command, "whole"], check=True, stdout=subprocess.DEVNULL, timeout=300)
 
     @property
     def files(self) -> dict[str, bytes]:
