@@ -50,7 +50,8 @@ Cli = Callable[..., Done]
 
 @pytest.fixture
 def bare_cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
-    """Run a command here; what it loads, it loads."""
+    """Run a command here; what it loads, it loads, and says nothing of it, however long it takes."""
+    monkeypatch.setattr("verispec.cli.progress._QUIET_SECONDS", float("inf"))
 
     def call(*arguments: str, stdin: bytes = b"") -> Done:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
@@ -103,6 +104,22 @@ class Terminal:
 
     def press(self, keys: str) -> None:
         os.write(self._fd, keys.encode())
+
+    def press_until(self, keys: str, text: str = "") -> None:
+        """Press keys every second until `text` has come, or without one until the process has ended.
+
+        Python overlooks a signal between showing the prompt and waiting for keys, and loses a line to it later.
+        """
+        end = time.monotonic() + 60
+        while not (text and text in self.seen):
+            assert time.monotonic() < end, f"{text!r} did not come; seen: {self.seen!r}"
+            self.press(keys)
+            again = time.monotonic() + 1
+            while time.monotonic() < again and not (text and text in self.seen):
+                if not self._read(0.1):
+                    assert not text, f"{text!r} did not come before the end; seen: {self.seen!r}"
+                    return
+        self.wait_for(text)
 
     def wait_for(self, text: str, *, seconds: float = 30) -> str:
         """Read until `text` has come; returns everything up to its end, and forgets it."""

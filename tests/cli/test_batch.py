@@ -70,9 +70,10 @@ def _children(process: int) -> list[int]:
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for child processes in /proc")
 def test_a_worker_that_dies_is_replaced_and_one_whose_parent_dies_ends(batch: Cli, model: Path, tmp_path: Path) -> None:
     """Both of them die, later the parent does; what is left is done in this process, and the file is the same."""
-    write_lines(tmp_path / "in", 50, num_tokens=80)
+    write_lines(tmp_path / "in", 150, num_tokens=80)
     journal = tmp_path / "out.journal"
-    command = [*COMMAND, "batch", "in", "out", "-m", str(model), "--workers", "2", "--save-every", "0.1"]
+    slowly = ["--batch-size", "1", "--save-every", "0.1"]  # seconds, to be caught at work in twice
+    command = [*COMMAND, "batch", "in", "out", "-m", str(model), "--workers", "2", *slowly]
     env = {**os.environ, "XDG_CACHE_HOME": str(model.parent)}
     process = subprocess.Popen(command, cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True)
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-import re
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -225,17 +223,19 @@ def test_the_bar_shows_rate_and_time_left(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(sys, "stderr", shown)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "80")
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
     with CountDisplay("generating", 40) as display:
         for _ in range(20):
+            now += 0.01
             display.advance()
-            time.sleep(0.01)
-    assert re.search(r"20/40.* [\d.]+/s.*0:00:0\d", shown.getvalue())
+    assert "20/40 100.0/s 0:00:00 left" in shown.getvalue()
     shown.truncate(0)
     with CountDisplay("generating", 10**9, num_before=10**8) as display:
         assert "/s" not in shown.getvalue()
-        time.sleep(0.01)
+        now += 0.01
         display.advance()
-    assert re.search(r"100000001/1000000000 [\d.]{1,4}/s", shown.getvalue())  # what was there before is no speed
+    assert "100000001/1000000000 100.0/s" in shown.getvalue()  # what was there before is no speed
 
 
 def test_elsewhere_a_slow_stage_is_one_line(

@@ -61,7 +61,7 @@ def test_a_receipt_beside_the_answer(bare_cli: Cli, tiny: str, tmp_path: Path) -
     path.write_text("what was here before")
     done = bare_cli("generate", "-m", tiny, "the abba", *SAMPLED, "--receipt", str(path))
     assert done.code == 0
-    figures, note = done.err.splitlines()[-2:]  # behind what the audit says
+    figures, note = done.err.splitlines()
     assert " prompt tokens" in figures
     assert note == f"receipt in {path}"
     (line,) = path.read_text().splitlines()
@@ -466,7 +466,7 @@ def test_200_receipts_of_one_process_are_reproduced_by_another(cache: Path, tmp_
     results = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(results) == 200
     assert all(result["reproduced"] for result in results)
-    assert done.stderr == "200 receipts: 200 reproduced\n"
+    assert done.stderr.splitlines()[-1] == "200 receipts: 200 reproduced"  # behind what a slow load says
     assert sum(result["num_tokens"] for result in results) > 3000
     first, *others = receipts.read_text().splitlines()
     spoilt = json.loads(first)
@@ -474,4 +474,4 @@ def test_200_receipts_of_one_process_are_reproduced_by_another(cache: Path, tmp_
     receipts.write_text("\n".join([*others[:2], json.dumps(spoilt)]))
     control = verispec("replay", str(receipts), "-m", str(model), env=env)
     assert control.returncode == 1
-    assert control.stderr == "3 receipts: 2 reproduced\n"
+    assert control.stderr.splitlines()[-1] == "3 receipts: 2 reproduced"

@@ -159,7 +159,7 @@ def test_a_loop_is_called_at_most_once_per_step() -> None:
         with backend.shut():
             for i in range(4):
                 thread.submit(request(i), sink)
-        time.sleep(0.05)  # the loop is behind: several steps come at once
+        wait_until(lambda: len(backend.passes) >= 6)  # the loop is behind: several steps come at once
         await asyncio.wait_for(ended.wait(), TIMEOUT_S)
         await asyncio.to_thread(thread.stop)
         return len(heard), len(backend.passes), sum(map(len, heard))

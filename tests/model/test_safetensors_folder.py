@@ -2,6 +2,8 @@
 
 import json
 import os
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -192,7 +194,7 @@ def test_truncation_anywhere_is_refused(tmp_path: Path) -> None:
     open_folder(tmp_path)
 
 
-@settings(max_examples=scaled(200), deadline=1000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=scaled(200), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(changes=st.dictionaries(st.integers(0, 600), st.integers(0, 255), max_size=8))
 def test_flipped_header_bytes_parse_or_fail_cleanly(changes: dict[int, int], tmp_path: Path) -> None:
     write_folder(tmp_path, SMALL)
@@ -201,9 +203,9 @@ def test_flipped_header_bytes_parse_or_fail_cleanly(changes: dict[int, int], tmp
     for position, value in changes.items():
         damaged[position] = value
     path.write_bytes(damaged)
-    try:
+    start = time.thread_time()
+    with suppress(ModelFileError):
         folder = open_folder(tmp_path)
-    except ModelFileError:
-        return
-    for name in folder.tensors:
-        folder.read(name)
+        for name in folder.tensors:
+            folder.read(name)
+    assert time.thread_time() - start < 1

@@ -156,12 +156,12 @@ def test_control_without_its_journal_the_answer_is_another(llms: list[LLM], monk
 def test_what_a_stopped_replica_says_later_is_not_heard(llms: list[LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     """A replica that is silent for too long is given up; when it wakes, the answer is somebody else's by then."""
 
-    monkeypatch.setattr("verispec.ray.remote.LAST_FRAME_SECONDS", 0.3)
+    monkeypatch.setattr("verispec.ray.remote.LAST_FRAME_SECONDS", 1.5)
 
     async def heard() -> tuple[Heard, int]:
-        async with remote(Mortal("a", llms[0], mute=1.0), Mortal("b", llms[1]), silence=0.4) as (llm, fleet):
+        async with remote(Mortal("a", llms[0], mute=4.0), Mortal("b", llms[1]), silence=2.0) as (llm, fleet):
             found = await Heard().listen(llm, PARAMS)
-            await asyncio.sleep(0.6)
+            await asyncio.sleep(4.0)  # it wakes
             return found, len(fleet.works)
 
     assert asyncio.run(heard()) == (undisturbed(llms[1]), 2)
