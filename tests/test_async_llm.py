@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.support.chat_model import write_chat_model
+from tests.support.held import held
 from tests.support.tiny_llm import loaded
-from verispec import AsyncLLM
+from verispec import AsyncLLM, async_llm
 from verispec.async_llm import SlowReaderError
 from verispec.errors import InputError
 from verispec.llm import LLM
@@ -66,34 +69,47 @@ def test_many_calls_at_once_change_no_answer(llm: LLM) -> None:
     run(work)
 
 
-async def _idle(llm: LLM) -> None:
-    """Wait until nothing runs; it must not take long."""
+async def _until(condition: Callable[[], object]) -> None:
+    """It must not take long."""
     end = time.monotonic() + 10
-    while (status := llm.status()).num_running + status.num_waiting:
+    while not condition():
         assert time.monotonic() < end
         await asyncio.sleep(0.005)
 
 
+async def _idle(llm: LLM) -> None:
+    """Wait until nothing runs."""
+    await _until(lambda: llm.status()[:2] == (0, 0))
+
+
 def test_abort_cancel_and_an_iterator_left_early_free_everything(llm: LLM) -> None:
+    """Each of them while the engine is not far in its 900 tokens."""
+    before = llm.status().totals.committed
+
     async def work() -> None:
         model = AsyncLLM(llm)
-        stream = model.stream("abc", LONG)
-        await stream.take()
-        stream.abort()
-        events = [event async for event in stream]
+        with held(llm) as is_free:
+            stream = model.stream("abc", LONG)
+            await stream.take()
+            stream.abort()
+            is_free.set()
+            events = [event async for event in stream]
         assert events[-1].finish_reason is FinishReason.ABORT
-        task = asyncio.create_task(model.generate("abc", LONG))
-        await asyncio.sleep(0.02)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        async with model.stream("abc", LONG) as left:
-            await left.take()
+        with held(llm):
+            task = asyncio.create_task(model.generate("abc", LONG))
+            await _until(lambda: llm.status().num_running)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        with held(llm):
+            async with model.stream("abc", LONG) as left:
+                await left.take()
         await _idle(llm)
         assert not model._streams
 
     run(work)
     llm.engine.check()
+    assert llm.status().totals.committed - before < 900
 
 
 def test_a_reader_that_is_too_slow_is_told_and_others_go_on(llm: LLM) -> None:
@@ -135,29 +151,43 @@ def test_one_llm_serves_one_loop_after_another(llm: LLM) -> None:
 def test_silence_is_measured_only_where_somebody_waits_and_nothing_is_committed(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step, is_stalled = llm.engine.step, False
+    """By a clock that the test moves; the engine makes the steps that it is allowed."""
+    step, allowed, num_made, is_stalled, now = llm.engine.step, threading.Semaphore(0), 0, False, 0.0
 
-    def slow() -> object:
-        time.sleep(0.01)
-        return [] if is_stalled else step()
+    def counted() -> object:
+        nonlocal num_made
+        assert allowed.acquire(timeout=60)
+        events = [] if is_stalled else step()
+        num_made += 1
+        return events
 
-    monkeypatch.setattr(llm.engine, "step", slow)
+    monkeypatch.setattr(llm.engine, "step", counted)
+    monkeypatch.setattr(async_llm, "time", SimpleNamespace(monotonic=lambda: now))
 
     async def work() -> None:
-        nonlocal is_stalled
+        nonlocal is_stalled, now
         model = AsyncLLM(llm)
         assert model.silent_seconds() == 0
         asked = asyncio.ensure_future(model.generate("one", SamplingParams(max_tokens=60, ignore_eos=True)))
-        longest = 0.0
+        await asyncio.sleep(0)  # it begins
+        found = []
         while not asked.done():  # it is not streamed: nothing is heard of it before its end
-            await asyncio.sleep(0.02)
-            longest = max(longest, model.silent_seconds())
-        assert longest < 0.3
-        is_stalled = True
+            now += 0.1
+            found.append(model.silent_seconds())
+            allowed.release()
+            await _until(lambda: num_made == len(found))
+            await _until(lambda: llm.status().num_running or asked.done())
+        assert max(found) < 0.15
+        assert now > 0.3  # control: longer than it may be silent
+        num_before, is_stalled = num_made, True
+        assert model.silent_seconds() == 0
         async with model.stream("one", PARAMS) as stream:  # control
-            await asyncio.sleep(0.4)
+            allowed.release(2)
+            await _until(lambda: num_made == num_before + 2)
+            now += 0.4
             assert model.silent_seconds() > 0.3
             is_stalled = False
+            allowed.release(100)
             assert [event async for event in stream]
         assert model.silent_seconds() == 0
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.held import held
 from tests.support.tiny_llm import CONFIG, loaded, write_model
 from verispec.errors import InputError
 from verispec.llm import LLM, Completion
@@ -75,6 +76,16 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
+def set_once(condition: Callable[[], bool], event: threading.Event) -> None:
+    """Without waiting for it here."""
+
+    def run() -> None:
+        wait_until(condition)
+        event.set()
+
+    start(run)
+
+
 def test_calls_of_several_threads_get_what_they_get_alone(llm: LLM) -> None:
     expected = [digests(llm.generate([p], SHORT))[0] for p in PROMPTS]
     score = llm.score(PROMPTS[0])
@@ -119,17 +130,19 @@ def test_a_callback_may_wait_for_another_thread(llm: LLM) -> None:
 
 def test_a_separate_engine_waits_for_batches_and_is_waited_for(llm: LLM) -> None:
     (expected,) = digests(llm.generate([PROMPTS[0]], LONG))
-    batch = start(lambda: digests(llm.generate([PROMPTS[0]], LONG)))
-    wait_until(lambda: llm.status().num_running > 0)
-    with llm.separate_engine() as engine:
-        assert batch.result(TIMEOUT_S) == [expected], "the batch had ended"
-        late = start(lambda: digests(llm.generate([PROMPTS[0]], LONG)))
-        engine.add(llm.request(PROMPTS[1], SHORT))
-        while engine.has_work:
-            engine.step()
-        assert not late.done()
-        with pytest.raises(InputError, match="separate engine"):
-            llm.generate([PROMPTS[0]], SHORT)
+    with held(llm) as is_free:
+        batch = start(lambda: digests(llm.generate([PROMPTS[0]], LONG)))
+        wait_until(lambda: llm.status().num_running > 0)
+        set_once(llm.thread._line.locked, is_free)
+        with llm.separate_engine() as engine:
+            assert batch.result(TIMEOUT_S) == [expected], "the batch had ended"
+            late = start(lambda: digests(llm.generate([PROMPTS[0]], LONG)))
+            engine.add(llm.request(PROMPTS[1], SHORT))
+            while engine.has_work:
+                engine.step()
+            assert not late.done()
+            with pytest.raises(InputError, match="separate engine"):
+                llm.generate([PROMPTS[0]], SHORT)
     assert late.result(TIMEOUT_S) == [expected]
 
 
@@ -163,11 +176,15 @@ def test_close_waits_for_batches_and_refuses_what_comes_later(tmp_path: Path) ->
     model = write_model(tmp_path / "tiny.gguf", replace(CONFIG, context_len=8192))
     with loaded(model, tmp_path, backend="numpy", max_running=2) as llm:
         (expected,) = digests(llm.generate([PROMPTS[0]], SHORT))
-        stream = llm.stream(PROMPTS[1], SamplingParams(max_tokens=8000, ignore_eos=True))
-        next(stream)
-        batch = start(lambda: digests(llm.generate([PROMPTS[0]], SHORT)))
-        wait_until(lambda: llm.status().num_running == 2)
-        llm.close()
+        with held(llm, num_running=2) as both_are_free, held(llm) as stream_is_free:
+            stream = llm.stream(PROMPTS[1], SamplingParams(max_tokens=8000, ignore_eos=True))
+            next(stream)
+            batch = start(lambda: digests(llm.generate([PROMPTS[0]], SHORT)))
+            wait_until(lambda: llm.status().num_waiting > 0)
+            stream_is_free.set()
+            wait_until(lambda: llm.status().num_running == 2)
+            set_once(lambda: llm.thread._drains is not None, both_are_free)
+            llm.close()
         assert batch.result(TIMEOUT_S) == [expected]
         assert list(stream)[-1].finish_reason is FinishReason.ABORT
         llm.close()

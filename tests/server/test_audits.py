@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.test_load import ENDLESS, is_idle, wait_for
+from tests.server.test_load import is_idle, wait_for
 from tests.support.served import Served, chat_body, serving
 from verispec.llm import LLM
 from verispec.receipt import parse, replay
@@ -147,7 +147,7 @@ AUDITS = ("/verispec/replay", "/verispec/check")
 @pytest.fixture(scope="module")
 def long_receipt(keyed: Served) -> dict[str, Any]:
     """Of an answer that takes much longer to draw again than the tests of it wait."""
-    return receipt_of(keyed, **ENDLESS)[1]
+    return receipt_of(keyed, max_tokens=900, ignore_eos=True)[1]
 
 
 @pytest.fixture

@@ -18,7 +18,10 @@ from verispec.llm import LLM
 from verispec.server import ops
 
 CHAT = "/v1/chat/completions"
-ENDLESS: dict[str, Any] = {"max_tokens": 900, "ignore_eos": True}
+# One token per step, whatever was asked before.
+ENDLESS: dict[str, Any] = {
+    "max_tokens": 900, "ignore_eos": True, "logprobs": True, "top_logprobs": 1, "verispec": {"speculative": False},
+}  # fmt: skip
 
 
 def wait_for(what: Any, seconds: float = 10) -> None:
@@ -121,9 +124,9 @@ def test_a_full_queue_is_429_at_once(chat_llm: LLM, slow_steps: None) -> None:
 def test_a_full_queue_refuses_before_the_body_comes(chat_llm: LLM, slow_steps: None) -> None:
     """And does not ask all who were refused together to come back together."""
 
-    def asked_without_body(served: Served) -> bytes:
+    def asked_without_body(served: Served, timeout: float) -> bytes:
         host, port = served.url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=0.5) as sock:
+        with socket.create_connection((host, int(port)), timeout=timeout) as sock:
             head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             sock.sendall(f"{head}Content-Length: 100\r\n\r\n".encode())
             return sock.recv(2**16)
@@ -132,12 +135,12 @@ def test_a_full_queue_refuses_before_the_body_comes(chat_llm: LLM, slow_steps: N
         with served.client.stream("POST", CHAT, json=chat_body(stream=True, **ENDLESS)) as running:
             lines = running.iter_lines()  # which end the stream when they are forgotten
             next(lines)
-            refused = [asked_without_body(served) for _ in range(40)]
+            refused = [asked_without_body(served, 20) for _ in range(40)]
         assert all(answer.startswith(b"HTTP/1.1 429 ") for answer in refused)
         assert {re.search(rb"retry-after: (\d)", answer)[1] for answer in refused} == {b"1", b"2"}  # type: ignore[index]
         wait_for(lambda: is_idle(served))
         with pytest.raises(TimeoutError):  # control: with room, the body is waited for
-            asked_without_body(served)
+            asked_without_body(served, 0.5)
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -168,7 +171,7 @@ def test_stopping_lets_short_requests_end_and_tells_long_ones(chat_llm: LLM, slo
     def ask(served: Served, name: str, body: dict[str, Any]) -> None:
         results[name] = served.stream(CHAT, body)
 
-    with serving(chat_llm, drain=1.0) as served:
+    with serving(chat_llm, drain=4.0) as served:
         bodies = {"short": chat_body(stream=True, max_tokens=10, ignore_eos=True),
                   "long": chat_body(stream=True, n=16, **ENDLESS)}  # fmt: skip
         threads = [threading.Thread(target=ask, args=(served, *item)) for item in bodies.items()]
@@ -224,10 +227,12 @@ def test_steps_that_commit_nothing_show_on_health(
     monkeypatch.setattr(ops, "STALLED_TIMES", 0)
     time.sleep(0.4)
     assert served.client.get("/health").status_code == 200  # nobody asks, so nothing has to be committed
+    monkeypatch.setattr(ops, "STALLED_SECONDS", 60)
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(served.chat, max_tokens=30, ignore_eos=True)
         wait_for(lambda: served.core.num_samples)
         assert served.client.get("/health").status_code == 200
+        monkeypatch.setattr(ops, "STALLED_SECONDS", 0.3)
         wait_for(lambda: served.client.get("/health").status_code == 503)
         assert "nothing was committed" in served.client.get("/ready").json()["status"]
         monkeypatch.setattr(ops, "STALLED_TIMES", 1e6)  # so long may a prompt take

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,13 +13,14 @@ import httpx
 import pytest
 
 from tests.server.test_load import CHAT, ENDLESS, is_idle, wait_for
+from tests.support.held import held
 from tests.support.served import Served, chat_body, serving
 from verispec.llm import LLM
 from verispec.server import run
 from verispec.server.settings import Settings
 
 NEVER = 1e5  # seconds
-LONG: dict[str, Any] = {**ENDLESS, "n": 4, "logprobs": True, "top_logprobs": 4, "verispec": {"speculative": False}}
+LONG: dict[str, Any] = {**ENDLESS, "n": 4, "top_logprobs": 4}
 
 
 @pytest.fixture(autouse=True)
@@ -60,9 +62,17 @@ def received(sock: socket.socket) -> bytes:
 
 
 def test_a_slow_reader_is_ended_and_others_go_on(chat_llm: LLM) -> None:
-    with serving(chat_llm, max_pending=64) as served, unread(served, chat_body(stream=True, **LONG)) as sock:
-        wait_for(lambda: served.core.llm.status().num_running)
-        assert served.chat()["choices"][0]["finish_reason"]
+    with (
+        serving(chat_llm, max_pending=64) as served,
+        ThreadPoolExecutor(1) as pool,
+        held(chat_llm) as is_free,
+        unread(served, chat_body(stream=True, **LONG)) as sock,
+    ):
+        wait_for(lambda: served.core.num_samples == 4)
+        asked = pool.submit(served.chat)
+        wait_for(lambda: served.core.num_samples == 5)
+        is_free.set()
+        assert asked.result(20)["choices"][0]["finish_reason"]
         wait_for(lambda: served.core.llm.status().num_running == 0, 60)
         assert b"slow_reader" in received(sock)
         wait_for(lambda: is_idle(served))
@@ -72,9 +82,14 @@ def test_a_slow_reader_is_ended_and_others_go_on(chat_llm: LLM) -> None:
 def test_whoever_never_reads_makes_room_for_others(chat_llm: LLM, limits: dict[str, Any]) -> None:
     """Too much is unread, or it takes too long: the place is free although the first client never reads."""
     settings = {"max_running": 4, "max_waiting": 0, "write_timeout": NEVER, "drain": 0.1, **limits}
-    with serving(chat_llm, **settings) as served, unread(served, chat_body(stream=True, **LONG)):
+    with (
+        serving(chat_llm, **settings) as served,
+        held(chat_llm) as is_free,
+        unread(served, chat_body(stream=True, **LONG)),
+    ):
         wait_for(lambda: served.core.num_samples == 4)
         assert served.post(CHAT, chat_body()).status_code == 429  # control
+        is_free.set()
         wait_for(lambda: served.core.num_samples == 0, 60)
         assert served.post(CHAT, chat_body()).status_code == 200
 
@@ -86,26 +101,26 @@ def test_whoever_never_reads_is_cut_off(chat_llm: LLM, stream: bool) -> None:
     with serving(chat_llm, **settings) as served, unread(served, chat_body(stream=stream, **LONG)) as sock:
         wait_for(lambda: served.core.num_samples == 4)
         wait_for(lambda: is_idle(served), 60)
-        time.sleep(1.5)
+        wait_for(lambda: served.num_connections == 0)
         data = received(sock)
         assert not data.endswith((b"}", b"[DONE]\n\n", b"0\r\n\r\n"))
 
 
 def test_whoever_reads_slowly_but_steadily_is_not_cut_off(chat_llm: LLM) -> None:
-    body = chat_body(**LONG)
-    with serving(chat_llm, write_timeout=0.5) as served:
+    body, limit = chat_body(**LONG), 5.0
+    with serving(chat_llm, write_timeout=limit) as served:
         expected = len(served.post(CHAT, body).content)
         with unread(served, body) as sock:
             wait_for(lambda: served.core.num_samples == 4)
             wait_for(lambda: is_idle(served), 60)
             data = b""
-            start = time.monotonic()
+            end = time.monotonic() + 1.2 * limit
             while len(data) < expected:
-                part = sock.recv(1 << 16)
+                part = sock.recv(1 << 14)
                 assert part, (len(data), expected)
                 data += part
-                time.sleep(0.1)
-            assert time.monotonic() - start > 1.0  # control: longer than the limit
+                time.sleep(0.2 if time.monotonic() < end else 0)
+            assert time.monotonic() > end  # control: longer than the limit
 
 
 def test_streams_without_a_frame_get_pings(chat_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+import uvicorn
 
 from verispec.llm import LLM
 from verispec.server.core import Core
@@ -24,6 +25,12 @@ class Served:
     url: str
     core: Core
     client: httpx.Client
+    server: uvicorn.Server
+
+    @property
+    def num_connections(self) -> int:
+        """Those that the server has not closed."""
+        return len(self.server.server_state.connections)
 
     def post(self, path: str, body: Any, **more: Any) -> httpx.Response:
         return self.client.post(path, json=body, **more)
@@ -88,7 +95,7 @@ def serving(llm: LLM, **settings: Any) -> Iterator[Served]:
     headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
     with httpx.Client(base_url=found["url"], timeout=60, headers=headers) as client:
         try:
-            yield Served(found["url"], core, client)
+            yield Served(found["url"], core, client, found["server"])
         finally:
             found["server"].should_exit = True
             thread.join(20)
