@@ -114,7 +114,7 @@ def test_a_full_queue_is_429_at_once(chat_llm: LLM, slow_steps: None) -> None:
                 assert answer.status_code == 429
                 assert int(answer.headers["retry-after"]) >= 1
                 assert answer.json()["error"]["type"] == "rate_limit_error"
-            assert sorted(times)[10] < 0.05
+            assert sorted(times)[5] < 0.05, "none waits for a step of 0.1 s"
             assert served.client.get("/health").status_code == 200
         wait_for(lambda: is_idle(served))
         assert served.post(CHAT, chat_body()).status_code == 200

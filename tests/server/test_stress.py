@@ -50,6 +50,7 @@ step, steps = Engine.step, []
 def hanging(engine):
     steps.append(1)
     if len(steps) > 2:
+        print("it hangs", flush=True)
         time.sleep(1000)
     return step(engine)
 Engine.step = hanging
@@ -98,7 +99,9 @@ def test_a_step_that_never_ends_does_not_keep_the_process(tmp_path: Path) -> Non
         body = chat_body(max_tokens=50, ignore_eos=True, stream=True)
         with httpx.stream("POST", url + CHAT, json=body, timeout=20) as answer:
             next(line for line in answer.iter_lines() if line.startswith("id:"))
-            time.sleep(0.5)  # until it hangs
+            assert server.stdout is not None
+            while server.stdout.readline() != "it hangs\n":
+                assert server.poll() is None
             server.send_signal(signal.SIGTERM)
             assert server.wait(20) == 1
         assert server.stderr is not None
