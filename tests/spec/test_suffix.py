@@ -88,6 +88,27 @@ def test_a_match_in_another_text_ends_with_it() -> None:
     assert texts_of([1, 2, 3]).find([4]) is None
 
 
+def test_the_path_is_that_of_the_most_frequent_child_at_each_node() -> None:
+    """Whatever the occurrences agree on is taken at once, which changes nothing; closed texts and loops included."""
+    rng, num_splits = random.Random(5), 0
+    for _ in range(3000):
+        texts = Texts()
+        for is_last in (False, False, True):
+            texts.extend([rng.randrange(2) for _ in range(rng.randrange(1, 12))] * rng.choice((1, 1, 3)))
+            if not is_last or rng.random() < 0.2:
+                texts.close()
+        end = len(texts.text)
+        positions = sorted(rng.sample(range(end), min(end, rng.randrange(1, 6))), reverse=True)
+        match, num_tokens = Match(texts.text, 0, positions), rng.randrange(1, 20)
+        path: list[int] = []
+        while len(path) < num_tokens and (children := match.children(path, positions)):
+            num_splits += len(children) > 1
+            path.append(children[0][0])
+            positions = children[0][1]
+        assert match.follow(num_tokens) == path
+    assert num_splits > 1000
+
+
 def test_every_token_of_a_large_vocabulary_is_a_character() -> None:
     """Also those whose numbers are surrogates or no characters at all."""
     ids = [0, 10, 0xD800, 0xDFFF, 0xFFFF, 0x10000, 0x10FFFE]

@@ -254,7 +254,9 @@ def _news(turn: Turn, draft: Draft, verdict: Verdict) -> DraftNews:
     if turn.score.node_logprobs:
         probabilities = tuple(map(math.exp, turn.score.node_logprobs))
         trace = DraftTrace(draft, verdict, probabilities, turn.choice.drafter)
-    rejected_ids = tuple([t for node, t in enumerate(draft.token_ids) if node not in verdict.path])
+    rejected_ids = draft.token_ids[len(verdict.path) :]
+    if not draft.is_chain:
+        rejected_ids = tuple([t for node, t in enumerate(draft.token_ids) if node not in verdict.path])
     return DraftNews(len(verdict.path), rejected_ids, trace)
 
 

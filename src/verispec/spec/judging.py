@@ -49,6 +49,9 @@ def match(draft: Draft, draws: Sequence[int]) -> Verdict:
     Children stand behind their parents; among duplicate siblings the first is taken. For drafts of a few dozen nodes a
     walk costs less than arrays over all drafts.
     """
+    if draft.is_chain:
+        count = next((i for i, (a, b) in enumerate(zip(draft.token_ids, draws, strict=False)) if a != b), len(draft))
+        return Verdict(tuple(range(count)), draws[count])
     node, drawn, path = NO_PARENT, draws[0], []
     for i, parent in enumerate(draft.parents):
         if parent == node and draft.token_ids[i] == drawn:

@@ -147,11 +147,13 @@ class SuffixDrafter:
         own = self._own.get(turn.sequence.sequence_id)
         if own is None or isinstance(own.key, Refusal) or turn.verdict is None or not isinstance(turn.draft, Draft):
             return
-        path = _first_path(turn.draft)
-        num_accepted = sum(a == b for a, b in zip(path, turn.verdict.path, strict=False))
+        num_nodes, num_accepted = len(turn.draft), len(turn.verdict.path)
+        if not turn.draft.is_chain:
+            path = _first_path(turn.draft)
+            num_nodes, num_accepted = len(path), sum(map(int.__eq__, path, turn.verdict.path))
         rate = self._rate(own.key)
         before = rate.version
-        rate.observe_chain(num_accepted, len(path))
+        rate.observe_chain(num_accepted, num_nodes)
         self.version += rate.version - before
 
     def forget(self, sequence: SequenceView) -> None:

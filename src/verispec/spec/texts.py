@@ -48,21 +48,33 @@ class Match(NamedTuple):
 
     def follow(self, num_tokens: int) -> list[int]:
         """The path of the most frequent children."""
-        path: list[int] = []
-        positions = self.positions
-        while len(positions) > 1 and len(path) < num_tokens:
-            children = self.children(path, positions)
+        text, end, path, positions = self.text, len(self.text), "", self.positions
+        while len(path) < num_tokens:
+            depth = len(path)
+            behind = [
+                text[p + depth : p + num_tokens] + path[max(0, p + depth - end) : max(0, p + num_tokens - end)]
+                for p in positions
+            ]
+            agreed = _common(min(behind), max(behind)).partition(_END)[0]
+            if agreed:
+                path += agreed
+                continue
+            children = self.children([*map(ord, path)], positions)
             if not children:
-                return path
+                break
             token_id, positions = children[0]
-            path.append(token_id)
-        if len(path) == num_tokens:
-            return path
-        followed, end, _ = self.text[positions[0] : positions[0] + num_tokens].partition(_END)
-        path = [*map(ord, followed)]
-        while not end and len(path) < num_tokens:  # what is behind the end of the text is the path itself
-            path += path[: num_tokens - len(path)]
-        return path
+            path += chr(token_id)
+        return [*map(ord, path)]
+
+
+def _common(one: str, other: str) -> str:
+    """What both begin with."""
+    if one == other:
+        return one
+    for i, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return one[:i]
+    return min(one, other, key=len)
 
 
 class Texts:
