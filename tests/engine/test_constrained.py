@@ -367,6 +367,17 @@ def test_who_was_not_asked_under_load_is_asked_when_others_have_left() -> None:
     assert 20 <= min(lengths[True]) <= 20 + 32, "as soon as the others have gone, or a rest later"
 
 
+def test_a_step_in_which_the_host_was_held_up_is_forgotten() -> None:
+    """Where nothing is drafted what the host takes is not measured again."""
+    made = engine(cost=CHEAP, max_burst=8)
+    made._policy.host_seconds = 5e-6  # five times as long as a pass
+    params = replace(PARAMS, schema={"type": "array", "items": PERSON, "minItems": 30}, max_tokens=200)
+    made.add(replace(request(params, "grammar"), is_streamed=False))
+    (output,) = collect(made).values()
+    assert output.digest == alone(params).digest
+    assert 0 < output.stats.drafted < 150
+
+
 def _bursts_together(backend: FakeBackend) -> list[Pass]:
     return [p for p in backend.passes if p.burst and p.burst.follow and len(p.burst.rows) > 1]
 

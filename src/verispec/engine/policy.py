@@ -27,6 +27,7 @@ _WINDOWS_WORTH_IT = 1.03  # times the tokens of plain decoding: not all windows 
 _LOOKS, _LONGEST_REST = 0.02, 128  # the share of time for looking whether to draft, in which no draft is made; rounds
 _ROUND_STEP, _MANY_ROUNDS = 0.2, 64  # towards what the host last took for a round
 _LOOK_STEP = 0.1  # the same for a look
+_FADED = 0.8  # of the host's time for a round, when those that rest for it could look again
 _NOTICEABLE_HOST = 0.15  # a change of the host's time, as a logarithm, that entries are made anew for
 NOT_WORTH_IT = "verifying a draft was not predicted to pay at this load"
 _BEST_GAIN, _MOST_ROWS = 1.1, 3  # at best so many times the tokens a second, by at most so many times the rows
@@ -337,6 +338,10 @@ class Policy:
             found = max(rates) > _BEST_GAIN * self._rate(crowd, 0, 0.0, 0.0)
             self._can_pay[at] = versions, found
         return found
+
+    def forget_host(self) -> None:
+        """What the host took is measured where it drafts: where nothing was drafted for long, it counts for less."""
+        self.host_seconds *= _FADED
 
     @property
     def rests(self) -> bool:

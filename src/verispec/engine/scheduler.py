@@ -278,7 +278,10 @@ class Scheduler:
         near all get up, and are asked when the next step is planned.
         """
         turns, num_asked = [], 0
-        for sequence in self._rests.due():
+        due = self._rests.due()
+        if any(map(self._needs_other_load, due)):
+            self._policy.forget_host()
+        for sequence in due:
             if self._needs_other_load(sequence):
                 self._rests.lie_down(sequence, _LOAD_REST)
             elif not self._policy.rests:
