@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import time
@@ -19,6 +20,10 @@ from verispec.model import DEFAULT_MODEL, resolve
 OBJECT_STORE_NBYTES = 80_000_000
 MODEL = {"threads": 1, "drafter": "ngram"}
 START_ATTEMPTS = 3
+PATIENCE = {  # seconds that Serve waits for its proxy: on a busy machine it kills one that has hardly begun
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
+}
 _PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
 
 
@@ -37,6 +42,7 @@ class Farm:
     """The cluster, with the application on it."""
 
     def __init__(self) -> None:
+        os.environ.update(PATIENCE)  # before Ray is imported, and for the processes that it starts
         import ray
         from ray import serve
         from ray.cluster_utils import Cluster
