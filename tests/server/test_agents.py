@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.held import fail_once
 from tests.support.served import Frame, Served
 
 SHELL: dict[str, Any] = {
@@ -89,14 +90,7 @@ def test_a_call_and_its_result_go_on_as_a_conversation(served: Served) -> None:
 
 
 def test_a_failure_is_an_event_that_it_acts_on(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = served.core.llm.engine
-    step = engine.step
-
-    def broken() -> Any:
-        monkeypatch.setattr(engine, "step", step)
-        raise RuntimeError("the device coughed")
-
-    monkeypatch.setattr(engine, "step", broken)
+    fail_once(served.core.llm, monkeypatch)
     last = asked(served)[-1]
     assert last.name == "response.failed"
     assert last.data["response"]["status"] == "failed"

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.held import fail_once
 from tests.support.served import Served, chat_body, frames, serving
 from verispec.llm import LLM
 from verispec.server import ops
@@ -186,14 +187,7 @@ def test_stopping_lets_short_requests_end_and_tells_long_ones(chat_llm: LLM, slo
 
 
 def test_a_failing_pass_is_500_and_the_server_lives(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = served.core.llm.engine
-    step = engine.step
-
-    def broken() -> Any:
-        monkeypatch.setattr(engine, "step", step)
-        raise RuntimeError("the device coughed")
-
-    monkeypatch.setattr(engine, "step", broken)
+    fail_once(served.core.llm, monkeypatch)
     answer = served.post(CHAT, chat_body())
     assert answer.status_code == 500
     assert answer.json()["error"]["code"] == "engine_error"

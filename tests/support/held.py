@@ -1,4 +1,4 @@
-"""An engine that waits where a test wants to look at it, however fast the machine is."""
+"""An engine that waits where a test wants to look at it, however fast the machine is; and one that fails."""
 
 from __future__ import annotations
 
@@ -34,3 +34,14 @@ def held(llm: LLM, num_running: int = 1) -> Iterator[threading.Event]:
             yield is_free
         finally:
             is_free.set()
+
+
+def fail_once(llm: LLM, patch: pytest.MonkeyPatch) -> None:
+    """The next step of the engine fails."""
+    step = llm.engine.step
+
+    def broken() -> list[TokenEvent]:
+        patch.setattr(llm.engine, "step", step)
+        raise RuntimeError("the device coughed")
+
+    patch.setattr(llm.engine, "step", broken)
