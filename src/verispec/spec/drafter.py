@@ -130,6 +130,7 @@ class DrafterSet:
     def __init__(self, drafters: Mapping[str, Drafter], *, vocab_size: int, max_tail: int) -> None:
         self._drafters = dict(drafters)
         self._companions = tuple(name for name, drafter in drafters.items() if drafter.is_companion)
+        self._by_cheap_rows = frozenset(name for name, drafter in drafters.items() if drafter.needs_cheap_rows)
         free = tuple(name for name in drafters if name not in self._companions)
         self._members = {**{name: (name,) for name in drafters}, AUTO: free}
         self._vocab_size = vocab_size
@@ -158,7 +159,7 @@ class DrafterSet:
 
     def needs_cheap_rows(self, sequence: SequenceView) -> bool:
         """Whether nothing but rows that cost little beside others could make drafts of this sequence pay."""
-        return all(self._drafters[name].needs_cheap_rows for name in self.members_of(sequence))
+        return self._by_cheap_rows.issuperset(self.members_of(sequence))
 
     @property
     def skills(self) -> DrafterSkills:
