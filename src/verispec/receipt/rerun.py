@@ -28,7 +28,7 @@ from verispec.types import FinishReason, TokenEvent, TokenLogprob
 if TYPE_CHECKING:
     from verispec.llm import LLM
 
-_MAX_DRAFT = 2**20  # nodes of one draft: what fits into a pass is the planner's to say
+_MAX_DRAFT = 2**20  # nodes of one draft: what fits into a pass is the policy's to say
 
 
 class FileDifference(NamedTuple):

@@ -27,7 +27,7 @@ def skip_drafter(
 ) -> ModelDrafter:
     """The drafter that uses the entry of the menu which promises most.
 
-    `cost` is T of the whole model as the planner knows it, `passes` are further fields of DraftModel.
+    `cost` is T of the whole model as the policy knows it, `passes` are further fields of DraftModel.
     """
 
     def find() -> Source | str:
