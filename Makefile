@@ -36,7 +36,7 @@ judges: setup model ## Clients and checkers of others against a running server (
 
 test-hf: $(HF_BIN)/.installed model ## Compare with torch and transformers (into .venv-hf); the CUDA backend on a CPU
 	$(HF_BIN)/pytest -m hf tests/hf
-	$(HF_BIN)/pytest -m cuda tests/backends/cuda/test_backend.py
+	$(HF_BIN)/pytest -m cuda tests/backends/cuda/test_backend.py tests/backends/cuda/test_quantized.py
 
 test-scale: $(BIN)/.ray model ## Replicas on a cluster of local Ray nodes that are lost in mid-stream; minutes
 	$(BIN)/pytest -W ignore -s --durations 20 tests/scale
@@ -52,6 +52,7 @@ gpu-test: ## On a machine with an H200 and torch: kernels, backend and (PROMPTS=
 	PYTHONPATH=src:. $(PYTHON) -m tests.backends.cuda.device_check "$(FOLDER)"
 	PYTHONPATH=src:. $(PYTHON) -m tests.backends.cuda.draw_check
 	PYTHONPATH=src:. $(PYTHON) -m tests.backends.cuda.backend_check
+	PYTHONPATH=src:. $(PYTHON) -m tests.backends.cuda.quantized_check "$(FOLDER)"
 	PYTHONPATH=src:. $(PYTHON) -m tests.backends.cuda.chains_check "$(FOLDER)"
 	PYTHONPATH=src:. $(PYTHON) -m tests.backends.cuda.lookup_check "$(FOLDER)"
 	PYTHONPATH=src:. $(PYTHON) -m tests.backends.cuda.trees_check "$(FOLDER)"

@@ -16,7 +16,7 @@ from pathlib import Path
 from verispec.backends.cuda import compiler
 
 _SOURCES, _HEADER = Path(compiler.__file__).parent, Path(__file__).with_name("cuda_on_cpu.h")
-_KERNEL = re.compile(r'extern "C" __global__ void (?:__launch_bounds__\(\w+\) )?(\w+)\(const (\w+) \w+\)')
+_KERNEL = re.compile(r'extern "C" __global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\(const (\w+) \w+\)')
 _WRAPPER = """
 extern "C" void run_{name}(const {args}* a, const int* grid, int threads, int backwards) {{
   emulated::run_grid(grid, threads, backwards, [&] {{ {name}(*a); }});
@@ -26,7 +26,7 @@ extern "C" void run_{name}(const {args}* a, const int* grid, int threads, int ba
 def _text(name: str) -> str:
     """A source with its headers in place, without what only a GPU's assembler knows."""
     text = (_SOURCES / name).read_text()
-    text = re.sub(r"asm volatile\(.*?\);", ";", text, flags=re.DOTALL)
+    text = re.sub(r"asm(?: volatile)?\(.*?\);", ";", text, flags=re.DOTALL)
     text = text.replace("#pragma once", "").replace("#include <cuda_bf16.h>", "")
     return re.sub(r'#include "(\w+\.cuh)"', lambda found: _text(found[1]), text)
 
@@ -35,7 +35,8 @@ def _text(name: str) -> str:
 def _library(
     source: str, defines: tuple[str, ...], threads: int | None, changes: tuple[tuple[str, str], ...]
 ) -> ctypes.CDLL:
-    text = "".join(f"#define {name} 1\n" for name in defines) + _text(source)
+    text = "".join(f"#define {name.replace('=', ' ') if '=' in name else f'{name} 1'}\n" for name in defines)
+    text += _text(source)
     if threads is not None:
         text = re.sub(r"(k\w*Threads) = \d+", rf"\1 = {threads}", text)
     for old, new in changes:

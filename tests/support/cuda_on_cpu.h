@@ -15,19 +15,25 @@
 #define __host__
 #define __global__
 #define __forceinline__ inline
-#define __launch_bounds__(n)
+#define __launch_bounds__(...)
+#define __align__(n) alignas(n)
 #define __shared__ static
 
 using std::max;
 using std::min;
 
 struct Index { int x = 0, y = 0, z = 0; };
+struct uint2 { unsigned x, y; };
 struct uint4 { unsigned x, y, z, w; };
 struct float4 { float x, y, z, w; };
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
 template <typename To, typename From>
 inline To bits_as(From v) { To to; static_assert(sizeof(To) == sizeof(From)); memcpy(&to, &v, sizeof v); return to; }
+inline unsigned __float_as_uint(float v) { return bits_as<unsigned>(v); }
+inline float __uint_as_float(unsigned v) { return bits_as<float>(v); }
 inline int __float_as_int(float v) { return bits_as<int>(v); }
 inline float __int_as_float(unsigned v) { return bits_as<float>(v); }
 
@@ -47,7 +53,14 @@ inline float __ll2float_rn(long long v) { return static_cast<float>(v); }
 inline double __ll2double_rn(long long v) { return static_cast<double>(v); }
 inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<uint64_t>(a) * b >> 32; }
 inline uint64_t __cvta_generic_to_shared(const void* p) { return reinterpret_cast<uint64_t>(p); }
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned which) {
+  const uint64_t both = static_cast<uint64_t>(b) << 32 | a;
+  unsigned found = 0;
+  for (int i = 0; i < 4; ++i) found |= static_cast<unsigned>(both >> 8 * (which >> 4 * i & 7) & 0xff) << 8 * i;
+  return found;
+}
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
+template <typename T> inline T __ldg(const T* at) { return *at; }
 template <typename T> inline T __ldcg(const T* at) { return *at; }
 template <typename T> inline T atomicAdd(T* at, T v) { const T before = *at; *at += v; return before; }
 template <typename T> inline T atomicMax(T* at, T v) { const T before = *at; *at = max(*at, v); return before; }
@@ -177,3 +190,38 @@ inline T __shfl_up_sync(unsigned, T v, int by) {
   const int lane = threadIdx.x % 32;
   return exchanged_with(v, lane < by ? lane : lane - by);
 }
+
+namespace emulated {
+struct Named { int count = 0, turn = 0; };
+inline Named named[16];
+// A named barrier of so many threads: `arrive` goes on at once.
+inline void arrive(int barrier, int threads) {
+  if (++named[barrier].count == threads) named[barrier].count = 0, ++named[barrier].turn;
+}
+inline void meet(int barrier, int threads) {
+  const Index own = threadIdx;
+  const int turn = named[barrier].turn;
+  for (arrive(barrier, threads); named[barrier].turn == turn; threadIdx = own) pause(kRuns);
+}
+// d (16 x 8) = c + a (16 x 32) b (32 x 8), whole numbers of 8 bits, as a warp's lanes hold them.
+inline void whole_mma(int* d, const unsigned* a, uint2 b, int c) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  signed char own[32][16], rows[32][8];
+  for (int source = 0; source < 32; ++source) {
+    for (int i = 0; i < 4; ++i) {
+      const unsigned word = exchanged_with(a[i], source);
+      memcpy(own[source] + 4 * i, &word, 4);
+    }
+    const unsigned low = exchanged_with(b.x, source), high = exchanged_with(b.y, source);
+    memcpy(rows[source], &low, 4), memcpy(rows[source] + 4, &high, 4);
+  }
+  for (int e = 0; e < 4; ++e) {
+    const int row = g + e / 2 * 8, column = 2 * t + e % 2;
+    d[e] = c;
+    for (int k = 0; k < 32; ++k) {
+      const int holder = k % 16 / 4, weight = (k / 16 * 2 + row / 8) * 4 + k % 4;
+      d[e] += own[row % 8 * 4 + holder][weight] * rows[column * 4 + holder][k / 16 * 4 + k % 4];
+    }
+  }
+}
+}  // namespace emulated

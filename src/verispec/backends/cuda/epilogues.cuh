@@ -153,20 +153,21 @@ __device__ __forceinline__ int row_of(const Args& a, int row) {
   return KIND == HEAD && a.row_ids != nullptr ? a.row_ids[row] : row;
 }
 
-// The norm factors of rows first_row .. first_row + 7, by one warp.
-__device__ __forceinline__ void eight_factors(const Args& a, int first_row, float* factor, int lane) {
-  const float* nodes[8];
-  float ss[8];
+// The norm factors of ROWS rows from first_row on, by one warp; there are at most 32.
+template <int ROWS>
+__device__ __forceinline__ void norm_factors(const Args& a, int first_row, float* factor, int lane) {
+  const float* nodes[ROWS];
+  float ss[ROWS];
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
+  for (int i = 0; i < ROWS; ++i) {
     const int row = first_row + i;
     nodes[i] = row < a.rows ? a.nodes_in + static_cast<int64>(row_of(a, row)) * (WIDTH / 16) : nullptr;
   }
-  sums_of_nodes<WIDTH, 8>(nodes, ss, lane);
+  sums_of_nodes<WIDTH, ROWS>(nodes, ss, lane);
   float own = ss[0];
 #pragma unroll
-  for (int i = 1; i < 8; ++i) own = lane == i ? ss[i] : own;
-  if (lane < 8) factor[lane] = norm_factor(own, 1.0f / WIDTH, a.eps);
+  for (int i = 1; i < ROWS; ++i) own = lane == i ? ss[i] : own;
+  if (lane < ROWS) factor[lane] = norm_factor(own, 1.0f / WIDTH, a.eps);
 }
 
 }  // namespace vs

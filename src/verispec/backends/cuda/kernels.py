@@ -34,7 +34,8 @@ _SM_RING_NBYTES, _BLOCK_RING_NBYTES = 160 * 1024, 96 * 1024
 _MIN_STAGES, _MAX_STAGES = 4, 16
 _WHOLE_STAGES = 8  # of products that are not cut into parts of K, eight rows at most
 _MAX_ROW_THREADS = 256
-_DRAFT_STAGES = 8  # of a quantised product
+# Of a quantised product: the most warps, and how much its rings may hold.
+_MAX_DRAFT_WARPS, _DRAFT_RING_NBYTES, _MAX_DRAFT_STAGES = 20, 80 * 1024, 8
 WHOLE_GROUPS_PER_SM = 4  # with so many blocks in a launch, a block of prompt attention takes all spans of its rows
 _MAX_BLOCK_NBYTES = 227 * 1024  # of shared memory
 
@@ -183,6 +184,28 @@ class Buffers:
 def _product_words(outputs: int, parts: int) -> int:
     """Of one row: one part is kept as bf16, several as float32."""
     return parts * outputs if parts > 1 else -(-outputs // 2)
+
+
+class DraftForm(NamedTuple):
+    """How a block of a quantised product shares its work: quantized.cu says what these are."""
+
+    warps: int
+    step: int
+    stages: int
+    shared: int  # bytes
+
+
+def draft_form(columns: int, bits: int, rows: int) -> DraftForm:
+    """The form for so many columns, all of which are a block's."""
+    chunks = columns // TILE
+    warps = next(n for n in range(min(chunks, _MAX_DRAFT_WARPS), 0, -1) if chunks % n == 0)
+    if warps < _MAX_DRAFT_WARPS // 2 < chunks:  # better a few idle than few
+        warps = 16
+    each = -(-chunks // warps)
+    step = 2 if each % 2 == 0 else 1
+    stage = warps * step * (128 * bits + 64)  # values and scales
+    stages = max(3, min(_MAX_DRAFT_STAGES // step, _DRAFT_RING_NBYTES // stage))
+    return DraftForm(warps, step, stages, stages * stage + warps * each * rows * (TILE + 4))
 
 
 @contextmanager
@@ -360,17 +383,15 @@ class Kernels:
 
     def _quantized(self, kind: Kind, w: Quantized, rows: int, args: ctypes.Structure) -> None:
         outputs, columns = w.shape
-        tiles = outputs // 16
-        splits = 8 if tiles <= 2 * self._num_sms else 4
+        row_tile = next(n for n in (1, 2, 4, _ROWS_PER_TILE) if n >= rows or n == _ROWS_PER_TILE)
+        form = draft_form(columns, w.bits, row_tile)
         defines = {
-            "KIND": int(kind), "N": outputs, "K": columns, "BITS": w.bits, "SPLITS": splits, "STAGES": _DRAFT_STAGES,
-            **self._sizes,
+            "KIND": int(kind), "N": outputs, "K": columns, "BITS": w.bits, "BLOCK_ROWS": row_tile, "WARPS": form.warps,
+            "STAGES": form.stages, "STEP": form.step, **self._sizes,
         }  # fmt: skip
-        grid = (tiles, -(-rows // _ROWS_PER_TILE), 1)
-        warps = splits + (kind in (Kind.QKV, Kind.GATE_UP, Kind.HEAD))
-        shared = splits * _DRAFT_STAGES * (128 * w.bits + 64)  # of each warp's chunks: values and scales
+        grid = (min(outputs // 16, self._num_sms), -(-rows // row_tile), 1)
         kernel = self._kernel("quantized.cu", "quantized", defines)
-        kernel.launch(grid, 32 * warps, args, stream=current_stream(), shared=shared)
+        kernel.launch(grid, 32 * (form.warps + 1), args, stream=current_stream(), shared=form.shared)
 
     def _linear(self, kind: Kind, w: Matrix, rows: int, args: ctypes.Structure) -> None:
         if isinstance(w, Quantized):

@@ -122,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) linear(const Args a) {
       }
     }
   } else if (kScaled && warp >= kWarps) {
-    eight_factors(a, first_row + (warp - kWarps) * 8, factor + (warp - kWarps) * 8, lane);
+    norm_factors<8>(a, first_row + (warp - kWarps) * 8, factor + (warp - kWarps) * 8, lane);
   }
 
   float4* mine = reinterpret_cast<float4*>(memory + warp * kRingBytes);  // the ring is empty now

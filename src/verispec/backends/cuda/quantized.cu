@@ -1,149 +1,217 @@
 // One linear layer of few rows on weights of BITS bits, with what follows it: for drafts, so its bits are nobody's promise.
-// Compiled for one layer: KIND, N, K, BITS (4 or 8), SPLITS (warps of a block, which share the columns of 16 weight rows),
-// STAGES, WIDTH, and for q/k/v HEADS, KV_HEADS, HEAD_DIM.
+// Compiled for one layer: KIND, N, K, BITS (4 or 8), BLOCK_ROWS (1, 2, 4 or 8 of a block), WARPS (that share the columns), STAGES,
+// STEP (chunks of a stage), WIDTH, and for q/k/v HEADS, KV_HEADS, HEAD_DIM.
 // Weights stand in the order in which lanes want them (quantize.py): 64 columns of 16 weight rows, a chunk, are one load per
-// lane and 4 bits; all scales lie behind them. Whole numbers are multiplied, and each sum over 32 columns is scaled. A warp
-// streams its chunks through a ring of its own in shared memory, which is filled before the wait for the kernel in front.
+// lane and 4 bits; all scales lie behind them. A block takes every gridDim.x-th tile of 16 weight rows. Its warps stream their
+// chunks of all those tiles through rings of their own in shared memory, which are filled before the wait for the kernel in
+// front and do not run empty between tiles. Rows become whole numbers of 8 bits, each 64 columns with a scale; products are
+// sums of whole numbers over 32 columns. One more warp adds the sums of all warps, tile by tile, and does what follows.
 #include "epilogues.cuh"
 
 using namespace vs;
 
-constexpr int kChunks = K / 64, kLoads = BITS / 4;
-constexpr int kOwn = (kChunks + SPLITS - 1) / SPLITS;  // chunks of a warp; the last one may have fewer
-constexpr bool kEven = kOwn * SPLITS == kChunks;
-constexpr int kAhead = kOwn < 4 ? kOwn : 4;  // chunks whose columns of x are on their way to registers
-constexpr int kValueBytes = kLoads * 512, kStageBytes = kValueBytes + 64, kRingBytes = STAGES * kStageBytes;
-constexpr int kThreads = 32 * (SPLITS + kScaled);
+constexpr int kTiles = N / 16, kChunks = K / 64, kLoads = BITS / 4;
+constexpr int kSteps = ((kChunks + WARPS - 1) / WARPS + STEP - 1) / STEP, kOwn = kSteps * STEP;  // of a warp, in each tile
+constexpr bool kEven = kOwn * WARPS == kChunks;
+constexpr int kValueBytes = kLoads * 512, kChunkBytes = kValueBytes + 64, kStageBytes = STEP * kChunkBytes;
+constexpr int kRingBytes = STAGES * kStageBytes, kRowBytes = kOwn * BLOCK_ROWS * 64, kThreads = 32 * (WARPS + 1);
+constexpr float kWhole = 12582912.0f;  // 1.5 * 2^23: whole numbers that are added to it stand in its low bits
+constexpr int kWholeBits = 0x4b400000;
 
-// Chunk `at` of a warp: each lane's own values, and the scales of all.
-__device__ __forceinline__ void fetch(unsigned ring, const unsigned char* values, const unsigned char* scales, int at, int lane) {
-  const unsigned stage = ring + at % STAGES * kStageBytes;
-#pragma unroll
-  for (int i = 0; i < kLoads; ++i) copy16(stage + (i * 32 + lane) * 16, values + (at * kLoads + i) * 512 + lane * 16, true);
-  if (lane < 4) copy16(stage + kValueBytes + lane * 16, scales + at * 64 + lane * 16, true);
+// 16 x 8 whole numbers, kWholeBits more than the products of 32 columns.
+__device__ __forceinline__ void whole_mma(int* d, const unsigned* a, uint2 b) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};\n"
+      : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y), "r"(kWholeBits));
 }
 
-struct Chunk {
-  uint4 values[kLoads];
-  uint2 scales;  // bf16: rows g and g + 8, columns 0-31 and 32-63 of each
-  __device__ Chunk(const unsigned char* stage, int lane) {
-#pragma unroll
-    for (int i = 0; i < kLoads; ++i) values[i] = *reinterpret_cast<const uint4*>(stage + (i * 32 + lane) * 16);
-    scales = *reinterpret_cast<const uint2*>(stage + kValueBytes + (lane >> 2) * 8);
-  }
-};
-
-// The 8 weights of a lane for one k16 step, as whole numbers in bf16.
-__device__ __forceinline__ void whole_numbers(unsigned* w, const Chunk& chunk, int step) {
+// A lane's 16 weights of 32 columns: rows g and g + 8, twice four columns. Four bits become the upper half of a byte.
+__device__ __forceinline__ void weights_of(unsigned* w, const uint4* values, int half) {
 #if BITS == 4
-  const unsigned word = reinterpret_cast<const unsigned*>(&chunk.values[0])[step];
-  const __nv_bfloat162 zero = __floats2bfloat162_rn(136.0f, 136.0f);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {  // 0x4300 + q is 128 + q
-    const unsigned raised = (word >> (4 * i) & 0x000f000f) | 0x43004300;
-    const __nv_bfloat162 v = __hsub2(*reinterpret_cast<const __nv_bfloat162*>(&raised), zero);
-    w[i] = *reinterpret_cast<const unsigned*>(&v);
-  }
+  const unsigned low = half ? values->z : values->x, high = half ? values->w : values->y;
+  w[0] = low & 0xf0f0f0f0, w[1] = low << 4 & 0xf0f0f0f0, w[2] = high & 0xf0f0f0f0, w[3] = high << 4 & 0xf0f0f0f0;
 #else
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {  // 0x4b000000 + q is 2^23 + q
-    const unsigned word = reinterpret_cast<const unsigned*>(&chunk.values[step / 2])[step % 2 * 2 + i / 2];
-    const float low = __uint_as_float(__byte_perm(word, 0x4b000000, i % 2 ? 0x7442 : 0x7440));
-    const float high = __uint_as_float(__byte_perm(word, 0x4b000000, i % 2 ? 0x7443 : 0x7441));
-    const __nv_bfloat162 v = __floats2bfloat162_rn(sub(low, 8388736.0f), sub(high, 8388736.0f));
-    w[i] = *reinterpret_cast<const unsigned*>(&v);
-  }
+  w[0] = values[half].x, w[1] = values[half].y, w[2] = values[half].z, w[3] = values[half].w;
 #endif
 }
 
-__device__ __forceinline__ void load_row(uint2* b, const bf16* x, int at) {
-#pragma unroll
-  for (int step = 0; step < 4; ++step)
-    b[step] = x == nullptr ? make_uint2(0, 0) : *reinterpret_cast<const uint2*>(x + at * 64 + step * 16);
-}
+// The chunks of one stage: where a warp is in its tiles.
+struct Reader {
+  const unsigned char *values, *scales;
+  int step = 0, left;
 
-__device__ __forceinline__ void multiply(float* acc, const Chunk& chunk, const uint2* b) {
-  const bf16* scales = reinterpret_cast<const bf16*>(&chunk.scales);
+  __device__ void fetch(unsigned ring, int at, int first_chunk, int lane) {
+    if (left == 0) return;
+    const unsigned stage = ring + at % STAGES * kStageBytes;
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    float sums[4] = {};
+    for (int c = 0; c < STEP; ++c) {
+      const bool wanted = kEven || first_chunk + step * STEP + c < kChunks;  // zeros behind the last column
+      const unsigned to = stage + c * kChunkBytes;
 #pragma unroll
-    for (int step = 2 * half; step < 2 * half + 2; ++step) {
-      unsigned w[4];
-      whole_numbers(w, chunk, step);
-      mma(sums, w, &b[step].x);
+      for (int i = 0; i < kLoads; ++i) copy16(to + (i * 32 + lane) * 16, values + c * kValueBytes + i * 512 + lane * 16, wanted);
+      if (lane < 4) copy16(to + kValueBytes + lane * 16, scales + c * 64 + lane * 16, wanted);
     }
-    const float low = to_float(scales[half]), high = to_float(scales[2 + half]);
+    --left;
+    const bool is_last = ++step == kSteps;
+    const int64 chunks = is_last ? static_cast<int64>(gridDim.x) * kChunks - (kSteps - 1) * STEP : STEP;
+    values += chunks * kValueBytes, scales += chunks * 64;
+    if (is_last) step = 0;
+  }
+};
+
+// The warp's columns of one row, as whole numbers [chunk][row][16 t: columns 8 t and 32 + 8 t on] and a scale for each 64.
+__device__ __forceinline__ void put_row(const uint4* x, unsigned char* rows, float* row_scales, int row, int own, int lane) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) acc[e] = fused(sums[e], e < 2 ? low : high, acc[e]);
+  for (int p = 0; p < (kOwn + 3) / 4; ++p) {
+    const int chunk = 4 * p + (lane >> 3);
+    const unsigned words[4] = {x[p].x, x[p].y, x[p].z, x[p].w};
+    float v[8];
+    unsigned bits = 0;  // of the largest: what is no number is larger than all
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      v[i] = __uint_as_float(i % 2 ? words[i / 2] & 0xffff0000 : words[i / 2] << 16);
+      bits = max(bits, __float_as_uint(fabsf(v[i])));
+    }
+#pragma unroll
+    for (int step = 1; step < 8; step *= 2) bits = max(bits, __shfl_xor_sync(0xffffffffu, bits, step));
+    const float most = __uint_as_float(bits);
+    const float scale = mul(most, 1.0f / 127.0f), inverse = most > 1e-30f ? div(127.0f, most) : 0.0f;
+    unsigned q[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) q[i] = __float_as_uint(fused(v[i], inverse, kWhole));
+    uint2 whole;
+    whole.x = __byte_perm(__byte_perm(q[0], q[1], 0x0040), __byte_perm(q[2], q[3], 0x0040), 0x5410);
+    whole.y = __byte_perm(__byte_perm(q[4], q[5], 0x0040), __byte_perm(q[6], q[7], 0x0040), 0x5410);
+    if (chunk < kOwn) {
+      const int t = lane & 3, half = lane >> 2 & 1;
+      *reinterpret_cast<uint2*>(rows + (chunk * BLOCK_ROWS + row) * 64 + t * 16 + half * 8) = whole;
+      if ((lane & 7) == 0) row_scales[chunk * BLOCK_ROWS + row] = chunk < own ? mul(scale, BITS == 4 ? 0.0625f : 1.0f) : 0.0f;
+    }
   }
 }
 
-// grid (tiles of 16 weight rows, blocks of eight rows)
-extern "C" __global__ void __launch_bounds__(kThreads, 2) quantized(const Args a) {
+__device__ __forceinline__ void load_row(uint4* x, const bf16* from, int own, int lane) {
+#pragma unroll
+  for (int p = 0; p < (kOwn + 3) / 4; ++p) {
+    const bool is_there = from != nullptr && 4 * p + (lane >> 3) < own;
+    x[p] = is_there ? *reinterpret_cast<const uint4*>(from + p * 256 + lane * 8) : make_uint4(0, 0, 0, 0);
+  }
+}
+
+__device__ __forceinline__ void multiply(float* acc, const unsigned char* chunk, const unsigned char* row,
+                                         const float* row_scales, int lane) {
+  const uint4* values = reinterpret_cast<const uint4*>(chunk);
+  uint4 own[kLoads];
+#pragma unroll
+  for (int i = 0; i < kLoads; ++i) own[i] = values[i * 32 + lane];
+  const uint2 scales = *reinterpret_cast<const uint2*>(chunk + kValueBytes + (lane >> 2) * 8);  // of rows g and g + 8
+  const uint4 x = *reinterpret_cast<const uint4*>(row);
+  const float first = row_scales[0], second = BLOCK_ROWS > 1 ? row_scales[1] : first;
+  unsigned w[4];
+  int low[4], high[4];
+  weights_of(w, own, 0);
+  whole_mma(low, w, make_uint2(x.x, x.y));
+  weights_of(w, own, 1);
+  whole_mma(high, w, make_uint2(x.z, x.w));
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    const unsigned both = e < 2 ? scales.x : scales.y;
+    const float sum = mul(sub(__int_as_float(low[e]), kWhole), __uint_as_float(both << 16));
+    const float sums = fused(sub(__int_as_float(high[e]), kWhole), __uint_as_float(both & 0xffff0000), sum);
+    acc[e] = fused(sums, e % 2 ? second : first, acc[e]);
+  }
+}
+
+__device__ __forceinline__ void arrive(int barrier) { asm volatile("bar.arrive %0, %1;\n" ::"r"(barrier), "n"(kThreads) : "memory"); }
+__device__ __forceinline__ void meet(int barrier) { asm volatile("bar.sync %0, %1;\n" ::"r"(barrier), "n"(kThreads) : "memory"); }
+constexpr int kFull = 1, kEmpty = 3;  // barriers of two places for sums
+
+// grid (blocks that share the tiles, blocks of BLOCK_ROWS rows)
+extern "C" __global__ void __launch_bounds__(kThreads, BLOCK_ROWS <= 2 ? 2 : 1) quantized(const Args a) {
   extern __shared__ __align__(128) unsigned char memory[];
-  __shared__ float4 sums[SPLITS][32];
-  __shared__ float factor[8];
-  const int split = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, t = lane & 3;
-  const int tile = blockIdx.x, first_row = blockIdx.y * 8, own = kEven ? kOwn : min(kOwn, kChunks - split * kOwn);
-  const bool works = split < SPLITS;
-  const int64 begin = static_cast<int64>(tile) * kChunks + split * kOwn;
-  const unsigned char* values = reinterpret_cast<const unsigned char*>(a.w) + begin * kValueBytes;
-  const unsigned char* scales =
-      reinterpret_cast<const unsigned char*>(a.w) + static_cast<int64>(N / 16) * kChunks * kValueBytes + begin * 64;
-  const unsigned char* ring = memory + split * kRingBytes;
-  const unsigned to = shared_address(ring);
-  Columns columns;
-  Beside beside[2];  // of rows 2 t and 2 t + 1
+  __shared__ float4 sums[2][WARPS][32];
+  __shared__ float factor[BLOCK_ROWS];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, t = lane & 3;
+  const int first_row = blockIdx.y * BLOCK_ROWS, num_tiles = (kTiles - blockIdx.x + gridDim.x - 1) / gridDim.x;
   release_next();
-  if (works) {
+  if (warp < WARPS) {
+    const int first_chunk = warp * kOwn, own = kEven ? kOwn : max(0, min(kOwn, kChunks - first_chunk));
+    const unsigned char* ring = memory + warp * kRingBytes;
+    const unsigned to = shared_address(ring);
+    unsigned char* rows = memory + WARPS * kRingBytes + warp * kRowBytes;
+    float* row_scales = reinterpret_cast<float*>(memory + WARPS * (kRingBytes + kRowBytes)) + warp * kOwn * BLOCK_ROWS;
+    const int64 begin = static_cast<int64>(blockIdx.x) * kChunks + first_chunk;
+    Reader reader;
+    reader.values = reinterpret_cast<const unsigned char*>(a.w) + begin * kValueBytes;
+    reader.scales = reinterpret_cast<const unsigned char*>(a.w) + static_cast<int64>(kTiles) * kChunks * kValueBytes + begin * 64;
+    reader.left = num_tiles * kSteps;
 #pragma unroll
     for (int at = 0; at < STAGES - 1; ++at) {
-      if (at < own) fetch(to, values, scales, at, lane);
+      reader.fetch(to, at, first_chunk, lane);
       copy_commit();
     }
-    if (split == 0) {
-      fetch_columns(a, columns, tile, g);
+    wait_for_previous();
+    uint4 x[2][(kOwn + 3) / 4];
+    const auto row_at = [&](int i) {
+      const int row = first_row + i;
+      return row < a.rows ? a.x + static_cast<int64>(row_of(a, row)) * K + first_chunk * 64 : nullptr;
+    };
+    load_row(x[0], row_at(0), own, lane);
 #pragma unroll
-      for (int e = 0; e < 2; ++e) fetch_constants(a, beside[e], first_row + 2 * t + e, tile, g);
+    for (int i = 0; i < BLOCK_ROWS; ++i) {
+      if (i + 1 < BLOCK_ROWS) load_row(x[(i + 1) % 2], row_at(i + 1), own, lane);
+      put_row(x[i % 2], rows, row_scales, i, own, lane);
     }
+    const unsigned char* row = rows + g % BLOCK_ROWS * 64 + t * 16;
+    row_scales += 2 * t % BLOCK_ROWS;
+    int at = 0;
+    for (int tile = 0; tile < num_tiles; ++tile) {
+      float acc[4] = {};
+      for (int step = 0; step < kSteps; ++step, ++at) {
+        copy_wait<STAGES - 2>();
+        __syncwarp();  // all lanes have read the stage that is filled now
+        reader.fetch(to, at + STAGES - 1, first_chunk, lane);
+        copy_commit();
+        const unsigned char* stage = ring + at % STAGES * kStageBytes;
+#pragma unroll
+        for (int c = 0; c < STEP; ++c) {
+          const int chunk = step * STEP + c;
+          multiply(acc, stage + c * kChunkBytes, row + chunk * BLOCK_ROWS * 64, row_scales + chunk * BLOCK_ROWS, lane);
+        }
+      }
+      if (tile >= 2) meet(kEmpty + tile % 2);
+      sums[tile % 2][warp][lane] = make_float4(acc[0], acc[1], acc[2], acc[3]);
+      arrive(kFull + tile % 2);
+    }
+    return;
   }
   wait_for_previous();
-  if (works) {
-    if (KIND == RESIDUAL && split == 0)
-#pragma unroll
-      for (int e = 0; e < 2; ++e) fetch_residual(a, beside[e], first_row + 2 * t + e, tile, g);
-    const int row = first_row + g;
-    const bf16* x = row < a.rows ? a.x + static_cast<int64>(row_of(a, row)) * K + split * kOwn * 64 + 4 * t : nullptr;
-    float acc[4] = {};
-    uint2 b[kAhead][4];
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) load_row(b[i], i < own ? x : nullptr, i);
-#pragma unroll 1
-    for (int first = 0; first < own; first += kAhead)
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        const int at = first + i;
-        if (at >= own) break;
-        copy_wait<STAGES - 2>();
-        __syncwarp();
-        if (at + STAGES - 1 < own) fetch(to, values, scales, at + STAGES - 1, lane);  // where all lanes have read before
-        copy_commit();
-        multiply(acc, Chunk(ring + at % STAGES * kStageBytes, lane), b[i]);
-        if (at + kAhead < own) load_row(b[i], x, at + kAhead);
-      }
-    sums[split][lane] = make_float4(acc[0], acc[1], acc[2], acc[3]);
-  } else if (kScaled) {
-    eight_factors(a, first_row, factor, lane);
+  if (kScaled) {
+    norm_factors<BLOCK_ROWS>(a, first_row, factor, lane);
+    __syncwarp();
   }
-  __syncthreads();
-  if (!works || split > 0) return;
-  float4 y = sums[0][lane];
-  for (int p = 1; p < SPLITS; ++p) {
-    const float4 other = sums[p][lane];
-    y.x = add(y.x, other.x), y.y = add(y.y, other.y), y.z = add(y.z, other.z), y.w = add(y.w, other.w);
+  for (int i = 0; i < num_tiles; ++i) {
+    const int tile = blockIdx.x + i * gridDim.x;
+    Columns columns;
+    Beside beside[2];  // of rows 2 t and 2 t + 1
+    fetch_columns(a, columns, tile, g);
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      fetch_constants(a, beside[e], first_row + 2 * t + e, tile, g);
+      if (KIND == RESIDUAL) fetch_residual(a, beside[e], first_row + 2 * t + e, tile, g);
+    }
+    meet(kFull + i % 2);
+    float4 y = sums[i % 2][0][lane];
+#pragma unroll
+    for (int p = 1; p < WARPS; ++p) {
+      const float4 other = sums[i % 2][p][lane];
+      y.x = add(y.x, other.x), y.y = add(y.y, other.y), y.z = add(y.z, other.z), y.w = add(y.w, other.w);
+    }
+    if (i + 2 < num_tiles) arrive(kEmpty + i % 2);
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int column = 2 * t + e, row = column < BLOCK_ROWS ? first_row + column : a.rows;  // the others are of no row
+      finish(a, columns, beside[e], tile, g, row, kScaled ? factor[column % BLOCK_ROWS] : 1.0f, e ? y.y : y.x, e ? y.w : y.z);
+    }
   }
-  const int row = first_row + 2 * t;
-  finish(a, columns, beside[0], tile, g, row, kScaled ? factor[2 * t] : 1.0f, y.x, y.z);
-  finish(a, columns, beside[1], tile, g, row + 1, kScaled ? factor[2 * t + 1] : 1.0f, y.y, y.w);
 }

@@ -1,0 +1,165 @@
+"""Products of draft weights on a GPU: against whole numbers in float64, whole passes, and what each takes.
+
+python -m tests.backends.cuda.quantized_check [FOLDER] prints one line per check. Their bits are nobody's promise, so
+what counts is how near they come. Times go to FOLDER/quantized.json. Needs torch, numpy and the package.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tests.backends.cuda.backend_check import FAILED, report
+from tests.backends.cuda.device_check import SHAPES, decode_rows, device_inputs, random_model
+from verispec.backends.cuda.arguments import filled
+from verispec.backends.cuda.device import Gpu
+from verispec.backends.cuda.forward import DeviceModel, Plan
+from verispec.backends.cuda.kernels import ALL_FEW, Kernels, Kind, Layer, LinearArgs, RowInputs
+from verispec.backends.cuda.quantize import Quantized, eight_bits, quantized
+from verispec.backends.cuda.shapes import Shapes
+from verispec.model.hub import cache_dir
+
+BITS = (4, 8)
+DRAFTS = {"qwen0.5b": (Shapes(896, 14, 2, 64, 4864, 151936, 1e-6), 24), **SHAPES}
+
+
+def plain(kernels: Kernels, x: torch.Tensor, w: Quantized) -> torch.Tensor:
+    out = torch.full((len(x), w.shape[0]), float("nan"), dtype=torch.bfloat16, device="cuda")
+    kernels._linear(Kind.PLAIN, w, len(x), filled(LinearArgs(), x=x, w=w, out=out, rows=len(x)))
+    return out
+
+
+def far(got: torch.Tensor, wanted: torch.Tensor, most: float) -> int:
+    """How many rows are further off than they may."""
+    error = (got.double() - wanted.double()).norm(dim=1) / wanted.double().norm(dim=1)
+    return int((~(error < most)).sum())
+
+
+def check_products(name: str) -> None:
+    shapes, _ = DRAFTS[name]
+    kernels = Kernels(shapes, cache_dir() / "cuda")
+    sizes = ((shapes.qkv, shapes.width), (shapes.width, shapes.attention), (2 * shapes.mlp, shapes.width))
+    generator = torch.Generator(device="cuda").manual_seed(1)
+    compared = wrong = unlike = 0
+    for outputs, columns in {*sizes, (shapes.width, shapes.mlp)}:
+        w = torch.randn(outputs, columns, generator=generator, device="cuda", dtype=torch.bfloat16)
+        for bits in BITS:
+            matrix = quantized(w, bits)
+            dense = matrix.dense().double()
+            for rows in (1, 2, 3, 8, 11):
+                x = torch.randn(rows, columns, generator=generator, device="cuda", dtype=torch.bfloat16)
+                x[:, 70] *= 20
+                got = plain(kernels, x, matrix)
+                compared += rows
+                wrong += far(got, eight_bits(x).double() @ dense.T, 3e-3)
+                unlike += far(got, x.double() @ dense.T, 3e-3)
+    report(f"{name}: products of rounded rows and weights", compared, wrong)
+    report(f"{name}: control: of rows that were not rounded", compared, unlike, control=True)
+
+
+def check_pass(name: str) -> None:
+    """Logits of passes on draft weights, and on the same weights in bf16."""
+    table = np.random.default_rng(0).permutation(8 * 2048).reshape(8, 2048) + 2
+    device_table = torch.tensor(table, dtype=torch.int32, device="cuda")
+    for bits in BITS:
+        model = random_model(name, layers=3, max_rows=8, sequences=8)
+        use_draft_weights(model, bits)
+        dense = {i: in_bf16(layer) for i, layer in enumerate(model.draft_layers)}
+        assert isinstance(model.draft_head, Quantized)
+        head = model.draft_head.dense().bfloat16()
+        for rows in (1, 2, 8):
+            lens = np.random.default_rng(rows).integers(3, 500, rows)
+            inputs = device_inputs(decode_rows(lens, np.arange(rows) + 100, np.arange(rows), table), device_table)
+            plan = Plan(rows=rows, forms=ALL_FEW, single_rows=rows, spans=2)
+            found = model.forward(inputs, plan._replace(drafts=True)).clone()
+            own = model.layers[:], model.head
+            model.layers[:], model.head = [dense[i] for i in range(len(own[0]))], head
+            expected = model.forward(inputs, plan).clone()
+            model.layers[:], model.head = own
+            report(f"{name}, {bits} bits: passes of {rows} rows", rows, far(found, expected, 0.06))
+            report(f"{name}: control: other rows", rows, far(found, expected.roll(7, 1), 0.06), control=True)
+        torch.cuda.empty_cache()
+
+
+def use_draft_weights(model: DeviceModel, bits: int) -> None:
+    """As the model has them where it was loaded with such bits."""
+    model.draft_layers = [
+        replace(layer, **{name: quantized(getattr(layer, name), bits) for name in ("qkv", "o", "gate_up", "down")})
+        for layer in model.layers
+    ]
+    model.draft_head = quantized(model.head, bits)
+
+
+def in_bf16(layer: Layer) -> Layer:
+    names = ("qkv", "o", "gate_up", "down")
+    return replace(layer, **{name: getattr(layer, name).dense().bfloat16() for name in names})
+
+
+def parts(model: DeviceModel, inputs: RowInputs, plan: Plan) -> dict[str, Callable[[], None]]:
+    """Each kind of kernel by itself, once per layer, so that no weights are found in the cache."""
+    kernels, b, rows, layers = model.kernels, model.buffers, plan.rows, model.draft_layers
+
+    def per_layer(work: Callable[[int], None]) -> Callable[[], None]:
+        return lambda: [work(i) for i in range(len(layers))] and None
+
+    return {
+        "qkv": per_layer(lambda i: kernels.qkv(layers[i], model.k[i], model.v[i], inputs, b, rows, many=False)),
+        "attention": per_layer(lambda i: model.attend(i, inputs, plan)),
+        "o": per_layer(lambda i: kernels.residual(b.attention, layers[i].o, layers[i].mlp_gain, b, rows, many=False)),
+        "gate_up": per_layer(lambda i: kernels.gate_up(layers[i], b, rows, many=False)),
+        "down": per_layer(lambda i: kernels.residual(b.h, layers[i].down, layers[i].mlp_gain, b, rows, many=False)),
+        "head": per_layer(lambda _: kernels.head(model.draft_head, b, model.logits, None, rows, many=False)),
+    }  # fmt: skip
+
+
+def time_passes(name: str, bits: int, row_counts: tuple[int, ...], results: list[dict[str, object]]) -> None:
+    """Microseconds of each kernel and of whole passes, on draft weights and on bf16."""
+    from bench.gpu import microseconds
+
+    _, num_layers = DRAFTS[name]
+    SHAPES.setdefault(name, DRAFTS[name])
+    model = random_model(name, layers=num_layers, max_rows=8, sequences=8)
+    use_draft_weights(model, bits)
+    table = np.random.default_rng(0).permutation(8 * 2048).reshape(8, 2048) + 2
+    device_table = torch.tensor(table, dtype=torch.int32, device="cuda")
+    for rows in row_counts:
+        every = np.arange(rows)
+        inputs = device_inputs(decode_rows(np.full(rows, 256), every + 100, every, table), device_table)
+        plan = Plan(rows=rows, forms=ALL_FEW, single_rows=rows, spans=1)
+        entry: dict[str, object] = {"shape": name, "bits": bits, "rows": rows}
+        for part, work in parts(model, inputs, plan).items():
+            entry[part] = round(microseconds(model.capture(work)) / num_layers, 2)
+        for what, drafts in (("draft pass", True), ("bf16 pass", False)):
+            work = partial(model.forward, inputs, plan._replace(drafts=drafts))
+            entry[what] = round(microseconds(model.capture(work)), 1)
+        results.append(entry)
+        print(" ".join(f"{k} {v}" for k, v in entry.items()), flush=True)
+
+
+def main() -> None:
+    begin, results = time.perf_counter(), list[dict[str, object]]()
+    with Gpu(0, cache_dir() / "cuda").current():
+        for name in DRAFTS:
+            check_products(name)
+        for name in ("smol", "qwen1.5b"):
+            check_pass(name)
+        print(f"checks: {time.perf_counter() - begin:.0f} s", flush=True)
+        for name, bits in (("qwen0.5b", 8), ("qwen1.5b", 4), ("8b", 4)):
+            time_passes(name, bits, (1, 2, 4, 8), results)
+            torch.cuda.empty_cache()
+    if len(sys.argv) > 1:
+        Path(sys.argv[1], "quantized.json").write_text(json.dumps(results, indent=1) + "\n")
+    print(f"{time.perf_counter() - begin:.0f} s;", "FAILED: " + "; ".join(FAILED) if FAILED else "all near")
+    sys.exit(bool(FAILED))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""The product of draft weights, its source run on a CPU: against whole numbers by numpy."""
+
+import ctypes
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from tests.support import cuda_emulated  # noqa: E402
+from verispec.backends.cuda.arguments import filled  # noqa: E402
+from verispec.backends.cuda.kernels import Kind, LinearArgs, draft_form  # noqa: E402
+from verispec.backends.cuda.quantize import Quantized, eight_bits, quantized  # noqa: E402
+
+pytestmark = pytest.mark.cuda
+
+NAMESPACE = "namespace vs {\n\n__device__ __forceinline__ float neg_inf"
+MEMORY = "extern __shared__ __align__(128) unsigned char memory[];"
+# What only a GPU has: copies in the background, which end at once here, barriers by name, products of whole numbers.
+BODIES = {
+    "unsigned shared_address(const void* p)": "return static_cast<const unsigned char*>(p) - memory;",
+    "void copy16(unsigned to, const void* from, bool wanted)": (
+        "if (wanted) memcpy(memory + to, from, 16); else memset(memory + to, 0, 16);"
+    ),
+    "void whole_mma(int* d, const unsigned* a, uint2 b)": "emulated::whole_mma(d, a, b, kWholeBits);",
+    "void arrive(int barrier)": "emulated::arrive(barrier, kThreads);",
+    "void meet(int barrier)": "emulated::meet(barrier, kThreads);",
+}
+CHANGES = (
+    (NAMESPACE, f"static unsigned char memory[1 << 18];\n{NAMESPACE}"),
+    (MEMORY, ""),
+    *((f"{head} {{", f"{head} {{ {body}") for head, body in BODIES.items()),
+)
+
+
+def product(
+    kind: Kind, w: Quantized, rows: int, args: ctypes.Structure, *, blocks: int, backwards: bool, most_rows: int = 8,
+    sizes: tuple[str, ...] = (),
+) -> None:  # fmt: skip
+    """As `Kernels` launches it, by fewer blocks than there are tiles."""
+    outputs, columns = w.shape
+    row_tile = next(n for n in (1, 2, 4, 8) if n >= rows or n == most_rows)
+    form = draft_form(columns, w.bits, row_tile)
+    defines = {"KIND": int(kind), "N": outputs, "K": columns, "BITS": w.bits, "BLOCK_ROWS": row_tile}
+    defines |= {"WARPS": form.warps, "STAGES": form.stages, "STEP": form.step}
+    named = (*(f"{name}={value}" for name, value in defines.items()), *sizes)
+    cuda_emulated.launch(
+        "quantized.cu", "quantized", args, grid=(blocks, -(-rows // row_tile), 1), threads=32 * (form.warps + 1),
+        defines=named, changes=CHANGES, backwards=backwards,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize(
+    ("bits", "rows", "columns"), [(4, 1, 192), (4, 3, 256), (8, 11, 128), (8, 1, 448), (4, 8, 1472)]
+)
+def test_it_is_the_product_of_rounded_rows_and_weights(bits: int, rows: int, columns: int, backwards: bool) -> None:
+    generator = torch.Generator().manual_seed(bits + rows)
+    w = quantized(torch.randn(112, columns, generator=generator).bfloat16(), bits)
+    x = torch.randn(rows, columns, generator=generator).bfloat16()
+    x[0, 64:128] = 0
+    x[:, 5] *= 30
+    out = torch.zeros(rows, 112, dtype=torch.bfloat16)
+    args = filled(LinearArgs(), x=x, w=w, out=out, rows=rows)
+    product(Kind.PLAIN, w, rows, args, blocks=2, backwards=backwards, sizes=("WIDTH=192",))
+    expected = eight_bits(x).double() @ w.dense().double().T
+    scale = expected.abs().amax()
+    assert (out.double() - expected).abs().max() < 5e-3 * scale
+    exact = x.double() @ w.dense().double().T
+    assert 0 < (out.double() - exact).norm() < 2e-2 * exact.norm()
+
+
+def test_a_row_that_is_no_number_leaves_the_others_alone() -> None:
+    w = quantized(torch.randn(32, 128, generator=torch.Generator().manual_seed(0)).bfloat16(), 8)
+    x = torch.randn(4, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+    def rows(x: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros(4, 32, dtype=torch.bfloat16)
+        args = filled(LinearArgs(), x=x, w=w, out=out, rows=4)
+        product(Kind.PLAIN, w, 4, args, blocks=2, backwards=False, sizes=("WIDTH=128",))
+        return out
+
+    plain = rows(x)
+    broken = x.clone()
+    broken[1, 7], broken[2, 100] = float("nan"), float("inf")
+    found = rows(broken)
+    assert torch.equal(found[[0, 3]], plain[[0, 3]])
+    assert not found[1:3].isfinite().any()
