@@ -10,7 +10,7 @@ pytestmark = pytest.mark.cuda
 
 MODEL = {"WIDTH": 576, "HEADS": 9, "KV_HEADS": 3, "HEAD_DIM": 64}
 LINEAR = {"N": 960, "K": 576, "PARTS": 3, "TILES": 1, "STAGES": 4, **MODEL}
-DRAFTS = {"WARPS": 9, "STAGES": 4, "STEP": 1, **MODEL}
+DRAFTS = {"WARPS": 9, "STAGES": 4, "STEP": 1, "LATE": 0, **MODEL}
 KINDS = [{"KIND": 0, "ROW_TILES": 1}, {"KIND": 1, "ROW_TILES": 2}, {"KIND": 2, "ROW_TILES": 4}]
 KINDS += [{"KIND": 3, "ROW_TILES": 8}, {"KIND": 4, "ROW_TILES": 1}]
 SOURCES = [

@@ -39,9 +39,9 @@ def product(
     """As `Kernels` launches it, by fewer blocks than there are tiles."""
     outputs, columns = w.shape
     row_tile = next(n for n in (1, 2, 4, 8) if n >= rows or n == most_rows)
-    form = draft_form(columns, w.bits, row_tile)
+    form = draft_form(kind, w.shape, w.bits, row_tile, num_sms=1)
     defines = {"KIND": int(kind), "N": outputs, "K": columns, "BITS": w.bits, "BLOCK_ROWS": row_tile}
-    defines |= {"WARPS": form.warps, "STAGES": form.stages, "STEP": form.step}
+    defines |= {"WARPS": form.warps, "STAGES": form.stages, "STEP": form.step, "LATE": form.late}
     named = (*(f"{name}={value}" for name, value in defines.items()), *sizes)
     cuda_emulated.launch(
         "quantized.cu", "quantized", args, grid=(blocks, -(-rows // row_tile), 1), threads=32 * (form.warps + 1),

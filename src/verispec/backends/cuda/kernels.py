@@ -34,8 +34,12 @@ _SM_RING_NBYTES, _BLOCK_RING_NBYTES = 160 * 1024, 96 * 1024
 _MIN_STAGES, _MAX_STAGES = 4, 16
 _WHOLE_STAGES = 8  # of products that are not cut into parts of K, eight rows at most
 _MAX_ROW_THREADS = 256
-# Of a quantised product: the most warps, and how much its rings may hold.
-_MAX_DRAFT_WARPS, _DRAFT_RING_NBYTES, _MAX_DRAFT_STAGES = 20, 80 * 1024, 8
+# Of a quantised product, whose blocks are persistent: bytes of shared memory of a block, at least and at most. They
+# start beside the kernel in front, so what they take decides which of them can come to share an SM: never more than
+# were meant to, because an SM with twice the work is what all others wait for.
+_PAIR_NBYTES, _ALONE_NBYTES, _MAX_ALONE_NBYTES, _QKV_NBYTES = 77 * 1024, 115 * 1024, 148 * 1024, 72 * 1024
+_PAIR_TILES = 4  # to an SM: so many are shared by two blocks of half the warps
+_MAX_DRAFT_WARPS, _MAX_DRAFT_STAGES = 20, 12
 WHOLE_GROUPS_PER_SM = 4  # with so many blocks in a launch, a block of prompt attention takes all spans of its rows
 _MAX_BLOCK_NBYTES = 227 * 1024  # of shared memory
 
@@ -187,25 +191,36 @@ def _product_words(outputs: int, parts: int) -> int:
 
 
 class DraftForm(NamedTuple):
-    """How a block of a quantised product shares its work: quantized.cu says what these are."""
+    """How blocks of a quantised product share its work: quantized.cu says what these are."""
 
     warps: int
     step: int
     stages: int
-    shared: int  # bytes
+    shared: int  # bytes, beside the sums
+    per_sm: int  # blocks
+    late: int  # 1: the next kernel may start only when this one's rows are there
 
 
-def draft_form(columns: int, bits: int, rows: int) -> DraftForm:
-    """The form for so many columns, all of which are a block's."""
-    chunks = columns // TILE
-    warps = next(n for n in range(min(chunks, _MAX_DRAFT_WARPS), 0, -1) if chunks % n == 0)
-    if warps < _MAX_DRAFT_WARPS // 2 < chunks:  # better a few idle than few
-        warps = 16
+def draft_form(kind: Kind, w: tuple[int, int], bits: int, rows: int, num_sms: int) -> DraftForm:
+    """The form for a matrix [outputs, columns], found by timing whole passes of drafts on an H200."""
+    tiles, chunks = w[0] // 16, w[1] // TILE
+    is_pair = tiles >= _PAIR_TILES * num_sms
+    most = 12 if is_pair or kind is Kind.QKV else _MAX_DRAFT_WARPS
+    doubles = [n for n in range(most // 3, most + 1) if chunks % (2 * n) == 0]  # two chunks a step are quicker
+    warps = max(doubles, default=max(n for n in range(1, min(chunks, most) + 1) if chunks % n == 0))
+    if warps < most // 3 < chunks:  # better a few that idle than few
+        warps = most
     each = -(-chunks // warps)
-    step = 2 if each % 2 == 0 else 1
-    stage = warps * step * (128 * bits + 64)  # values and scales
-    stages = max(3, min(_MAX_DRAFT_STAGES // step, _DRAFT_RING_NBYTES // stage))
-    return DraftForm(warps, step, stages, stages * stage + warps * each * rows * (TILE + 4))
+    chunk, row_nbytes = warps * (128 * bits + 64), warps * each * rows * (TILE + 4)  # values and scales
+    fixed = warps * 2 * 32 * 16 + 1024  # sums
+    least = _PAIR_NBYTES if is_pair else 0 if kind is Kind.QKV else _ALONE_NBYTES
+    room = (_PAIR_NBYTES if is_pair else _QKV_NBYTES if kind is Kind.QKV else _MAX_ALONE_NBYTES) - fixed - row_nbytes
+    if room < 3 * chunk:  # rows take what there is
+        is_pair, least, room = False, _ALONE_NBYTES, _MAX_BLOCK_NBYTES - fixed - row_nbytes
+    step = 2 if each % 2 == 0 and room >= 3 * 2 * chunk else 1
+    stages = max(2, min(_MAX_DRAFT_STAGES // step, room // (step * chunk)))
+    shared = max(stages * step * chunk + row_nbytes, least - fixed)
+    return DraftForm(warps, step, stages, shared, 1 + is_pair, int(kind in (Kind.GATE_UP, Kind.HEAD)))
 
 
 @contextmanager
@@ -384,12 +399,12 @@ class Kernels:
     def _quantized(self, kind: Kind, w: Quantized, rows: int, args: ctypes.Structure) -> None:
         outputs, columns = w.shape
         row_tile = next(n for n in (1, 2, 4, _ROWS_PER_TILE) if n >= rows or n == _ROWS_PER_TILE)
-        form = draft_form(columns, w.bits, row_tile)
+        form = draft_form(kind, w.shape, w.bits, row_tile, self._num_sms)
         defines = {
             "KIND": int(kind), "N": outputs, "K": columns, "BITS": w.bits, "BLOCK_ROWS": row_tile, "WARPS": form.warps,
-            "STAGES": form.stages, "STEP": form.step, **self._sizes,
+            "STAGES": form.stages, "STEP": form.step, "LATE": form.late, **self._sizes,
         }  # fmt: skip
-        grid = (min(outputs // 16, self._num_sms), -(-rows // row_tile), 1)
+        grid = (min(outputs // 16, form.per_sm * self._num_sms), -(-rows // row_tile), 1)
         kernel = self._kernel("quantized.cu", "quantized", defines)
         kernel.launch(grid, 32 * (form.warps + 1), args, stream=current_stream(), shared=form.shared)
 

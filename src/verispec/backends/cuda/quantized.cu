@@ -1,6 +1,7 @@
 // One linear layer of few rows on weights of BITS bits, with what follows it: for drafts, so its bits are nobody's promise.
 // Compiled for one layer: KIND, N, K, BITS (4 or 8), BLOCK_ROWS (1, 2, 4 or 8 of a block), WARPS (that share the columns), STAGES,
-// STEP (chunks of a stage), WIDTH, and for q/k/v HEADS, KV_HEADS, HEAD_DIM.
+// STEP (chunks of a stage), LATE (whether the next kernel may start only when the rows are there), WIDTH, and for q/k/v HEADS,
+// KV_HEADS, HEAD_DIM.
 // Weights stand in the order in which lanes want them (quantize.py): 64 columns of 16 weight rows, a chunk, are one load per
 // lane and 4 bits; all scales lie behind them. A block takes every gridDim.x-th tile of 16 weight rows. Its warps stream their
 // chunks of all those tiles through rings of their own in shared memory, which are filled before the wait for the kernel in
@@ -40,9 +41,8 @@ struct Reader {
   const unsigned char *values, *scales;
   int step = 0, left;
 
-  __device__ void fetch(unsigned ring, int at, int first_chunk, int lane) {
+  __device__ void fetch(unsigned stage, int first_chunk, int lane) {
     if (left == 0) return;
-    const unsigned stage = ring + at % STAGES * kStageBytes;
 #pragma unroll
     for (int c = 0; c < STEP; ++c) {
       const bool wanted = kEven || first_chunk + step * STEP + c < kChunks;  // zeros behind the last column
@@ -127,13 +127,13 @@ __device__ __forceinline__ void meet(int barrier) { asm volatile("bar.sync %0, %
 constexpr int kFull = 1, kEmpty = 3;  // barriers of two places for sums
 
 // grid (blocks that share the tiles, blocks of BLOCK_ROWS rows)
-extern "C" __global__ void __launch_bounds__(kThreads, BLOCK_ROWS <= 2 ? 2 : 1) quantized(const Args a) {
+extern "C" __global__ void __launch_bounds__(kThreads, 2) quantized(const Args a) {
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ float4 sums[2][WARPS][32];
   __shared__ float factor[BLOCK_ROWS];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, t = lane & 3;
   const int first_row = blockIdx.y * BLOCK_ROWS, num_tiles = (kTiles - blockIdx.x + gridDim.x - 1) / gridDim.x;
-  release_next();
+  if (!LATE) release_next();
   if (warp < WARPS) {
     const int first_chunk = warp * kOwn, own = kEven ? kOwn : max(0, min(kOwn, kChunks - first_chunk));
     const unsigned char* ring = memory + warp * kRingBytes;
@@ -147,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCK_ROWS <= 2 ? 2 : 1) 
     reader.left = num_tiles * kSteps;
 #pragma unroll
     for (int at = 0; at < STAGES - 1; ++at) {
-      reader.fetch(to, at, first_chunk, lane);
+      reader.fetch(to + at * kStageBytes, first_chunk, lane);
       copy_commit();
     }
     wait_for_previous();
@@ -162,17 +162,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCK_ROWS <= 2 ? 2 : 1) 
       if (i + 1 < BLOCK_ROWS) load_row(x[(i + 1) % 2], row_at(i + 1), own, lane);
       put_row(x[i % 2], rows, row_scales, i, own, lane);
     }
+    if (LATE) release_next();
     const unsigned char* row = rows + g % BLOCK_ROWS * 64 + t * 16;
     row_scales += 2 * t % BLOCK_ROWS;
-    int at = 0;
+    int at = 0;  // the stage that is next
     for (int tile = 0; tile < num_tiles; ++tile) {
       float acc[4] = {};
-      for (int step = 0; step < kSteps; ++step, ++at) {
+      for (int step = 0; step < kSteps; ++step, at = at + 1 == STAGES ? 0 : at + 1) {
         copy_wait<STAGES - 2>();
         __syncwarp();  // all lanes have read the stage that is filled now
-        reader.fetch(to, at + STAGES - 1, first_chunk, lane);
+        reader.fetch(to + (at == 0 ? STAGES - 1 : at - 1) * kStageBytes, first_chunk, lane);
         copy_commit();
-        const unsigned char* stage = ring + at % STAGES * kStageBytes;
+        const unsigned char* stage = ring + at * kStageBytes;
 #pragma unroll
         for (int c = 0; c < STEP; ++c) {
           const int chunk = step * STEP + c;
@@ -186,6 +187,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCK_ROWS <= 2 ? 2 : 1) 
     return;
   }
   wait_for_previous();
+  if (LATE) release_next();
   if (kScaled) {
     norm_factors<BLOCK_ROWS>(a, first_row, factor, lane);
     __syncwarp();
