@@ -63,6 +63,7 @@ class Prompts:
         self._llm, self._max_len = llm, max_len
         self.texts: dict[str, list[str]] = {}
         self._code: list[str] = []
+        self._known: dict[str, list[int]] = {}
         for line in (line for file in files for line in file.read_text(encoding="utf-8").splitlines()):
             self._add(json.loads(line))
         if not files:
@@ -104,7 +105,9 @@ class Prompts:
         return found
 
     def _ids(self, text: str) -> list[int]:
-        return self._llm.chat_ids([{"role": "user", "content": text}])[-self._max_len :]
+        if text not in self._known:
+            self._known[text] = self._llm.chat_ids([{"role": "user", "content": text}])[-self._max_len :]
+        return self._known[text]
 
 
 class Arm(NamedTuple):
