@@ -12,11 +12,25 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from verispec import LLM, SamplingParams
-from verispec.backends.cost import probe_pass, typical_time
-from verispec.backends.protocol import FULL_VIEW, Backend, NoisyTopK, Pass, ReadyTicket, Ticket, TopKWanted, View
-from verispec.engine import Request
-from verispec.kv import DRAFT_STORE, TARGET_STORE
+from verispec.backends.cost import FLAT_COST, probe_pass, time_pass, typical_time
+from verispec.backends.pass_builder import PassBuilder
+from verispec.backends.protocol import (
+    FULL_VIEW,
+    Backend,
+    BackendLimits,
+    NoisyTopK,
+    Pass,
+    PassKind,
+    ReadyTicket,
+    Ticket,
+    TopKWanted,
+    View,
+)
+from verispec.engine import Engine, Request
+from verispec.kv import DRAFT_STORE, NUM_RESERVED, TARGET_STORE
+from verispec.sampling.rows import SampleKey, Sampler
 from verispec.spec.drafter import Curve, Drafter, Refusal
+from verispec.spec.growth import DraftModel
 from verispec.spec.model_drafter import ModelDrafterConfig
 from verispec.spec.none import NoDrafter
 from verispec.spec.rate import Rate
@@ -38,6 +52,7 @@ STEPS = (
     "Add a docstring to each function.",
 )
 CONTEXT_LEN = 192  # of the passes that are timed
+FEW_ROUNDS, MANY_ROUNDS = 2, 10  # of the bursts that are timed
 
 
 class Prompts:
@@ -48,6 +63,7 @@ class Prompts:
         self._llm, self._max_len = llm, max_len
         self.texts: dict[str, list[str]] = {}
         self._code: list[str] = []
+        self._known: dict[str, list[int]] = {}
         for line in (line for file in files for line in file.read_text(encoding="utf-8").splitlines()):
             self._add(json.loads(line))
         if not files:
@@ -89,7 +105,9 @@ class Prompts:
         return found
 
     def _ids(self, text: str) -> list[int]:
-        return self._llm.chat_ids([{"role": "user", "content": text}])[-self._max_len :]
+        if text not in self._known:
+            self._known[text] = self._llm.chat_ids([{"role": "user", "content": text}])[-self._max_len :]
+        return self._known[text]
 
 
 class Arm(NamedTuple):
@@ -169,12 +187,17 @@ class PromptLookup(NoDrafter):
 
 @dataclass(slots=True)
 class OneHot:
-    """A backend whose draft passes rank children by their logits alone: no noise, whatever the temperature."""
+    """A backend whose draft passes rank children by their logits alone: no noise, whatever the temperature. Trees that
+    it drafts by itself would have noise: the host grows them."""
 
     backend: Backend
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.backend, name)
+
+    @property
+    def limits(self) -> BackendLimits:
+        return replace(self.backend.limits, trees=False)
 
     def submit(self, pass_: Pass) -> Ticket:
         asked = pass_.wanted.noisy_top_k
@@ -262,12 +285,40 @@ def drafters_of(llm: LLM) -> dict[str, Drafter]:
     return found
 
 
+class Mark(NamedTuple):
+    """What a request had when a step had committed something: when that was, tokens, and passes of the target."""
+
+    seconds: float
+    tokens: int
+    passes: int
+
+
+class Steady(NamedTuple):
+    """From a request's first commit to the last but one: no prompt is read there, and no burst outlasts the answer."""
+
+    seconds: float
+    tokens: int
+    passes: int
+
+
 @dataclass(slots=True)
 class Run:
-    """Requests of one arm that ran together: generation alone, the prompts being in the cache."""
+    """Requests of one arm that ran together: generation alone, the prompts being in the cache.
+
+    `num_rounds` were asked of the backend, used or not. `marks` are there where one request ran alone.
+    """
 
     outputs: list[SampleOutput]
     seconds: float
+    num_rounds: int = 0
+    marks: Sequence[Mark] = ()
+
+    @property
+    def steady(self) -> Steady | None:
+        """None for answers that are too short to have such a part."""
+        if len(self.marks) < 3:
+            return None
+        return Steady(*(b - a for a, b in zip(self.marks[0], self.marks[-2], strict=True)))
 
     @property
     def num_tokens(self) -> int:
@@ -286,14 +337,34 @@ class Run:
         return sum(getattr(o.stats, name) for o in self.outputs)
 
 
+class Counted:
+    """A backend that counts the rounds that are asked of it."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend, self.num_rounds = backend, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def submit(self, pass_: Pass) -> Ticket:
+        self.num_rounds += 1 if pass_.burst is None else 1 + pass_.burst.num_rounds
+        return self._backend.submit(pass_)
+
+
 class Stage:
     """One engine with the drafters of all arms; prompts stay in its prefix cache."""
 
     def __init__(self, llm: LLM, *, max_running: int) -> None:
-        self.prepares = llm.backend.limits.prepares
+        self._backend = Counted(llm.backend)
         self._drafters = drafters_of(llm)
         self._eos_ids = llm.tokenizer.eos_ids
         self._engine = llm.fresh_engine(drafters=self._drafters, max_running=max_running)
+        self._engine._passes._backend = self._backend
+
+    @property
+    def num_prepared(self) -> int:
+        """Graphs that were captured so far, where passes are: a run that captures some says little."""
+        return len(getattr(self._backend, "_graphs", ()))
 
     def renew(self) -> None:
         """Drafters forget what they have learned: answers above all, which would be drafted from the next time."""
@@ -310,25 +381,90 @@ class Stage:
         """Generate from all prompts at once."""
         params = params if arm.is_match else replace(params, deterministic=False)
         requests = [Request(p, params, arm.speculation, eos_ids=self._eos_ids, is_streamed=False) for p in prompts]
+        marks, num_rounds = list[Mark](), self._backend.num_rounds
         start = time.perf_counter()
         ids = [self._engine.add(request) for request in requests]
         found: dict[int, SampleOutput] = {}
         while self._engine.has_work:
             found |= {e.request_id: e.output for e in self._engine.step() if e.output is not None}
-        return Run([found[i] for i in ids], time.perf_counter() - start)
+            if len(ids) == 1:
+                _mark(marks, self._engine, found.get(ids[0]))
+        seconds = time.perf_counter() - start
+        return Run([found[i] for i in ids], seconds, self._backend.num_rounds - num_rounds, marks)
+
+
+def _mark(marks: list[Mark], engine: Engine, output: SampleOutput | None) -> None:
+    """Note where the only request is, if it has new tokens."""
+    parts = [output] if output is not None else [s for samples in engine._live.values() for s in samples]
+    for part in parts:
+        if len(part.logprobs) > (marks[-1].tokens if marks else 0):
+            passes = part.stats.passes + part.stats.fast_passes
+            marks.append(Mark(time.perf_counter(), len(part.logprobs), passes))
+
+
+class Round(NamedTuple):
+    """What a round of an arm is: who drafts, in which shape, and how it is judged, for so many sequences."""
+
+    name: str
+    shape: TreeShape
+    by_probability: bool
+    batch: int
+
+    def __str__(self) -> str:
+        rule = ", by probability" if self.by_probability else ""
+        return f"{self.name} {self.shape}{rule}, {self.batch} at once"
+
+
+def round_of(arm: Arm, drafts: Mapping[str, Drafts], batch: int) -> Round | None:
+    """That of an arm which drafts with a model in every round, always in the same shape; None for others."""
+    name, _, how = arm.drafter.partition(", ")
+    if name not in drafts or how not in ("full", "forced"):  # of one-hot drafts the host takes part in every pass
+        return None
+    shape = TreeShape.chain(drafts[name].draft_len) if arm.tree is None else TreeShape.parse(arm.tree)
+    return Round(name, shape, not arm.is_match, batch)
+
+
+def drafted_pass(backend: Backend, drafts: Drafts, round_: Round, context_len: int, num_rounds: int) -> Pass:
+    """A burst as the engine makes them: so many rounds that draft."""
+    limits, shape, builder = backend.limits, round_.shape, PassBuilder()
+    is_second = drafts.store != TARGET_STORE
+    model = DraftModel(backend, FLAT_COST, drafts.view, drafts.store, only_drafts=is_second, fit=_fit(backend))
+    rule = model.rule(shape, 0.0, by_probability=round_.by_probability)
+    length = min(context_len + MANY_ROUNDS * (1 + shape.depth) + shape.num_nodes, limits.context_len)
+    for seq_row in range(1, round_.batch + 1):
+        backend.bind(seq_row, Sampler(SamplingParams(temperature=1.0), SampleKey(0, 0)))
+        slots = (NUM_RESERVED + (np.arange(length) + seq_row * length) % limits.num_slots).tolist()
+        builder.update_table(seq_row, 0, slots)
+        first = slots[context_len - 1 : context_len + shape.num_nodes]
+        builder.add_drafted(seq_row, context_len - 1, 0, first, num_rounds, rule)
+    return builder.build(PassKind.CANONICAL, _fit(backend), vocab_size=limits.vocab_size)
+
+
+def _fit(backend: Backend) -> Callable[[int], int]:
+    return lambda num_rows: min(m for m in backend.shapes if m >= num_rows)
 
 
 class Costs:
     """T of passes by rows, for the target and for what drafts: timed in turns, several in the air where that is
-    possible, so that it is the device's time. Overwrites K/V: make it before a Stage."""
+    possible, so that it is the device's time. Overwrites K/V: make it before a Stage.
 
-    def __init__(self, backend: Backend, drafts: Mapping[str, Drafts], *, seconds: float, most_rows: int) -> None:
+    Where the backend drafts trees by itself, also T of whole rounds of some arms, N c + v, and of plain ones: by bursts
+    of many and of few, so that nothing of the host is in it.
+    """
+
+    def __init__(
+        self, backend: Backend, drafts: Mapping[str, Drafts], *, seconds: float, most_rows: int,
+        rounds: Sequence[Round] = (),
+    ) -> None:  # fmt: skip
         shapes = [m for m in backend.shapes if m <= most_rows]
         kinds = {"none": (FULL_VIEW, TARGET_STORE), **{name: (d.view, d.store) for name, d in drafts.items()}}
         context_len = min(CONTEXT_LEN, backend.limits.context_len // 2, backend.limits.num_slots // 2)
         points = [(name, m) for m in shapes for name in kinds if name == "none" or m <= max(8, most_rows // 4)]
         passes = {
-            (name, m): probe_pass(backend, m, context_len, view=kinds[name][0], store=kinds[name][1])
+            (name, m): replace(
+                probe_pass(backend, m, context_len, view=kinds[name][0], store=kinds[name][1]),
+                only_drafts=kinds[name][1] != TARGET_STORE,
+            )
             for name, m in points
         }
         num_flights = 4 if backend.limits.prepares else 1
@@ -347,12 +483,22 @@ class Costs:
             for name in kinds
         }
 
+        self._rounds: dict[Round | int, float] = {}
+        if backend.limits.prepares and backend.limits.trees:
+            self._rounds = _timed_rounds(backend, drafts, rounds, context_len, seconds)
+
     def seconds(self, name: str, num_rows: float) -> float:
         return float(np.interp(num_rows, *self._known[name]))
 
-    def predicted(self, arm: Arm, name: str, batch: int, runs: Sequence[Run]) -> float:
-        """Speed-up E / (N c + v), given the tokens a pass that these runs had; `name` is what drafts."""
+    def predicted(self, arm: Arm, name: str, round_: Round | None, batch: int, runs: Sequence[Run]) -> float | None:
+        """Speed-up E / (N c + v), given the tokens a pass that these runs had; `name` is what drafts. None where rounds
+        were timed, but none like those of the arm."""
         passes = sum(run.num_passes for run in runs)
+        if self._rounds:
+            steady = [part for part in (run.steady for run in runs) if part is not None]
+            tokens = sum(part.tokens for part in steady) / max(1, sum(part.passes for part in steady))
+            tokens = tokens or sum(run.num_tokens for run in runs) / passes
+            return tokens * self._rounds[batch] / self._rounds[round_] if round_ in self._rounds else None
         tokens, nodes = (sum(values) / passes for values in zip(*_counts(runs), strict=True))
         if arm.tree is None or TreeShape.parse(arm.tree).is_chain:
             # A pass of a draft serves all sequences that still draft: as many as the one has that exits last.
@@ -370,6 +516,34 @@ class Costs:
         return {
             name: {m: round(t * 1e3, 4) for m, t in zip(*known, strict=True)} for name, known in self._known.items()
         }
+
+    def rounds(self) -> dict[str, float]:
+        """Milliseconds of whole rounds, those of so many sequences without drafts among them."""
+        names = {at: f"none, {at} at once" if isinstance(at, int) else str(at) for at in self._rounds}
+        return {name: round(self._rounds[at] * 1e3, 4) for at, name in names.items()}
+
+
+def _timed_rounds(
+    backend: Backend, drafts: Mapping[str, Drafts], rounds: Sequence[Round], context_len: int, seconds: float
+) -> dict[Round | int, float]:
+    """Seconds of a round, by what it is; by the number of sequences where nothing is drafted."""
+    passes: dict[Round | int, list[Pass]] = {}
+    for round_ in dict.fromkeys(rounds):
+        passes[round_] = [
+            drafted_pass(backend, drafts[round_.name], round_, context_len, count)
+            for count in (FEW_ROUNDS, MANY_ROUNDS)
+        ]
+        passes[round_.batch] = [
+            probe_pass(backend, round_.batch, context_len, num_rounds=count - 1) for count in (FEW_ROUNDS, MANY_ROUNDS)
+        ]
+    times: dict[Round | int, list[float]] = {at: [] for at in passes}
+    end = time.perf_counter() + seconds
+    for turn in range(8):
+        for at, (few, many) in passes.items():
+            if turn < 2 or time.perf_counter() < end:
+                took = [time_pass(backend, pass_, time.perf_counter) for pass_ in (few, many)]
+                times[at].append((took[1] - took[0]) / (MANY_ROUNDS - FEW_ROUNDS))
+    return {at: typical_time(listed[1:]) for at, listed in times.items()}
 
 
 def _counts(runs: Sequence[Run]) -> Iterator[tuple[int, int]]:

@@ -7,7 +7,6 @@ stand in for arithmetics that err, fast passes rounded to bf16 or run on weights
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import replace
@@ -28,8 +27,11 @@ from verispec.backends.numpy_dense import Dense
 from verispec.backends.numpy_model import NumpyModel
 from verispec.backends.protocol import Backend
 from verispec.engine import Engine, Request
+from verispec.spec.drafter import Drafter
 from verispec.spec.registry import DraftSetup, make_drafters
 from verispec.spec.speculation import Speculation
+from verispec.spec.turn import Turn
+from verispec.types import Draft
 
 if TYPE_CHECKING:
     from speculation import Bench
@@ -76,31 +78,34 @@ def replay_part(bench: Bench) -> None:
     at_once = [0.0] * options.requests
     exact: dict[int, str] = {}
     arms = {"all non-deterministic": None, "none": "none", "decode": "decode", "auto": "auto"}
-    for key, share, deadline in bench.cells("replay", {f"{share} %": share for share in SHARES}):
-        exact = exact or digests_of(*played(bench, 100, "none", at_once))
-        begun = time.perf_counter()
-        seconds: dict[str, list[list[float]]] = {name: [] for name in arms}
-        while not seconds["auto"] or (
-            len(seconds["auto"]) < options.rounds and time.perf_counter() < (begun + deadline) / 2
-        ):
-            for name, drafter in arms.items():
-                run, requests = played(bench, share if drafter else 0, drafter or "none", at_once)
-                _compare(exact, run, requests, f"{name}, {share} %")
-                seconds[name].append([run.seconds])
-        plain = np.array(seconds["all non-deterministic"])
-        tokens = options.requests * options.tokens
-        capacity = tokens / float(np.median(plain))
-        gap = options.tokens / capacity / UTILISATION
-        cells = {}
+    seconds: dict[str, dict[str, list[list[float]]]] = {}
+    latencies: dict[str, dict[str, dict[str, Any]]] = {}
+    for key, share, turn in bench.turns("replay", {f"{share} %": share for share in SHARES}):
+        if not exact:
+            exact = digests_of(*played(bench, 100, "none", at_once))
+            for name in arms.values():  # graphs are captured in these
+                played(bench, 100 if name else 0, name or "none", at_once)
+        taken = seconds.setdefault(key, {name: [] for name in arms})
         for name, drafter in arms.items():
-            taken = np.array(seconds[name])
+            run, requests = played(bench, share if drafter else 0, drafter or "none", at_once)
+            _compare(exact, run, requests, f"{name}, {share} %")
+            taken[name].append([run.seconds])
+        plain = np.array(taken["all non-deterministic"])
+        tokens = options.requests * options.tokens
+        gap = options.tokens / (tokens / float(np.median(plain))) / UTILISATION
+        if turn == 2 or options.rounds == 1:  # what arrives one by one takes longer: everything once at first
             times = [t * gap for t in read_trace(options.trace, options.requests)]
-            run, requests = played(bench, share if drafter else 0, drafter or "none", times)
-            _compare(exact, run, requests, f"{name}, {share} %, arrivals")
-            speed = {"tokens_per_second": tokens / float(np.median(taken)), "speed_up": speed_up(plain, taken)}
-            cells[name] = speed | _latencies(run, requests)
-        found = {"part": "replay", "model": bench.name, "share": share, "seconds_between_arrivals": gap, "arms": cells}
-        bench.results.add(key, found)
+            latencies[key] = {}
+            for name, drafter in arms.items():
+                run, requests = played(bench, share if drafter else 0, drafter or "none", times)
+                _compare(exact, run, requests, f"{name}, {share} %, arrivals")
+                latencies[key][name] = _latencies(run, requests) | {"seconds_between_arrivals": gap}
+        cells = {}
+        for name in arms:
+            found = np.array(taken[name])
+            speed = {"tokens_per_second": tokens / float(np.median(found)), "speed_up": speed_up(plain, found)}
+            cells[name] = speed | latencies.get(key, {}).get(name, {})
+        bench.results.add(key, {"part": "replay", "model": bench.name, "share": share, "arms": cells})
 
 
 def _compare(exact: dict[int, str], run: RunResult, requests: list[Request], what: str) -> None:
@@ -130,28 +135,49 @@ def recomputed_part(bench: Bench) -> None:
     }
     exact: dict[float, dict[int, str]] = {}
     backend, made = llm.backend, ""
-    for key, (kind, temperature, window_len), _ in bench.cells("recomputed", wanted):
+    for key, (kind, temperature, window_len), _ in bench.turns("recomputed", wanted, most=1):
         if temperature not in exact:
             requests = requests_of(bench, 100, "none", temperature=temperature)
             exact[temperature] = digests_of(offline(llm.fresh_engine(prefix_cache=False), requests), requests)
         if made != kind:
             backend, made = erring(llm.backend, kind), kind
+        drafters = make_drafters(DraftSetup(draft_len=window_len, backend=backend))
+        windows = drafters["decode"] = Judged(drafters["decode"])
         engine = Engine(
-            backend, family=llm.calibration.family, cost=llm.calibration.cost,
-            drafters=make_drafters(DraftSetup(draft_len=window_len, backend=backend)),
+            backend, family=llm.calibration.family, cost=llm.calibration.cost, drafters=drafters,
             config=replace(llm._config, max_draft=window_len, prefix_cache=False, max_running=8),
         )  # fmt: skip
         requests = requests_of(bench, 100, "decode", temperature=temperature)
         run = offline(engine, requests)
         _compare(exact[temperature], run, requests, f"{kind}, N = {window_len}")
-        totals = engine.totals
+        committed = engine.totals.committed
         bench.results.add(key, {
             "part": "recomputed", "model": bench.name, "kind": kind, "temperature": temperature, "N": window_len,
-            "committed": totals.committed, "replays": totals.replays, "mismatches": totals.mismatches,
-            "recomputed": totals.recomputed, "recomputed_share": totals.recomputed_fraction,
-            "acceptance": totals.accepted / max(1, totals.accepted + totals.mismatches),
+            "committed": committed, "replays": windows.replays, "mismatches": windows.mismatches,
+            "recomputed": windows.recomputed, "recomputed_share": windows.recomputed / (windows.recomputed + committed),
+            "acceptance": windows.accepted / max(1, windows.accepted + windows.mismatches),
             "tokens_per_second": run.tokens_per_second,
         })  # fmt: skip
+
+
+class Judged:
+    """A drafter, and what became of its windows: on cheaper weights they are chains, which nobody else counts so."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter = drafter
+        self.replays = self.mismatches = self.accepted = self.recomputed = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._drafter, name)
+
+    def observe(self, turn: Turn) -> None:
+        if turn.verdict is not None and isinstance(turn.draft, Draft) and len(turn.draft):
+            num_accepted, num_drawn = len(turn.verdict.path), len(turn.draft)
+            self.replays += 1
+            self.accepted += num_accepted
+            self.mismatches += num_accepted < num_drawn
+            self.recomputed += num_drawn - num_accepted
+        self._drafter.observe(turn)
 
 
 def offline(engine: Engine, requests: list[Request]) -> RunResult:

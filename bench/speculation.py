@@ -12,19 +12,23 @@ every fixed one, by batch.
 
 Arms take turns. The tokens and log-probabilities of every arm are compared with those of `none`, and the run fails if
 any differs. (SD, RSD-C and RSD-S judge by probabilities, so theirs are others, equally distributed.) A part takes about
---seconds, shared out over its cells; cells that the file has are not measured again, so the same command goes on where
-it was cut off. `--tables` prints what the file has, and measures nothing. Intervals are of 95 %, by bootstrap.
+--seconds: every cell is measured once, then every cell once more, up to --rounds times, and written each time; cells
+that the file has are not measured again, so the same command goes on where it was cut off. `--tables` prints what the
+file has, and measures nothing. Intervals are of 95 %, by bootstrap. Beside the speed-up of whole answers stands that of
+their *steady* part, from the first commit to the last but one, and what is predicted of it by E / (N c + v).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +36,21 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from drafting import EDITS, NONE, Arm, Costs, Drafts, Prompts, Run, Stage, block_efficiency, forced_drafts, speed_up
+from drafting import (
+    EDITS,
+    NONE,
+    Arm,
+    Costs,
+    Drafts,
+    Interval,
+    Prompts,
+    Run,
+    Stage,
+    block_efficiency,
+    forced_drafts,
+    round_of,
+    speed_up,
+)
 from replays import SIMULATED, recomputed_part, replay_part
 from tables import tables
 
@@ -49,6 +67,9 @@ BRANCH_OF_BUDGET = {6: "branch:2,2", 10: "branch:2,2,1", 14: "branch:2,2,2", 21:
 BEAM_OF_BUDGET = {6: "beam:2,3", 10: "beam:2,5", 14: "beam:3,4", 21: "beam:4,5", 30: "beam:5,6"}
 BEAM_WIDTH = 4
 MOST_ROWS = 64  # of the passes that are timed
+MOST_TRIES = 3  # of runs in which graphs are captured
+GROUPS = 4  # of the part auto, at most, where requests run together
+BLOCK_TOKENS = 48  # of the answers that block efficiency is measured with
 Cell = dict[str, Any]
 
 
@@ -67,7 +88,10 @@ class Results:
         self.save()
 
     def save(self) -> None:
-        self._path.write_text(json.dumps(self.data, indent=1) + "\n")
+        """Whole, or not at all."""
+        written = self._path.with_name(f"{self._path.name}.new")
+        written.write_text(json.dumps(self.data, indent=1) + "\n")
+        written.replace(self._path)
 
 
 class Bench:
@@ -86,6 +110,7 @@ class Bench:
             self.llm._menu = carried_menu(self.llm, options.menu)
         self.name = self.llm.identity.name
         self.prompts = Prompts(self.llm, options.prompts, max_len=options.prompt_len)
+        self.end = math.inf  # of the part that is measured
         results.data["about"].setdefault(self.name, {}).update(self._about())
 
     def _about(self) -> dict[str, str]:
@@ -100,18 +125,21 @@ class Bench:
             "work": f"{options.tokens} tokens, prompts of at most {options.prompt_len}, {options.seconds:g} s a part",
         }
 
-    def cells(self, part: str, wanted: Mapping[str, Any]) -> Iterator[tuple[str, Any, float]]:
-        """What is not measured yet, by key, with the time by which each should end."""
+    def turns(self, part: str, wanted: Mapping[str, Any], most: int | None = None) -> Iterator[tuple[str, Any, int]]:
+        """What is not measured yet, by key and turn: everything once, then everything again, until the time is over."""
         left = {f"{part} | {self.name} | {what}": value for what, value in wanted.items()}
         left = {key: value for key, value in left.items() if key not in self.results}
-        end = time.perf_counter() + self.options.seconds
-        for i, (key, value) in enumerate(left.items()):
-            now = time.perf_counter()
-            if now >= end:
-                print(f"{part}: {len(left) - i} cells are left for another time", flush=True)
-                return
-            yield key, value, now + (end - now) / (len(left) - i)
-            print(f"  {key}: {time.perf_counter() - now:.1f} s", flush=True)
+        took = dict.fromkeys(left, 0.0)
+        for turn in range(1, 1 + (most or self.options.rounds)):
+            for i, (key, value) in enumerate(left.items()):
+                start = time.perf_counter()
+                if (turn > 1 or i) and start + took[key] >= self.end:
+                    if turn == 1:
+                        print(f"{part}: {len(left) - i} cells are left for another time", flush=True)
+                    return
+                yield key, value, turn
+                took[key] = time.perf_counter() - start
+                print(f"  {turn} | {key}: {took[key]:.1f} s", flush=True)
 
 
 def carried_menu(llm: LLM, file: Path) -> SkipMenu:
@@ -124,29 +152,38 @@ def carried_menu(llm: LLM, file: Path) -> SkipMenu:
     return SkipMenu(profile, entries, "carried", 0)
 
 
-def measured(
-    stage: Stage, arms: Sequence[Arm], groups: Sequence[Sequence[Sequence[int]]], params: SamplingParams, *,
-    deadline: float, most: int,
-) -> dict[str, list[list[Run]]]:  # fmt: skip
-    """Runs of every arm by round and group, in turns: nobody always comes first, or behind the same other.
+class Rounds:
+    """Runs of every arm by round and group, in turns: nobody always comes first, or behind the same other."""
 
-    Where passes are compiled, behind a first round that is not counted. Fails if tokens differ from those of `none`.
-    """
-    order, found = np.random.default_rng(0), {arm.name: [] for arm in arms}
-    exact: list[list[str]] = []
-    for turn in range(0 if stage.prepares else 1, 1 + most):
-        if turn > 1 and time.perf_counter() >= deadline:
-            break
-        indexes = order.permutation(len(arms)).tolist()
-        for arm in (arms[i] for i in (indexes if exact else sorted(indexes, key=bool))):  # first of all is `none`
-            stage.renew()
-            runs = [stage.run(group, params, arm) for group in (groups if turn or arm == NONE else groups[:1])]
-            exact = exact or [run.digests for run in runs]
-            if arm.is_match and [run.digests for run in runs] != exact[: len(runs)]:
-                raise SystemExit(f"{arm.name} changed the output: T = {params.temperature:g}, {len(groups[0])} at once")
-            if turn:
-                found[arm.name].append(runs)
-    return found
+    def __init__(
+        self, stage: Stage, arms: Sequence[Arm], groups: Sequence[Sequence[Sequence[int]]], params: SamplingParams
+    ) -> None:
+        self.runs: dict[str, list[list[Run]]] = {arm.name: [] for arm in arms}
+        self._stage, self._arms, self._groups, self._params = stage, arms, groups, params
+        self._order = np.random.default_rng(0)
+        self._exact: list[list[str]] = []
+        stage.warm([p for group in groups for p in group], arms)
+
+    def go(self) -> None:
+        """One more of each; the first of all is `none`. Fails if tokens differ from those of `none`."""
+        indexes = self._order.permutation(len(self._arms)).tolist()
+        for arm in (self._arms[i] for i in (indexes if self._exact else sorted(indexes, key=bool))):
+            runs = self._taken(arm)
+            self._exact = self._exact or [run.digests for run in runs]
+            if arm.is_match and [run.digests for run in runs] != self._exact:
+                at_once = f"T = {self._params.temperature:g}, {len(self._groups[0])} at once"
+                raise SystemExit(f"{arm.name} changed the output: {at_once}")
+            self.runs[arm.name].append(runs)
+
+    def _taken(self, arm: Arm) -> list[Run]:
+        """Its runs; once more where graphs were captured meanwhile."""
+        for _ in range(MOST_TRIES):
+            num_prepared = self._stage.num_prepared
+            self._stage.renew()
+            runs = [self._stage.run(group, self._params, arm) for group in self._groups]
+            if self._stage.num_prepared == num_prepared:
+                break
+        return runs
 
 
 def arm_cells(arms: Sequence[Arm], runs: Mapping[str, list[list[Run]]]) -> dict[str, Cell]:
@@ -161,7 +198,10 @@ def arm_cells(arms: Sequence[Arm], runs: Mapping[str, list[list[Run]]]) -> dict[
             "per_pass": block_efficiency(last),
             "drafted": sum(run.total("drafted") for run in last) / sum(run.num_tokens for run in last),
             "accepted": sum(run.total("accepted") for run in last) / max(1, sum(run.total("drafted") for run in last)),
+            "rounds": sum(run.num_rounds for run in last) / sum(run.num_passes for run in last),  # asked, by used
         }
+        if (steady := steady_speed_up(runs[NONE.name], runs[arm.name])) is not None:
+            cells[arm.name]["steady"] = steady
         if arm.is_match or arm == NONE:
             cells[arm.name]["speed_up"] = speed_up(seconds[NONE.name], seconds[arm.name])
         else:  # other tokens, perhaps fewer of them: speeds are compared, not times
@@ -169,6 +209,16 @@ def arm_cells(arms: Sequence[Arm], runs: Mapping[str, list[list[Run]]]) -> dict[
             plain = np.array([[run.seconds / run.num_tokens for run in row] for row in runs[NONE.name]])
             cells[arm.name]["speed_up"] = speed_up(plain, per_token)
     return cells
+
+
+def steady_speed_up(none: list[list[Run]], arm: list[list[Run]]) -> float | None:
+    """Of the steady parts of answers that have one in both; None without any."""
+    pairs = []
+    for groups in zip(*none, *arm, strict=True):  # rounds of one group
+        plain, own = ([run.steady for run in groups[at]] for at in (slice(len(none)), slice(len(none), None)))
+        if all(part is not None and part.tokens for part in (*plain, *own)):
+            pairs.append([np.median([part.seconds / part.tokens for part in parts]) for parts in (plain, own)])
+    return float(np.divide(*np.sum(pairs, axis=0))) if pairs else None
 
 
 class Spot(NamedTuple):
@@ -192,27 +242,49 @@ def tasks_part(bench: Bench) -> None:
     ]  # fmt: skip
     if "model" in drafts:
         arms.append(Arm("model, beam", "model, full", "beam:2,3"))
-    arms = [NONE, *(arm for arm in arms if arm.name.split(",")[0] in options.drafters)]
+    arms = chosen_arms(options, arms)
     count = max(options.count, *options.batch)
     prompts = {task: bench.prompts.of(task, count) for task in sorted(bench.prompts.texts)}
-    prompts[EDITS] = bench.prompts.edits(options.files, 2 * options.tokens)
+    if options.files:
+        prompts[EDITS] = bench.prompts.edits(options.files, 2 * options.tokens)
     spots = [
         Spot(task, temperature, batch)
-        for batch in options.batch for task in prompts for temperature in options.temperature
+        for batch in options.batch for temperature in options.temperature for task in prompts
         if batch <= 8 and (batch == 1 or task != EDITS)
     ]  # fmt: skip
-    costs = Costs(bench.llm.backend, drafts, seconds=options.seconds / 10, most_rows=MOST_ROWS)
+    costs = measured_costs(bench, drafts, arms, sorted({spot.batch for spot in spots}))
     stage = Stage(bench.llm, max_running=max(options.batch))
-    for key, spot, deadline in bench.cells("tasks", {str(spot): spot for spot in spots}):
-        chosen = prompts[spot.task]
-        groups = [[p] for p in chosen[: options.count if spot.task != EDITS else None]]
-        groups = groups if spot.batch == 1 else [chosen[: spot.batch]]
-        stage.warm([p for group in groups for p in group], arms)
-        params = SamplingParams(max_tokens=options.tokens, temperature=spot.temperature, seed=1)
-        runs = measured(stage, arms, groups, params, deadline=deadline, most=options.rounds)
-        cells = arm_cells(arms, runs)
-        add_predictions(cells, arms, runs, costs, spot.batch)
+    taken: dict[str, Rounds] = {}
+    for key, spot, turn in bench.turns("tasks", {str(spot): spot for spot in spots}):
+        if turn == 1:
+            chosen = prompts[spot.task]
+            groups = [[p] for p in chosen[: options.count if spot.task != EDITS else None]]
+            groups = groups if spot.batch == 1 else [chosen[: spot.batch]]
+            params = SamplingParams(max_tokens=options.tokens, temperature=spot.temperature, seed=1)
+            taken[key] = Rounds(stage, arms, groups, params)
+        taken[key].go()
+        cells = arm_cells(arms, taken[key].runs)
+        add_predictions(cells, arms, taken[key].runs, costs, drafts, spot.batch)
         bench.results.add(key, {"part": "tasks", "model": bench.name, **spot._asdict(), "arms": cells})
+
+
+def chosen_arms(options: argparse.Namespace, arms: Sequence[Arm]) -> list[Arm]:
+    """`none`, and those of the wanted drafters, by name if names are given."""
+    found = [arm for arm in arms if arm.drafter.split(",")[0] in options.drafters]
+    return [NONE, *(arm for arm in found if options.arms is None or arm.name in options.arms)]
+
+
+def measured_costs(bench: Bench, drafts: Mapping[str, Drafts], arms: Sequence[Arm], batches: Sequence[int]) -> Costs:
+    """What passes and rounds of these arms take; kept in the file."""
+    rounds = [round_of(arm, drafts, batch) for arm in arms for batch in batches]
+    costs = Costs(
+        bench.llm.backend, drafts, seconds=bench.options.seconds / 20, most_rows=MOST_ROWS,
+        rounds=[round_ for round_ in rounds if round_ is not None],
+    )  # fmt: skip
+    about = bench.results.data["about"][bench.name]
+    about["milliseconds by rows"] = costs.table()
+    about["milliseconds of rounds"] = {**about.get("milliseconds of rounds", {}), **costs.rounds()}
+    return costs
 
 
 def wanted_drafts(bench: Bench) -> dict[str, Drafts]:
@@ -220,65 +292,91 @@ def wanted_drafts(bench: Bench) -> dict[str, Drafts]:
 
 
 def add_predictions(
-    cells: dict[str, Cell], arms: Sequence[Arm], runs: Mapping[str, list[list[Run]]], costs: Costs, batch: int
-) -> None:
+    cells: dict[str, Cell], arms: Sequence[Arm], runs: Mapping[str, list[list[Run]]], costs: Costs,
+    drafts: Mapping[str, Drafts], batch: int,
+) -> None:  # fmt: skip
     """To the arms that drafted with a model, the target's own skipped sub-layers included."""
     for arm in arms:
         name = arm.drafter.split(",")[0]
-        if name in ("skip", "model") and cells[arm.name]["drafted"]:
-            cells[arm.name]["predicted"] = costs.predicted(arm, name, batch, runs[arm.name][-1])
+        if name in drafts and cells[arm.name]["drafted"]:
+            predicted = costs.predicted(arm, name, round_of(arm, drafts, batch), batch, runs[arm.name][-1])
+            if predicted is not None:
+                cells[arm.name]["predicted"] = predicted
 
 
 def trees_part(bench: Bench) -> None:
-    """Block efficiency over many prompts in batches, speed over some of them one by one; all drafts of full size."""
+    """Speed over some prompts one by one, then block efficiency over many in batches; all drafts of full size."""
     options, drafts = bench.options, wanted_drafts(bench)
     name = "model" if "model" in drafts else "skip"
     if name not in drafts:
         raise SystemExit("trees: nothing to draft with: give --draft-model, or --drafters with skip")
-    columns = {f"length {n}": (f"chain:{n}", BRANCH_OF_LENGTH[n], f"beam:{BEAM_WIDTH},{n}") for n in BRANCH_OF_LENGTH}
-    columns |= {f"budget {b}": (f"chain:{b}", BRANCH_OF_BUDGET[b], BEAM_OF_BUDGET[b]) for b in BEAM_OF_BUDGET}
-    prompts = bench.prompts.mixed(options.tree_prompts)
-    costs = Costs(bench.llm.backend, {name: drafts[name]}, seconds=options.seconds / 10, most_rows=MOST_ROWS)
-    bench.results.data["about"][bench.name]["milliseconds by rows"] = costs.table()
-    stage = Stage(bench.llm, max_running=16)
-    for key, (chain, branch, beam), deadline in bench.cells("trees", columns):
-        full = f"{name}, full"
-        arms = [
-            NONE, Arm("SD", full, chain, Accept.REJECTION), Arm("RSD-C", full, branch, Accept.RECURSIVE),
+    full, drafts = f"{name}, full", {name: drafts[name]}
+    columns = {f"length {n}": (f"chain:{n}", BRANCH_OF_LENGTH[n], f"beam:{BEAM_WIDTH},{n}") for n in options.lengths}
+    columns |= {f"budget {b}": (f"chain:{b}", BRANCH_OF_BUDGET[b], BEAM_OF_BUDGET[b]) for b in options.budgets}
+    arms = {
+        column: chosen_arms(options, [
+            Arm("SD", full, chain, Accept.REJECTION), Arm("RSD-C", full, branch, Accept.RECURSIVE),
             Arm("RSD-S", full, beam, Accept.RECURSIVE), Arm("one-hot", f"{name}, one-hot", branch),
             Arm("match chain", full, chain), Arm("match branch", full, branch), Arm("match beam", full, beam),
-        ]  # fmt: skip
-        params = SamplingParams(max_tokens=options.tokens, temperature=1.0, seed=3, ignore_eos=True)
-        stage.warm(prompts, arms[:2])
-        alone = [[p] for p in prompts[:: max(1, len(prompts) // options.count)][: options.count]]
-        runs = measured(stage, arms, alone, params, deadline=deadline, most=options.rounds)
-        cells = arm_cells(arms, runs)
-        add_predictions(cells, arms, runs, costs, 1)
-        batches = [prompts[i : i + 16] for i in range(0, len(prompts), 16)]
-        exact = [run.digests for run in (stage.run(batch, params, NONE) for batch in batches)]
-        for arm in arms[1:]:
-            many = [stage.run(batch, params, arm) for batch in batches]
-            if arm.is_match and [run.digests for run in many] != exact:
-                raise SystemExit(f"{arm.name} changed the output: trees in batches")
-            cells[arm.name]["per_pass"] = block_efficiency(many)
-        bench.results.add(key, {"part": "trees", "model": bench.name, "column": key.split(" | ")[-1], "arms": cells})
+        ])
+        for column, (chain, branch, beam) in columns.items()
+    }  # fmt: skip
+    prompts = bench.prompts.mixed(options.tree_prompts)
+    alone = [[p] for p in prompts[:: max(1, len(prompts) // options.count)][: options.count]]
+    costs = measured_costs(bench, drafts, [arm for listed in arms.values() for arm in listed], (1,))
+    stage = Stage(bench.llm, max_running=16)
+    taken: dict[str, Rounds] = {}
+    many: dict[str, dict[str, Interval]] = {}
+    params = SamplingParams(max_tokens=options.tokens, temperature=1.0, seed=3, ignore_eos=True)
+    for key, column, turn in bench.turns("trees", {column: column for column in columns}):
+        if turn == 1:
+            taken[key] = Rounds(stage, arms[column], alone, params)
+        taken[key].go()
+        if turn == 2 or options.rounds == 1:
+            many[key] = block_efficiencies(stage, arms[column], prompts, params)
+        cells = arm_cells(arms[column], taken[key].runs)
+        add_predictions(cells, arms[column], taken[key].runs, costs, drafts, 1)
+        for arm, found in many.get(key, {}).items():
+            cells[arm]["per_pass"] = found
+        bench.results.add(key, {"part": "trees", "model": bench.name, "column": column, "arms": cells})
+
+
+def block_efficiencies(
+    stage: Stage, arms: Sequence[Arm], prompts: Sequence[Sequence[int]], params: SamplingParams
+) -> dict[str, Interval]:
+    """Of every arm but `none`, over all prompts. Fails if tokens differ from those of `none`."""
+    params = replace(params, max_tokens=min(BLOCK_TOKENS, params.max_tokens or BLOCK_TOKENS))
+    batches = [prompts[i : i + 16] for i in range(0, len(prompts), 16)]
+    stage.warm(prompts, arms[:2])
+    exact = [stage.run(batch, params, NONE).digests for batch in batches]
+    found = {}
+    for arm in arms[1:]:
+        runs = [stage.run(batch, params, arm) for batch in batches]
+        if arm.is_match and [run.digests for run in runs] != exact:
+            raise SystemExit(f"{arm.name} changed the output: trees in batches")
+        found[arm.name] = block_efficiency(runs)
+    return found
 
 
 def auto_part(bench: Bench) -> None:
     """Every fixed choice and `auto`, by batch: requests of all tasks, all there from the start."""
     options, drafts = bench.options, wanted_drafts(bench)
-    arms = [Arm("suffix", "suffix"), Arm("decode", "decode"), *(Arm(name, name) for name in drafts)]
+    arms = [*(Arm(name, name) for name in ("suffix", "lookup", "decode", *drafts))]
     if "model" in drafts:
         arms += [Arm(tree, "model, full", tree) for tree in ("chain:2", "chain:4", "beam:2,3")]
-    arms = [NONE, *arms, Arm("auto", "auto")]
-    prompts = bench.prompts.mixed(max(options.batch))
-    spots = [Spot("all", t, batch) for batch in options.batch for t in options.temperature]
+    arms = [*(arm for arm in chosen_arms(options, arms)), Arm("auto", "auto")]
+    prompts = bench.prompts.mixed(max(options.count, *options.batch))
+    spots = [Spot("all", t, batch) for t in options.temperature for batch in options.batch]
     stage = Stage(bench.llm, max_running=max(options.batch))
-    for key, spot, deadline in bench.cells("auto", {str(spot): spot for spot in spots}):
-        groups = [prompts[: spot.batch]] if spot.batch > 1 else [[p] for p in prompts[: options.count]]
-        stage.warm([p for group in groups for p in group], arms)
-        params = SamplingParams(max_tokens=options.tokens, temperature=spot.temperature, seed=1, ignore_eos=True)
-        runs = measured(stage, arms, groups, params, deadline=deadline, most=options.rounds)
+    taken: dict[str, Rounds] = {}
+    for key, spot, turn in bench.turns("auto", {str(spot): spot for spot in spots}):
+        if turn == 1:
+            starts = range(0, len(prompts) - spot.batch + 1, spot.batch)
+            groups = [prompts[i : i + spot.batch] for i in starts][: options.count if spot.batch == 1 else GROUPS]
+            params = SamplingParams(max_tokens=options.tokens, temperature=spot.temperature, seed=1, ignore_eos=True)
+            taken[key] = Rounds(stage, arms, groups, params)
+        taken[key].go()
+        runs = taken[key].runs
         cells = arm_cells(arms, runs)
         best = max((a.name for a in arms[:-1]), key=lambda name: cells[name]["tokens_per_second"])
         seconds = [np.array([[run.seconds for run in row] for row in runs[name]]) for name in (best, "auto")]
@@ -303,6 +401,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--trace", type=Path, help="CSV of arrival times; default: evenly spaced")
     parser.add_argument("--seconds", type=float, default=60.0, help="for each part")
     parser.add_argument("--drafters", nargs="+", default=["suffix", "lookup", "decode", "skip", "model", "auto"])
+    parser.add_argument("--arms", nargs="+", help="of tasks, trees and auto, by their names in tables; default: all")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 128], help="tasks: those up to 8")
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--tokens", type=int, default=48, help="new tokens of a request, at most")
@@ -310,6 +409,8 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=8, help="prompts of a task that run one by one")
     parser.add_argument("--files", type=int, default=3, help="files of the task edits")
     parser.add_argument("--tree-prompts", type=int, default=64, help="prompts of trees, for block efficiency")
+    parser.add_argument("--lengths", type=int, nargs="*", choices=BRANCH_OF_LENGTH, default=[*BRANCH_OF_LENGTH])
+    parser.add_argument("--budgets", type=int, nargs="*", choices=BEAM_OF_BUDGET, default=[*BEAM_OF_BUDGET])
     parser.add_argument("--requests", type=int, default=64, help="of the parts replay and recomputed")
     parser.add_argument("--windows", type=int, nargs="+", default=[2, 4, 8, 16, 32, 64], help="N of recomputed")
     parser.add_argument("--simulated", nargs="+", choices=SIMULATED, default=SIMULATED, help="with --backend numpy")
@@ -331,6 +432,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"{bench.name}: loaded in {time.perf_counter() - start:.1f} s", flush=True)
         for part in options.parts:
             start = time.perf_counter()
+            bench.end = start + options.seconds
             PARTS[part](bench)
             print(f"{part}: {time.perf_counter() - start:.1f} s", flush=True)
         results.save()

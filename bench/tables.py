@@ -54,8 +54,8 @@ def _interval(figure: Sequence[float]) -> str:
 def _speed(arm: Mapping[str, Any] | None) -> str:
     if arm is None:
         return ""
-    predicted = f", predicted {arm['predicted']:.2f}" if "predicted" in arm else ""
-    return f"{_interval(arm['speed_up'])}{predicted}"
+    more = [f", {name} {arm[name]:.2f}" for name in ("steady", "predicted") if name in arm]
+    return _interval(arm["speed_up"]) + "".join(more)
 
 
 def _names(cells: Cells) -> list[str]:
@@ -98,9 +98,9 @@ def _drafts(arm: Mapping[str, Any] | None) -> str:
 
 
 def _errors(cells: Cells) -> Iterator[str]:
-    """How far predictions were off."""
+    """How far predictions were off, of the steady part of answers where that is known."""
     arms = [arm for cell in cells for arm in cell["arms"].values() if "predicted" in arm]
-    off = [abs(arm["predicted"] / arm["speed_up"][0] - 1) for arm in arms]
+    off = [abs(arm["predicted"] / arm.get("steady", arm["speed_up"][0]) - 1) for arm in arms]
     if off:
         near = sum(error <= 0.1 for error in off)
         yield (

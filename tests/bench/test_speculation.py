@@ -16,6 +16,7 @@ import pytest
 
 from tests.support.tiny_llm import CONFIG, write_model
 from verispec.backends.numpy_dense import Dense
+from verispec.backends.protocol import BackendLimits, View
 from verispec.types import SequenceStats
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
@@ -88,10 +89,42 @@ def _one_stream(found: dict[str, Any]) -> dict[str, Any]:
 def test_predictions_are_tokens_by_cost() -> None:
     """E / (N c + v) of two tokens a pass, two draft passes at half a step each; fast passes are the target's, too."""
     costs = object.__new__(drafting.Costs)
-    costs._known = {"none": ([1, 3], [1.0, 1.5]), "model": ([1], [0.5])}
+    costs._known, costs._rounds = {"none": ([1, 3], [1.0, 1.5]), "model": ([1], [0.5])}, {}
     stats = SequenceStats(passes=1, fast_passes=9, draft_passes=20, drafted=20)
     run = drafting.Run([SimpleNamespace(token_ids=range(20), stats=stats)], 1.0)
-    assert costs.predicted(drafting.Arm("", "model, full", "chain:2"), "model", 1, [run]) == pytest.approx(2 / 2.5)
+    arm = drafting.Arm("", "model, full", "chain:2")
+    assert costs.predicted(arm, "model", None, 1, [run]) == pytest.approx(2 / 2.5)
+
+
+def test_predictions_by_whole_rounds_are_of_the_steady_part() -> None:
+    """Three tokens a round between the first commit and the last but one; a round takes as long as two plain ones."""
+    costs, arm = object.__new__(drafting.Costs), drafting.Arm("", "model, full", "beam:2,3")
+    round_ = drafting.round_of(arm, {"model": drafting.Drafts(View(), 1, 4)}, 1)
+    costs._rounds = {1: 1.0, round_: 2.0}
+    marks = [drafting.Mark(*each) for each in ((5.0, 1, 1), (7.0, 4, 2), (9.0, 7, 3), (30.0, 8, 4))]
+    run = drafting.Run([SimpleNamespace(token_ids=range(8), stats=SequenceStats(passes=4))], 30.0, 9, marks)
+    assert run.steady == (4.0, 6, 2)
+    assert costs.predicted(arm, "model", round_, 1, [run]) == pytest.approx(1.5)
+    assert costs.predicted(arm, "model", round_._replace(batch=8), 8, [run]) is None
+    plain = replace(run, marks=[drafting.Mark(float(i), i, i) for i in range(1, 9)])
+    assert speculation.steady_speed_up([[plain], [plain]], [[run], [run]]) == pytest.approx(1.5)
+    assert speculation.steady_speed_up([[plain]], [[replace(run, marks=marks[:2])]]) is None
+
+
+def test_everything_is_measured_once_before_anything_is_measured_again(tmp_path: Path) -> None:
+    bench = object.__new__(speculation.Bench)
+    bench.options, bench.name, bench.end = SimpleNamespace(rounds=2), "model", float("inf")
+    bench.results = speculation.Results(tmp_path / "out.json")
+    bench.results.add("part | model | b", {})
+    seen = [(key[-1], value, turn) for key, value, turn in bench.turns("part", {"a": 1, "b": 2, "c": 3})]
+    assert seen == [("a", 1, 1), ("c", 3, 1), ("a", 1, 2), ("c", 3, 2)]
+    bench.end = 0.0
+    assert [turn for *_, turn in bench.turns("part", {"a": 1, "c": 3})] == [1]
+
+
+def test_one_hot_trees_are_grown_by_the_host() -> None:
+    limits = BackendLimits(48, 64, 64, 4, 16, 2, trees=True)
+    assert not drafting.OneHot(SimpleNamespace(limits=limits)).limits.trees
 
 
 @pytest.mark.parametrize("bits", [4, 8])
