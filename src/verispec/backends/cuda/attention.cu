@@ -1,7 +1,8 @@
 // Attention over slot tables: decode, prompt and tree rows by one definition (docs/cuda-arithmetic.md, "Attention").
 // Compiled for one model: HEADS, KV_HEADS, HEAD_DIM; TWO_BUFFERS: whether K and V of a span have shared memory each (few
-// rows: both are fetched before the wait) or V comes where K was (many rows: more blocks fit); and WHOLE: whether a block of
-// attention_groups has all spans of its rows and merges them (many groups), or one. Context index j of a row stands in slot
+// rows: both are fetched before the wait) or V comes where K was (many rows: more blocks fit); CLUSTER: whether the blocks of
+// attention_rows that have the spans of a row are a cluster, which merges them through its shared memory; and WHOLE: whether a
+// block of attention_groups has all spans of its rows and merges them (many groups), or one. Context index j of a row stands in slot
 // table[seq_row, j], or behind its prefix in its tail. Tiles of 64 and spans of 256 positions begin at absolute multiples, so
 // a row's sums do not depend on the rows beside it.
 #include "wide.cuh"
@@ -176,26 +177,30 @@ __device__ __forceinline__ float quad_max(float v) {
 
 constexpr unsigned kOnes = 0x3F803F80u;  // two bf16 ones
 
+// Of a record, for other blocks: past the L1 cache, where it does not lie in shared memory.
+__device__ __forceinline__ void write(float* to, float value) {
+  if (CLUSTER) *to = value;
+  else __stcg(to, value);
+}
 __device__ __forceinline__ void write_state(float* record, float m, float l) {
-  __stcg(record + HEAD_DIM, m);
-  __stcg(record + HEAD_DIM + 1, l);
+  write(record + HEAD_DIM, m);
+  write(record + HEAD_DIM + 1, l);
 }
 
-// Spans [begin, end) of row and K/V head `pair`, merged for element i of its heads' outputs.
-__device__ __forceinline__ void merge_spans(const Args& a, int64 pair, int i, int begin, int end, bf16* out) {
-  const int head = i / HEAD_DIM, column = i % HEAD_DIM;
-  const float* from = a.partial + pair * a.spans * kGroup * kRecord + head * kRecord;
+// Spans [begin, end) merged for element i of the outputs of a K/V head's heads; `load` gives a number of a span's record.
+template <typename Load>
+__device__ __forceinline__ void merge_spans(const Load& load, int i, int begin, int end, bf16* out) {
+  const int head = i / HEAD_DIM, column = i % HEAD_DIM, record = head * kRecord;
   constexpr int kAtOnce = 4;
   float m = neg_inf(), sum = 0.0f, value = 0.0f;
   for (int first = begin; first < end; first += kAtOnce) {
     float m_other[kAtOnce], l_other[kAtOnce], o_other[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {  // all loads before the first is used
-      const float* other = from + static_cast<int64>(first + i) * kGroup * kRecord;
       const bool there = first + i < end;
-      m_other[i] = there ? __ldcg(other + HEAD_DIM) : neg_inf();
-      l_other[i] = there ? __ldcg(other + HEAD_DIM + 1) : 0.0f;
-      o_other[i] = there ? __ldcg(other + column) : 0.0f;
+      m_other[i] = there ? load(first + i, record + HEAD_DIM) : neg_inf();
+      l_other[i] = there ? load(first + i, record + HEAD_DIM + 1) : 0.0f;
+      o_other[i] = there ? load(first + i, record + column) : 0.0f;
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
@@ -214,12 +219,38 @@ __device__ __forceinline__ void merge_spans(const Args& a, int64 pair, int i, in
   out[head * HEAD_DIM + column] = to_bf16(div(value, sum));
 }
 
+// Records that lie in memory, of row and K/V head `pair`.
+struct Partial {
+  const float* from;
+  __device__ Partial(const Args& a, int64 pair) : from(a.partial + pair * a.spans * kGroup * kRecord) {}
+  __device__ __forceinline__ float operator()(int span, int at) const {
+    return __ldcg(from + static_cast<int64>(span) * kGroup * kRecord + at);
+  }
+};
+
+// Records in the shared memory of a cluster's blocks, at the same address in each.
+struct Shared {
+  unsigned record;
+  __device__ __forceinline__ float operator()(int span, int at) const {
+    float value;
+    asm volatile("{ .reg .b32 there; mapa.shared::cluster.u32 there, %1, %2; ld.shared::cluster.f32 %0, [there]; }\n"
+                 : "=f"(value)
+                 : "r"(record + at * 4), "r"(span)
+                 : "memory");
+    return value;
+  }
+};
+// All threads of the cluster's blocks that have not ended: what they wrote before, they may read of each other behind it.
+__device__ __forceinline__ void meet_cluster() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;\n" ::: "memory");
+}
+
 constexpr int kRowWarps = 8, kRowThreads = 32 * kRowWarps, kShare = kSpan / kRowWarps, kShareTiles = kShare / 8;
 constexpr int kPerTile = kTile / kShare;  // warps that share a tile's scores
 
 // grid (spans, KV_HEADS, rows), 8 warps: one span of one row. The scores of the whole span at once, then the maxima in
-// tile order, then each warp continues the chains over the span for its share of the columns. The last block of a row to
-// arrive merges the spans in ascending order.
+// tile order, then each warp continues the chains over the span for its share of the columns. Spans are merged in ascending
+// order: by the blocks of a cluster together, or by the last block of a row to arrive.
 extern "C" __global__ void __launch_bounds__(kRowThreads) attention_rows(const Args a) {
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ float share_max[kRowWarps][16];
@@ -336,7 +367,12 @@ extern "C" __global__ void __launch_bounds__(kRowThreads) attention_rows(const A
   const int64 pair = static_cast<int64>(row) * KV_HEADS + kv_head;
   bf16* out = a.out + (static_cast<int64>(row) * HEADS + kv_head * kGroup) * HEAD_DIM;
   const bool alone = spans - first_span == 1;
+#if CLUSTER
+  __shared__ float record[kGroup * kRecord];
+  float* mine = record;
+#else
   float* mine = a.partial + (pair * a.spans + span) * kGroup * kRecord;
+#endif
 #pragma unroll
   for (int c = 0; c < kOwn; ++c)
 #pragma unroll
@@ -344,21 +380,29 @@ extern "C" __global__ void __launch_bounds__(kRowThreads) attention_rows(const A
       const int head = g + (e < 2 ? 0 : 8), column = (warp + kRowWarps * c) * 8 + 2 * t + (e & 1);
       if (head >= kGroup || warp + kRowWarps * c >= kColumns) continue;
       if (alone) out[head * HEAD_DIM + column] = to_bf16(div(o[c][e], l[e & 2]));
-      else __stcg(mine + head * kRecord + column, o[c][e]);
+      else write(mine + head * kRecord + column, o[c][e]);
     }
   if (alone) return;
   if (warp == 0 && t == 0) {
     if (g < kGroup) write_state(mine + g * kRecord, m_low[kTiles - 1], l[0]);
     if (g + 8 < kGroup) write_state(mine + (g + 8) * kRecord, m_high[kTiles - 1], l[2]);
   }
+#if CLUSTER
+  meet_cluster();
+  const int num_blocks = spans - first_span;  // each has a share of the outputs
+  for (int i = (span - first_span) * kRowThreads + threadIdx.x; i < kGroup * HEAD_DIM; i += num_blocks * kRowThreads)
+    merge_spans(Shared{shared_address(record)}, i, first_span, spans, out);
+  meet_cluster();  // nobody's record is gone while others read it
+#else
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) last = atomicAdd(a.arrived + pair, 1) == spans - first_span - 1;
   __syncthreads();
   if (!last) return;
   __threadfence();
-  for (int i = threadIdx.x; i < kGroup * HEAD_DIM; i += blockDim.x) merge_spans(a, pair, i, first_span, spans, out);
+  for (int i = threadIdx.x; i < kGroup * HEAD_DIM; i += kRowThreads) merge_spans(Partial(a, pair), i, first_span, spans, out);
   if (threadIdx.x == 0) a.arrived[pair] = 0;
+#endif
 }
 
 // grid (groups, KV_HEADS, spans), 4 warps: one span of up to 64 / kGroup consecutive rows of one sequence whose contexts
@@ -557,5 +601,5 @@ extern "C" __global__ void __launch_bounds__(128) attention_merge(const Args a) 
   if (spans - first_span == 1) return;
   wait_for_previous();
   for (int i = threadIdx.x; i < kGroup * HEAD_DIM; i += 128)
-    merge_spans(a, static_cast<int64>(row) * KV_HEADS + kv_head, i, first_span, spans, out);
+    merge_spans(Partial(a, static_cast<int64>(row) * KV_HEADS + kv_head), i, first_span, spans, out);
 }

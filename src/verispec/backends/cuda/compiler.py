@@ -122,9 +122,10 @@ class Kernel:
 
     def launch(
         self, grid: tuple[int, int, int], threads: int, args: ctypes.Structure, *, stream: int, shared: int = 0,
-        ahead: bool = True,
+        ahead: bool = True, cluster: int = 1,
     ) -> None:  # fmt: skip
-        """Put it on the stream. `ahead` lets it start before the kernel in front of it has ended."""
+        """Put it on the stream. `ahead` lets it start before the kernel in front of it has ended; `cluster` neighbours
+        of the grid's first dimension can read each other's shared memory."""
         driver = self._driver
         if shared > self._shared_limit:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -135,10 +136,17 @@ class Kernel:
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
         config.sharedMemBytes = shared
         config.hStream = stream
-        config.attrs = [self._ahead] if ahead else []
-        config.numAttrs = 1 if ahead else 0
+        config.attrs = [*([self._ahead] if ahead else []), *([self._neighbours(cluster)] if cluster > 1 else [])]
+        config.numAttrs = len(config.attrs)
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(args))
         _checked(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(parameters), 0))
+
+    def _neighbours(self, count: int) -> Any:
+        attribute = self._driver.CUlaunchAttribute()
+        attribute.id = self._driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        size = attribute.value.clusterDim
+        size.x, size.y, size.z = count, 1, 1
+        return attribute
 
 
 class Modules:

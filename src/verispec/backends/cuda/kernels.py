@@ -37,11 +37,13 @@ _MAX_ROW_THREADS = 256
 # Of a quantised product, whose blocks are persistent: bytes of shared memory of a block, at least and at most. They
 # start beside the kernel in front, so what they take decides which of them can come to share an SM: never more than
 # were meant to, because an SM with twice the work is what all others wait for.
-_PAIR_NBYTES, _ALONE_NBYTES, _MAX_ALONE_NBYTES, _QKV_NBYTES = 77 * 1024, 115 * 1024, 148 * 1024, 72 * 1024
+_PAIR_NBYTES, _ALONE_NBYTES, _MAX_ALONE_NBYTES = 77 * 1024, 115 * 1024, 148 * 1024
 _PAIR_TILES = 4  # to an SM: so many are shared by two blocks of half the warps
 _MAX_DRAFT_WARPS, _MAX_DRAFT_STAGES = 20, 12
 WHOLE_GROUPS_PER_SM = 4  # with so many blocks in a launch, a block of prompt attention takes all spans of its rows
 _MAX_BLOCK_NBYTES = 227 * 1024  # of shared memory
+# Spans of a row whose blocks merge them through shared memory: so many, or fewer, if many rows take all SMs.
+_MAX_CLUSTER, _FREE_CLUSTER = 8, 4
 
 
 class Kind(IntEnum):
@@ -213,8 +215,8 @@ def draft_form(kind: Kind, w: tuple[int, int], bits: int, rows: int, num_sms: in
     each = -(-chunks // warps)
     chunk, row_nbytes = warps * (128 * bits + 64), warps * each * rows * (TILE + 4)  # values and scales
     fixed = warps * 2 * 32 * 16 + 1024  # sums
-    least = _PAIR_NBYTES if is_pair else 0 if kind is Kind.QKV else _ALONE_NBYTES
-    room = (_PAIR_NBYTES if is_pair else _QKV_NBYTES if kind is Kind.QKV else _MAX_ALONE_NBYTES) - fixed - row_nbytes
+    least = _PAIR_NBYTES if is_pair else _ALONE_NBYTES
+    room = (_PAIR_NBYTES if is_pair else _ALONE_NBYTES if kind is Kind.QKV else _MAX_ALONE_NBYTES) - fixed - row_nbytes
     if room < 3 * chunk:  # rows take what there is
         is_pair, least, room = False, _ALONE_NBYTES, _MAX_BLOCK_NBYTES - fixed - row_nbytes
     step = 2 if each % 2 == 0 and room >= 3 * 2 * chunk else 1
@@ -310,8 +312,10 @@ class Kernels:
         two_buffers = rows * self.shapes.kv_heads * spans <= 2 * self._num_sms
         two_buffers &= 2 * store + weights <= _MAX_BLOCK_NBYTES
         shared = (2 if two_buffers else 1) * store + weights
-        kernel = self._attention_kernel("attention_rows", two_buffers=two_buffers)
-        kernel.launch(grid, 256, args, stream=current_stream(), shared=shared)
+        fits = spans <= _FREE_CLUSTER or rows * self.shapes.kv_heads * spans * shared <= self._num_sms * _ALONE_NBYTES
+        cluster = spans if two_buffers and fits and 1 < spans <= _MAX_CLUSTER else 1
+        kernel = self._attention_kernel("attention_rows", two_buffers=two_buffers, cluster=cluster > 1)
+        kernel.launch(grid, 256, args, stream=current_stream(), shared=shared, cluster=cluster)
 
     @property
     def rows_per_group(self) -> int:
@@ -478,9 +482,12 @@ class Kernels:
             tail_width=inputs.tails.shape[1], window=window, scale=self._scale,
         )  # fmt: skip
 
-    def _attention_kernel(self, name: str, *, two_buffers: bool = False, whole: bool = False) -> Kernel:
+    def _attention_kernel(
+        self, name: str, *, two_buffers: bool = False, cluster: bool = False, whole: bool = False
+    ) -> Kernel:
         sizes = {k: v for k, v in self._sizes.items() if k != "WIDTH"}
-        return self._kernel("attention.cu", name, {**sizes, "TWO_BUFFERS": int(two_buffers), "WHOLE": int(whole)})
+        forms = {"TWO_BUFFERS": int(two_buffers), "CLUSTER": int(cluster), "WHOLE": int(whole)}
+        return self._kernel("attention.cu", name, {**sizes, **forms})
 
     def _rows_kernel(self, name: str, parts: int) -> Kernel:
         return self._kernel("rows.cu", name, {**self._sizes, "MLP": self.shapes.mlp, "PARTS": parts})
