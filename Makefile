@@ -7,9 +7,10 @@ JUDGES ?= --allow-missing
 VENV := .venv
 BIN := $(VENV)/bin
 HF_BIN := .venv-hf/bin
+GPU_CHECKS := draw backend quantized chains lookup trees weighing
 CHROMIUM := $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
 
-.PHONY: help run serve check test-page judges test test-hf test-scale test-scale-core test-cuda gpu-test test-long test-wheel wheel native native-asan native-aarch64 native-digests lint goldens model setup clean
+.PHONY: help run serve check test-page judges test test-hf test-scale test-scale-core test-cuda gpu-test gpu-times test-long test-wheel wheel native native-asan native-aarch64 native-digests lint goldens model setup clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -47,17 +48,23 @@ test-scale-core: $(BIN)/.ray model ## The core of it: two nodes are lost; and pa
 test-cuda: $(BIN)/.cuda-compiler ## Compile the CUDA kernels and look at their PTX (installs NVRTC, 64 MB; no GPU)
 	$(BIN)/pytest -n auto -m cuda tests/backends/cuda/test_compile.py
 
-gpu-test: ## On a machine with an H200 and torch: kernels, backend and (PROMPTS=FILE MODEL=FILE) the equality oracle; FOLDER=...
+gpu-test: gpu-check-device $(GPU_CHECKS:%=gpu-check-%) $(if $(PROMPTS),gpu-check-oracle) ## On a machine with an H200 and torch: every kernel, the backend and (PROMPTS=FILE MODEL=FILE) the equality oracle; quicker with -j8
+	@echo "gpu-test: all checks passed: device $(GPU_CHECKS) $(if $(PROMPTS),oracle)"
+
+gpu-check-device:
 	mkdir -p "$(FOLDER)"
 	PYTHONPATH=src:. $(PYTHON) -m tests.backends.cuda.device_check "$(FOLDER)"
-	PYTHONPATH=src:. $(PYTHON) -m tests.backends.cuda.draw_check
-	PYTHONPATH=src:. $(PYTHON) -m tests.backends.cuda.backend_check
-	PYTHONPATH=src:. $(PYTHON) -m tests.backends.cuda.quantized_check "$(FOLDER)"
-	PYTHONPATH=src:. $(PYTHON) -m tests.backends.cuda.chains_check "$(FOLDER)"
-	PYTHONPATH=src:. $(PYTHON) -m tests.backends.cuda.lookup_check "$(FOLDER)"
-	PYTHONPATH=src:. $(PYTHON) -m tests.backends.cuda.trees_check "$(FOLDER)"
-	PYTHONPATH=src:. $(PYTHON) -m tests.backends.cuda.weighing_check "$(FOLDER)"
-	if [ -n "$(PROMPTS)" ]; then PYTHONPATH=src:. $(PYTHON) -m tests.backends.cuda.oracle_check "$(MODEL)" "$(PROMPTS)"; fi
+
+gpu-check-oracle:
+	PYTHONPATH=src:. $(PYTHON) -m tests.backends.cuda.oracle_check "$(MODEL)" "$(PROMPTS)"
+
+gpu-check-%:
+	PYTHONPATH=src:. $(PYTHON) -m tests.backends.cuda.$*_check
+
+gpu-times: ## The same checks one by one, with what rounds and products take; into FOLDER
+	mkdir -p "$(FOLDER)"
+	for check in quantized chains lookup trees weighing; do \
+	  PYTHONPATH=src:. $(PYTHON) -m tests.backends.cuda.$${check}_check "$(FOLDER)" || exit 1; done
 
 test-long: setup model ## The suite with many more generated cases; takes a long time
 	$(BIN)/pytest -m "not hf and not cuda" --times 20

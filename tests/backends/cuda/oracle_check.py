@@ -18,6 +18,7 @@ from verispec.spec.speculation import Speculation
 from verispec.types import SampleOutput, SamplingParams
 
 SEEDS = (1, 2)
+DRAFTERS = ("suffix", "lookup", "decode", "auto")
 MAX_PROMPT = 300
 
 
@@ -73,14 +74,14 @@ def check(llm: LLM, prompts: Path, num_tokens: int, count: int) -> bool:
         "depth 2, bursts of 3, 40 at once": {"max_running": 40, "depth": 2, "max_burst": 3},
         "after preemption": {"max_running": 64, "depth": 2, "max_burst": 7, "num_slots": 64 * 200},
         "prompts of 96 rows a pass": {"max_running": 33, "depth": 2, "row_budget": 96},
-        "drafts of suffix": {"max_running": 64, "depth": 2},
+        **{f"drafts of {method}": {"max_running": 64, "depth": 2} for method in DRAFTERS},
     }
     reference: dict[int, SampleOutput] = {}
     failed = False
     for name, changes in ways.items():
         begin = time.perf_counter()
         engine = llm.fresh_engine(**changes)
-        found = outputs(engine, requests, "suffix" if "suffix" in name else "none")
+        found = outputs(engine, requests, name.removeprefix("drafts of ") if name.startswith("drafts") else "none")
         reference = reference or found
         different = sum(found[i].digest != reference[i].digest for i in range(len(requests)))
         tokens = sum(len(o.token_ids) for o in found.values())

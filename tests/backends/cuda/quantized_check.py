@@ -1,7 +1,7 @@
 """Products of draft weights on a GPU: against whole numbers in float64, whole passes, and what each takes.
 
 python -m tests.backends.cuda.quantized_check [FOLDER] prints one line per check. Their bits are nobody's promise, so
-what counts is how near they come. Times go to FOLDER/quantized.json. Needs torch, numpy and the package.
+what counts is how near they come. Times are taken for FOLDER/quantized.json. Needs torch, numpy and the package.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def main() -> None:
         for name in ("smol", "qwen1.5b"):
             check_pass(name)
         print(f"checks: {time.perf_counter() - begin:.0f} s", flush=True)
-        for name, bits in (("qwen0.5b", 8), ("qwen1.5b", 4), ("8b", 4)):
+        for name, bits in (("qwen0.5b", 8), ("qwen1.5b", 4), ("8b", 4)) if len(sys.argv) > 1 else ():
             time_passes(name, bits, (1, 2, 4, 8), results)
             torch.cuda.empty_cache()
     if len(sys.argv) > 1:

@@ -2,7 +2,7 @@
 what a round takes. Needs torch, numpy and the package.
 
 python -m tests.backends.cuda.trees_check [FOLDER] prints one line per check; what differs must be 0 except in the
-controls. Times go to FOLDER/trees.json.
+controls. Times are taken for FOLDER/trees.json.
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ def main() -> None:
         check_trees(device)
         check_poison(device)
         print(f"checks: {time.perf_counter() - begin:.0f} s", flush=True)
-        for name, second in (("smol", ""), ("qwen1.5b", "qwen0.5b")):
+        for name, second in (("smol", ""), ("qwen1.5b", "qwen0.5b")) if len(sys.argv) > 1 else ():
             time_trees(device, name, second, results)
             torch.cuda.empty_cache()
     if len(sys.argv) > 1:

@@ -2,7 +2,7 @@
 those that the host drafts and judges, bit for bit; and what a round takes. Needs torch, numpy and the package.
 
 python -m tests.backends.cuda.weighing_check [FOLDER] prints one line per check; what differs must be 0 except in the
-controls. Times go to FOLDER/weighing.json.
+controls. Times are taken for FOLDER/weighing.json.
 """
 
 from __future__ import annotations
@@ -359,7 +359,7 @@ def main() -> None:
         check_rounds(device)
         check_poison(device)
         print(f"checks: {time.perf_counter() - begin:.0f} s", flush=True)
-        for name, second in (("smol", ""), ("qwen1.5b", "qwen0.5b")):
+        for name, second in (("smol", ""), ("qwen1.5b", "qwen0.5b")) if len(sys.argv) > 1 else ():
             time_rounds(device, name, second, results)
             torch.cuda.empty_cache()
     if len(sys.argv) > 1:
