@@ -548,3 +548,30 @@ def test_the_check_passes() -> None:
 def test_every_mutation_is_caught(wrap: Callable[[object], object], says: str) -> None:
     with pytest.raises((AssertionError, ValueError, IndexError), match=says):
         check(wrap=wrap)
+
+
+def test_bursts_are_as_long_as_the_answer_is_expected_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds behind the end of an answer are in vain: where drafts are good, an answer needs few."""
+
+    def asked_and_used(num_tokens: int = 64) -> tuple[int, int]:
+        backend, asked = FakeBackend(vocab_size=16, num_stores=2), list[int]()
+        backend.markov[1] = backend.markov[0]
+        submit = backend.submit
+        monkeypatch.setattr(
+            backend, "submit", lambda p: (asked.append(1 + p.burst.num_rounds if p.burst else 1), submit(p))[1]
+        )
+        drafters = make_drafters(cheap_setup(backend, DRAFT_LEN))
+        sizes = EngineConfig(num_slots=256, max_len=100, max_burst=16)
+        engine = Engine(backend, family=(1, 2, 4, 8, 16, 32, 64), drafters=drafters, cost=CHEAP, config=sizes)
+        params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, seed=3, temperature=1.0)
+        engine.add(Request((1, 2, 3), params, Speculation("model", TreeShape.parse("chain:3")), is_streamed=False))
+        (output,) = collect(engine).values()
+        assert output.stats.accepted > 0.6 * output.stats.drafted
+        return sum(asked), output.stats.passes
+
+    asked, used = asked_and_used()
+    assert asked <= 1.2 * used
+    # The control: a token a round.
+    monkeypatch.setattr("verispec.engine.scheduler.rounds_for", lambda num_tokens, choice: num_tokens)
+    monkeypatch.setattr("verispec.engine.ahead.rounds_for", lambda num_tokens, choice: 16)
+    assert asked_and_used()[0] > 1.3 * used

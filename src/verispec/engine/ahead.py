@@ -2,10 +2,11 @@
 same rounds once more, from wherever the backend is by then. What the host knows of them are upper bounds.
 """
 
+import math
 from dataclasses import replace
 
 from verispec.engine.sequence import Sequence
-from verispec.spec.turn import Recipe, Turn
+from verispec.spec.turn import Choice, Recipe, Turn
 
 _MOST_BEHIND = 8  # steps in a row with the same choices of drafts
 
@@ -32,13 +33,20 @@ def most_rows(turn: Turn) -> int:
     return turn.num_rounds * (1 + turn.draft.num_nodes)
 
 
+def rounds_for(num_tokens: float, choice: Choice) -> int:
+    """Rounds in which so many tokens are expected: those behind the end of an answer would be in vain, and a further
+    step costs less."""
+    return max(1, math.ceil(num_tokens / choice.num_tokens))
+
+
 def turn_behind(turn: Turn) -> Turn:
-    """The same rounds once more, as late as they can begin."""
-    num_tokens = most_rows(turn)
+    """The same rounds once more, as late as they can begin; fewer where the answer is expected to end."""
+    num_tokens, choice = most_rows(turn), turn.choice
+    num_left = 1 + turn.room - turn.num_rounds * choice.num_tokens
     start, room, table_room = turn.start + num_tokens, turn.room - num_tokens, turn.table_room - num_tokens
     return replace(
         turn, start=start, room=room, table_room=table_room, num_behind=turn.num_behind + 1, num_draft_passes=0,
-        rounds=[],
+        rounds=[], num_rounds=min(turn.num_rounds, rounds_for(num_left, choice)),
     )  # fmt: skip
 
 

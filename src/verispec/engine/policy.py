@@ -74,6 +74,7 @@ class _Best:
     num_nodes: int
     rate: float
     draft_seconds: float = 0.0
+    tokens: float = 0.0  # of the draft that are expected to be accepted
 
 
 class Policy:
@@ -203,7 +204,8 @@ class Policy:
                 choice = Choice(
                     name, found.num_nodes, curve.shape, by_backend=curve.by_backend and not crowd.needs_host
                 )
-                best = _Entry(choice._replace(draft_seconds=found.draft_seconds), found.rate, version)
+                choice = choice._replace(draft_seconds=found.draft_seconds, num_tokens=1.0 + found.tokens)
+                best = _Entry(choice, found.rate, version)
             elif not best.choice.num_nodes and curve.cost is not None:
                 best = best._replace(choice=best.choice._replace(reason=_why_not(curve, predicted, found.num_nodes)))
         return best
@@ -252,7 +254,7 @@ class Policy:
             saved = (crowd.tokens + crowd.beside + drafting * tokens) * (1 / plain - 1 / rate)
             gain = saved if curve.stays else rate
             if gain > most or curve.is_forced:
-                best, most = _Best(nodes, rate, seconds), gain
+                best, most = _Best(nodes, rate, seconds, tokens), gain
         return best
 
     def _limit(self, num_levels: int) -> int:

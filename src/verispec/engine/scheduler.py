@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
-from verispec.engine.ahead import can_follow, is_current, num_missing, num_slots, own, turn_behind
+from verispec.engine.ahead import can_follow, is_current, num_missing, num_slots, own, rounds_for, turn_behind
 from verispec.engine.policy import NOT_WORTH_IT, Policy, RoundLoad, refusal
 from verispec.engine.rests import Rests
 from verispec.engine.roster import Roster
@@ -354,7 +354,10 @@ class Scheduler:
         if is_awaited or not (going or fed):
             return 1
         room = max(
-            (*(s.max_len - len(s.token_ids) - s.kv.num_ahead for s in going), *(1 + t.room for t in drafted)),
+            (
+                *(s.max_len - len(s.token_ids) - s.kv.num_ahead for s in going),
+                *(rounds_for(1 + t.room, t.choice) for t in drafted),
+            ),
             default=max((t.choice.num_nodes - t.choice.num_drawn for t in growing), default=1),
         )
         num_nodes = sum(t.choice.num_nodes for t in drafted)

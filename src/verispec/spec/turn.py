@@ -94,7 +94,8 @@ class Choice(NamedTuple):
 
     With `grows`, the nodes come from fast rounds over several steps: `num_drawn` of them are there, and slots for all
     of them are leased at once. `is_replay`: they are verified now. `waits`: they are ready, but the pass has no rows.
-    `by_backend`: the backend can draft them by itself, round after round; that takes it `draft_seconds` a round.
+    `by_backend`: the backend can draft them by itself, round after round; that takes it `draft_seconds` a round, in
+    which `num_tokens` are expected to be committed.
     """
 
     drafter: str = ""
@@ -106,6 +107,7 @@ class Choice(NamedTuple):
     waits: bool = False
     by_backend: bool = False
     draft_seconds: float = 0.0
+    num_tokens: float = 1.0
     reason: str = ""
     because: str = ""
 
