@@ -59,43 +59,42 @@ struct Reader {
   }
 };
 
-// The warp's columns of one row, as whole numbers [chunk][row][16 t: columns 8 t and 32 + 8 t on] and a scale for each 64.
-__device__ __forceinline__ void put_row(const uint4* x, unsigned char* rows, float* row_scales, int row, int own, int lane) {
-#pragma unroll
-  for (int p = 0; p < (kOwn + 3) / 4; ++p) {
-    const int chunk = 4 * p + (lane >> 3);
-    const unsigned words[4] = {x[p].x, x[p].y, x[p].z, x[p].w};
-    float v[8];
-    unsigned bits = 0;  // of the largest: what is no number is larger than all
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      v[i] = __uint_as_float(i % 2 ? words[i / 2] & 0xffff0000 : words[i / 2] << 16);
-      bits = max(bits, __float_as_uint(fabsf(v[i])));
-    }
-#pragma unroll
-    for (int step = 1; step < 8; step *= 2) bits = max(bits, __shfl_xor_sync(0xffffffffu, bits, step));
-    const float most = __uint_as_float(bits);
-    const float scale = mul(most, 1.0f / 127.0f), inverse = most > 1e-30f ? div(127.0f, most) : 0.0f;
-    unsigned q[8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) q[i] = __float_as_uint(fused(v[i], inverse, kWhole));
-    uint2 whole;
-    whole.x = __byte_perm(__byte_perm(q[0], q[1], 0x0040), __byte_perm(q[2], q[3], 0x0040), 0x5410);
-    whole.y = __byte_perm(__byte_perm(q[4], q[5], 0x0040), __byte_perm(q[6], q[7], 0x0040), 0x5410);
-    if (chunk < kOwn) {
-      const int t = lane & 3, half = lane >> 2 & 1;
-      *reinterpret_cast<uint2*>(rows + (chunk * BLOCK_ROWS + row) * 64 + t * 16 + half * 8) = whole;
-      if ((lane & 7) == 0) row_scales[chunk * BLOCK_ROWS + row] = chunk < own ? mul(scale, BITS == 4 ? 0.0625f : 1.0f) : 0.0f;
-    }
-  }
+// Eight columns of a row for each lane, which chunk of the warp's they are in, and of which row.
+constexpr int kEighths = BLOCK_ROWS * kOwn * 8, kTurns = (kEighths + 31) / 32, kAtOnce = kTurns < 4 ? kTurns : 4;
+struct Eighth {
+  int row, chunk;
+  __device__ Eighth(int turn, int lane) : row((turn * 32 + lane) / (kOwn * 8)), chunk((turn * 32 + lane) / 8 % kOwn) {}
+};
+
+__device__ __forceinline__ uint4 load_eighth(const Args& a, Eighth at, int first_row, int first_chunk, int lane) {
+  const int row = first_row + at.row, chunk = first_chunk + at.chunk;
+  if (at.row >= BLOCK_ROWS || row >= a.rows || chunk >= kChunks) return make_uint4(0, 0, 0, 0);
+  return *reinterpret_cast<const uint4*>(a.x + static_cast<int64>(row_of(a, row)) * K + chunk * 64 + (lane & 7) * 8);
 }
 
-__device__ __forceinline__ void load_row(uint4* x, const bf16* from, int own, int lane) {
+// As whole numbers [chunk][row][16 t: columns 8 t and 32 + 8 t on] with a scale for each 64; eight lanes have a chunk.
+__device__ __forceinline__ void put_eighth(uint4 x, Eighth at, unsigned char* rows, float* row_scales, int lane) {
+  const unsigned words[4] = {x.x, x.y, x.z, x.w};
+  float v[8];
+  unsigned bits = 0;  // of the largest: what is no number is larger than all
 #pragma unroll
-  for (int p = 0; p < (kOwn + 3) / 4; ++p) {
-    const bool is_there = from != nullptr && 4 * p + (lane >> 3) < own;
-    x[p] = is_there ? *reinterpret_cast<const uint4*>(from + p * 256 + lane * 8) : make_uint4(0, 0, 0, 0);
+  for (int i = 0; i < 8; ++i) {
+    v[i] = __uint_as_float(i % 2 ? words[i / 2] & 0xffff0000 : words[i / 2] << 16);
+    bits = max(bits, __float_as_uint(fabsf(v[i])));
   }
+#pragma unroll
+  for (int step = 1; step < 8; step *= 2) bits = max(bits, __shfl_xor_sync(0xffffffffu, bits, step));
+  const float most = __uint_as_float(bits), inverse = most > 1e-30f ? div(127.0f, most) : 0.0f;
+  unsigned q[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) q[i] = __float_as_uint(fused(v[i], inverse, kWhole));
+  uint2 whole;
+  whole.x = __byte_perm(__byte_perm(q[0], q[1], 0x0040), __byte_perm(q[2], q[3], 0x0040), 0x5410);
+  whole.y = __byte_perm(__byte_perm(q[4], q[5], 0x0040), __byte_perm(q[6], q[7], 0x0040), 0x5410);
+  if (at.row >= BLOCK_ROWS) return;
+  const int to = at.chunk * BLOCK_ROWS + at.row;
+  *reinterpret_cast<uint2*>(rows + to * 64 + (lane & 3) * 16 + (lane >> 2 & 1) * 8) = whole;
+  if ((lane & 7) == 0) row_scales[to] = mul(most, (BITS == 4 ? 0.0625f : 1.0f) / 127.0f);
 }
 
 __device__ __forceinline__ void multiply(float* acc, const unsigned char* chunk, const unsigned char* row,
@@ -135,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) quantized(const Args a
   const int first_row = blockIdx.y * BLOCK_ROWS, num_tiles = (kTiles - blockIdx.x + gridDim.x - 1) / gridDim.x;
   if (!LATE) release_next();
   if (warp < WARPS) {
-    const int first_chunk = warp * kOwn, own = kEven ? kOwn : max(0, min(kOwn, kChunks - first_chunk));
+    const int first_chunk = warp * kOwn;
     const unsigned char* ring = memory + warp * kRingBytes;
     const unsigned to = shared_address(ring);
     unsigned char* rows = memory + WARPS * kRingBytes + warp * kRowBytes;
@@ -151,16 +150,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) quantized(const Args a
       copy_commit();
     }
     wait_for_previous();
-    uint4 x[2][(kOwn + 3) / 4];
-    const auto row_at = [&](int i) {
-      const int row = first_row + i;
-      return row < a.rows ? a.x + static_cast<int64>(row_of(a, row)) * K + first_chunk * 64 : nullptr;
-    };
-    load_row(x[0], row_at(0), own, lane);
 #pragma unroll
-    for (int i = 0; i < BLOCK_ROWS; ++i) {
-      if (i + 1 < BLOCK_ROWS) load_row(x[(i + 1) % 2], row_at(i + 1), own, lane);
-      put_row(x[i % 2], rows, row_scales, i, own, lane);
+    for (int first = 0; first < kTurns; first += kAtOnce) {
+      uint4 x[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) x[i] = load_eighth(a, Eighth(first + i, lane), first_row, first_chunk, lane);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) put_eighth(x[i], Eighth(first + i, lane), rows, row_scales, lane);
     }
     if (LATE) release_next();
     const unsigned char* row = rows + g % BLOCK_ROWS * 64 + t * 16;
