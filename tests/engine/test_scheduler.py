@@ -178,6 +178,24 @@ def test_s14_a_draft_that_does_not_fit_is_not_granted_in_part() -> None:
     bench.finish()
 
 
+@pytest.mark.parametrize(
+    ("sizes", "prompt", "reason"),
+    [({"row_budget": 8}, (0, 2), "no rows were left for a draft"),
+     ({"row_budget": 16, "num_slots": 18, "max_len": 18}, (0, 2, 0, 2, 0), "no slots are free for a draft")],
+)  # fmt: skip
+def test_where_only_one_can_draft_it_is_the_oldest(sizes: dict[str, int], prompt: tuple[int, ...], reason: str) -> None:
+    """The younger one's prompt is complete in the same step; that it needs more than a row puts it first nowhere."""
+    bench, params = Bench(prefix_cache=False, **sizes), replace(SAMPLED, max_tokens=12, logprobs=None)
+    bench.add((0, 1), params, "perfect")
+    bench.step()
+    bench.add(prompt, params, "perfect")
+    turns = bench.engine._scheduler.plan().turns
+    found = [(t.sequence.sequence_id, t.num_pending, t.choice.num_nodes, t.choice.reason) for t in turns]
+    assert found == [(0, 1, MAX_DRAFT, ""), (1, len(prompt), 0, reason)]
+    bench.engine._abandon()
+    assert len(bench.finish()) == 2
+
+
 def test_s18_different_accept_lengths_in_one_batch() -> None:
     bench = Bench(row_budget=16)
     params = replace(SAMPLED, max_tokens=20)

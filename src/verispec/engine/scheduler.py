@@ -94,6 +94,7 @@ class Scheduler:
         for turn in turns:
             self._extend_prompt(turn, granted[turn.sequence.sequence_id], len(parts.single))
         resting = self._rest(parts.single, turns)
+        turns.sort(key=_age)  # drafts have rows and slots in this order
         self._choose(turns, parts.plain, resting)
         turns = self._secured(turns, resting)
         cohorts += [self._resting_cohort(group, is_canonical=kind) for kind, group in resting.items() if group]
@@ -552,6 +553,10 @@ class Scheduler:
         else:
             turn.table_slots = kv.held[kv.synced_len :] + leased
         kv.synced_len = held + len(leased)
+
+
+def _age(turn: Turn) -> int:
+    return turn.sequence.sequence_id
 
 
 def _reads_prompt(sequence: Sequence) -> bool:

@@ -284,6 +284,20 @@ def test_rounds_by_probabilities_are_those_of_the_host(
     assert backend_check.FAILED == []
 
 
+@pytest.mark.parametrize(("drafter", "seed"), [("skip", 8), ("model", 3)])
+def test_trees_of_one_node_are_planned_alike_where_slots_are_short(
+    drafter: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host sees a chain, the device places that may have moved, so its table is sent again: whose drafts have slots
+    does not depend on that."""
+    monkeypatch.setattr(backend_check, "FAILED", [])
+    host, alone = trees_check.hosted(backend_check.make("llama", StandIn())), backend_check.make("llama", StandIn())
+    how = Speculation.of(drafter, tree="branch:2", accept="recursive")
+    with np.errstate(all="ignore"):
+        weighing.check_short_of_slots(drafter, host, alone, weighing.requests(how, seed=seed, max_tokens=30))
+    assert backend_check.FAILED == []
+
+
 def test_what_is_not_finite_ends_the_same_under_every_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend_check, "FAILED", [])
     weighing.check_poison(StandIn(), max_tokens=8, num_requests=8)
