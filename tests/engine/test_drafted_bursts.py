@@ -140,7 +140,7 @@ def test_trees_that_reach_behind_the_end_are_drafted_by_the_backend(drafter: str
             assert found[:3] == host[:3]
             assert found.num_grown <= most_grown
         assert found.digests == [digest]
-        assert found.num_steps <= 3, "all rounds of an answer are one burst"
+        assert found.num_steps <= 5, "an answer is a few bursts, each as long as is expected"
         num_accepted += sum(first for (first, *_) in host.drafted[0])
     assert num_accepted > 10, "nothing was accepted: no control"
     together = ended(requests, max_burst=3)
