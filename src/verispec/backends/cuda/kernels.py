@@ -37,7 +37,7 @@ _MAX_ROW_THREADS = 256
 # Of a quantised product, whose blocks are persistent: bytes of shared memory of a block, at least and at most. They
 # start beside the kernel in front, so what they take decides which of them can come to share an SM: never more than
 # were meant to, because an SM with twice the work is what all others wait for.
-_PAIR_NBYTES, _ALONE_NBYTES, _MAX_ALONE_NBYTES = 77 * 1024, 115 * 1024, 148 * 1024
+_QKV_NBYTES, _PAIR_NBYTES, _ALONE_NBYTES, _DOWN_NBYTES = 72 * 1024, 77 * 1024, 115 * 1024, 148 * 1024
 _PAIR_TILES = 4  # to an SM: so many are shared by two blocks of half the warps
 _MAX_DRAFT_WARPS, _MAX_DRAFT_STAGES = 20, 12
 WHOLE_GROUPS_PER_SM = 4  # with so many blocks in a launch, a block of prompt attention takes all spans of its rows
@@ -215,14 +215,18 @@ def draft_form(kind: Kind, w: tuple[int, int], bits: int, rows: int, num_sms: in
     each = -(-chunks // warps)
     chunk, row_nbytes = warps * (128 * bits + 64), warps * each * rows * (TILE + 4)  # values and scales
     fixed = warps * 2 * 32 * 16 + 1024  # sums
+    is_down = kind is Kind.RESIDUAL and w[1] > w[0]
     least = _PAIR_NBYTES if is_pair else _ALONE_NBYTES
-    room = (_PAIR_NBYTES if is_pair else _ALONE_NBYTES if kind is Kind.QKV else _MAX_ALONE_NBYTES) - fixed - row_nbytes
+    total = _DOWN_NBYTES if is_down else least
+    if kind is Kind.QKV and num_sms < tiles and not is_pair:
+        least, total = 0, _QKV_NBYTES
+    room = total - fixed - row_nbytes
     if room < 3 * chunk:  # rows take what there is
         is_pair, least, room = False, _ALONE_NBYTES, _MAX_BLOCK_NBYTES - fixed - row_nbytes
     step = 2 if each % 2 == 0 and room >= 3 * 2 * chunk else 1
     stages = max(2, min(_MAX_DRAFT_STAGES // step, room // (step * chunk)))
     shared = max(stages * step * chunk + row_nbytes, least - fixed)
-    return DraftForm(warps, step, stages, shared, 1 + is_pair, int(kind in (Kind.GATE_UP, Kind.HEAD)))
+    return DraftForm(warps, step, stages, shared, 1 + is_pair, int(is_down))
 
 
 @contextmanager
