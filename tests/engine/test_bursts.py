@@ -559,3 +559,17 @@ def test_a_new_row_at_any_border_changes_no_bit(border: int) -> None:
 def test_control_every_array_of_a_recycled_row_is_written(kept: str) -> None:
     with pytest.raises((AssertionError, IndexError)):
         preempt_at(2, partial(Forgetful, kept=kept)).finish(200)
+
+
+@pytest.mark.parametrize(("num_going", "trip", "host_seconds", "expected"), [
+    (1, 0.0003, 0.0, 3),  # two milliseconds each: 6 are enough for the host to send the next
+    (1, 0.0003, 0.002, 8),  # the host takes longer
+    (9, 0.0003, 0.0, 16),  # where some end, others use the rounds
+    (1, 0.0, 0.0, 16),  # bursts are not sent ahead
+])  # fmt: skip
+def test_bursts_of_few_are_short_where_the_next_is_sent_meanwhile(
+    num_going: int, trip: float, host_seconds: float, expected: int
+) -> None:
+    cost = CostTable((1, 64), (0.002, 0.002), (0.0, 0.0), trip=trip)
+    load = RoundLoad(num_going=num_going, num_waiting=0, context_len=10, room=99, num_free=99, is_streamed=False)
+    assert policy(cost, max_burst=16).num_rounds(load, host_seconds) == expected

@@ -34,6 +34,9 @@ _BEST_GAIN, _MOST_ROWS = 1.1, 3  # at best so many times the tokens a second, by
 _WAIT, _LONGEST_WAIT = 0.025, 0.1  # seconds that a stream waits for a burst: 40 frames a second, or 10
 _HOST_SHARE = 0.02  # of the time of a burst: where the host would take more, streams wait longer
 _LONGEST_BURST = 0.5  # seconds of any burst: aborts, Ctrl-C and newcomers wait for its end
+# Of few sequences, where the host is far and sends bursts ahead: seconds, or times what the host takes. Rounds behind
+# the end of their answers are in vain, and with few there is nobody else to use them.
+_SHORT_BURST, _HOST_TIMES, _FEW = 0.006, 8, 8
 
 
 class Crowd(NamedTuple):
@@ -324,6 +327,9 @@ class Policy:
             count = min(count, int(wait / max(1e-6, seconds)))
         elif self._cost.learns:  # not where passes were never timed
             count = min(count, int(_LONGEST_BURST / max(1e-6, seconds)))
+        if self._cost.trip and load.num_going <= _FEW:  # the next burst is sent meanwhile
+            enough = max(_SHORT_BURST, _HOST_TIMES * host_seconds)
+            count = min(count, math.ceil(enough / max(1e-6, seconds)))
         return max(1, count)
 
     def drafts_can_pay(self, num_running: int, *, is_canonical: bool) -> bool:
