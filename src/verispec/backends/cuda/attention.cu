@@ -418,7 +418,10 @@ extern "C" __global__ void __launch_bounds__(128, HEAD_DIM > 128 ? 1 : WHOLE ? 2
   const int first_tile = max(0, shortest - a.window) / kTile;
   const int first_span = first_tile / kTiles, spans = (longest + kSpan - 1) / kSpan, span = WHOLE ? first_span : blockIdx.z;
   release_next();
-  if (count == 0 || span < first_span || span >= spans) return;  // a captured launch may have more groups than a pass
+  if (count == 0 || span < first_span || span >= spans) {  // a captured launch may have more groups than a pass
+    if (group == 0) wait_for_previous();  // somebody must: what follows is told of the kernel in front by this one alone
+    return;
+  }
   const int last_tile = (longest + kTile - 1) / kTile;
   const int begin = max(first_tile, span * kTiles), end = WHOLE ? last_tile : min(last_tile, (span + 1) * kTiles);
   wait_for_previous();
@@ -598,8 +601,8 @@ extern "C" __global__ void __launch_bounds__(128) attention_merge(const Args a) 
   const int row = a.first_row + blockIdx.x, kv_head = blockIdx.y, len = a.positions[row] + 1;
   const int first_span = max(0, len - a.window) / kSpan, spans = (len + kSpan - 1) / kSpan;
   bf16* out = a.out + (static_cast<int64>(row) * HEADS + kv_head * kGroup) * HEAD_DIM;
+  wait_for_previous();  // all of them: what follows this kernel is told of the one in front by it alone
   if (spans - first_span == 1) return;
-  wait_for_previous();
   for (int i = threadIdx.x; i < kGroup * HEAD_DIM; i += 128)
     merge_spans(Partial(a, static_cast<int64>(row) * KV_HEADS + kv_head), i, first_span, spans, out);
 }
