@@ -25,11 +25,14 @@ from tests.support.skipping import cheap_setup  # noqa: E402
 from tests.support.tiny_models import TinyConfig, make_tensors  # noqa: E402
 from verispec.backends.cuda.backend import CudaBackend, CudaModel  # noqa: E402
 from verispec.backends.cuda.device import Gpu  # noqa: E402
+from verispec.backends.cuda.graphs import Draw, GraphKey  # noqa: E402
 from verispec.backends.cuda.quantize import quantized  # noqa: E402
-from verispec.backends.protocol import Pass  # noqa: E402
+from verispec.backends.cuda.steps import Stage, StepSizes  # noqa: E402
+from verispec.backends.protocol import FULL_VIEW, Pass  # noqa: E402
 from verispec.config import EngineConfig  # noqa: E402
 from verispec.engine import Engine, Request  # noqa: E402
 from verispec.errors import BackendDeadError, DeviceMemoryError  # noqa: E402
+from verispec.kv import DUMP_SLOT  # noqa: E402
 from verispec.model import cache_dir  # noqa: E402
 from verispec.spec.registry import DraftSetup, make_drafters  # noqa: E402
 from verispec.spec.speculation import Speculation  # noqa: E402
@@ -405,6 +408,32 @@ def test_a_failed_device_is_dead_and_memory_that_ran_out_is_not(is_memory: bool)
     else:
         with pytest.raises(BackendDeadError, match="illegal access"):
             Tape(backend, seq_row=1, first_slot=0).feed([1, 2, 3], shape=4)
+
+
+@pytest.mark.parametrize(
+    ("stage", "sizes", "more"),
+    [
+        (Stage.PASS, StepSizes(16, 8), {}), (Stage.PASS, StepSizes(8, 8, is_round=True), {}),
+        (Stage.FIRST, StepSizes(16, 16), {"weighed": 32}), (Stage.DRAFT, StepSizes(4, 4), {"store": 1}),
+        (Stage.DRAFT, StepSizes(8, 4), {"store": 1, "weighed": 32}),
+        (Stage.ROOT, StepSizes(8, 4), {"store": 1, "children": 2}),
+        (Stage.LEVEL, StepSizes(8, 8), {"store": 1, "children": 2}), (Stage.VERIFY, StepSizes(16, 16), {"weighed": 32}),
+    ],
+)  # fmt: skip
+def test_the_run_before_a_capture_has_no_rows_of_earlier_passes(
+    stage: Stage, sizes: StepSizes, more: dict[str, int]
+) -> None:
+    """They would write K and V, and their contexts may be longer than those that the launch has blocks for."""
+    backend = stand_in("llama")
+    inputs = backend._state.inputs
+    for values, stale in ((inputs.positions, 255), (inputs.prefix_lens, 256), (inputs.slots, 5), (inputs.seq_rows, 1)):
+        values.fill_(stale)
+    key = GraphKey(0, FULL_VIEW, sizes, sizes.rows, 1, Draw.PLAIN, stage=stage)._replace(**more)
+    with backend._device.current():
+        backend._graphs.get(key)
+    assert (inputs.slots[: sizes.rows] == DUMP_SLOT).all()
+    assert not inputs.positions[: sizes.rows].any()
+    assert not any(model.k[:, 5].any() for model in backend._models)
 
 
 def test_many_rows_with_logits_run_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

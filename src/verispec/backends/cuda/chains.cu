@@ -22,6 +22,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) begin_draft(const ChainAr
   if (round == 0 && sent[kPass] == 0) start_burst(a);
   const Members m(sent);
   const DraftPass pass(sent);
+  const int rows_each = a.rows / a.head_rows;
   for (int i = threadIdx.x; i < a.head_rows; i += kThreads) {
     const int s = i < pass.count ? pass.members[i] : 0, seq_row = i < pass.count ? m.seq_rows[s] : 0;
     const int* record = record_of(a, seq_row);
@@ -32,9 +33,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) begin_draft(const ChainAr
       for (int n = 1; m.is_tree[s] && n <= m.lengths[s]; ++n) c.drafts[m.base[s] + n] = -1;
     }
     const bool drafts = i < pass.count && c.live[s];
-    const int row = pass.rows_each * (i + 1) - 1, position = record[kLength] - 1 + pass.token;
-    const int ready_len = position + 1 - pass.rows_each;
-    for (int each = row + 1 - pass.rows_each; each < row; ++each)  // the token before, which a second model may lack
+    const int row = rows_each * (i + 1) - 1, position = record[kLength] - 1 + pass.token;
+    const int ready_len = position + 1 - rows_each;
+    for (int each = row + 1 - rows_each; each < row; ++each)  // the token before, which a second model may lack
       if (drafts) set_table_row(a, each, a.slot_tokens[a.table[seq_row * a.table_width + position - 1]], position - 1, seq_row, ready_len);
       else set_padding(a, each);
     if (drafts) set_table_row(a, row, pass.token ? c.drafts[m.base[s] + pass.token] : record[kNext], position, seq_row, ready_len);
