@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 
 from tests.support import cuda_emulated  # noqa: E402
 from verispec.backends.cuda.arguments import filled  # noqa: E402
-from verispec.backends.cuda.kernels import Kind, LinearArgs, draft_form  # noqa: E402
+from verispec.backends.cuda.kernels import Kind, LinearArgs, draft_form, draft_rows  # noqa: E402
 from verispec.backends.cuda.quantize import Quantized, eight_bits, quantized  # noqa: E402
 
 pytestmark = pytest.mark.cuda
@@ -33,12 +33,12 @@ CHANGES = (
 
 
 def product(
-    kind: Kind, w: Quantized, rows: int, args: ctypes.Structure, *, blocks: int, backwards: bool, most_rows: int = 8,
+    kind: Kind, w: Quantized, rows: int, args: ctypes.Structure, *, blocks: int, backwards: bool,
     sizes: tuple[str, ...] = (),
 ) -> None:  # fmt: skip
     """As `Kernels` launches it, by fewer blocks than there are tiles."""
     outputs, columns = w.shape
-    row_tile = next(n for n in (1, 2, 4, 8) if n >= rows or n == most_rows)
+    row_tile = draft_rows(columns, rows)
     form = draft_form(kind, w.shape, w.bits, row_tile, num_sms=1)
     defines = {"KIND": int(kind), "N": outputs, "K": columns, "BITS": w.bits, "BLOCK_ROWS": row_tile}
     defines |= {"WARPS": form.warps, "STAGES": form.stages, "STEP": form.step, "LATE": form.late}
@@ -85,3 +85,15 @@ def test_a_row_that_is_no_number_leaves_the_others_alone() -> None:
     found = rows(broken)
     assert torch.equal(found[[0, 3]], plain[[0, 3]])
     assert not found[1:3].isfinite().any()
+
+
+@pytest.mark.parametrize("columns", [64, 576, 896, 1536, 4096, 4864, 8960, 14336, 18944, 27648, 28672, 53248])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_every_form_fits_an_sm(columns: int, bits: int) -> None:
+    for rows in range(1, 12):
+        tile = draft_rows(columns, rows)
+        for kind, outputs in ((Kind.QKV, columns), (Kind.QKV, 48), (Kind.RESIDUAL, 896), (Kind.HEAD, 151936)):
+            form = draft_form(kind, (outputs, columns), bits, tile, num_sms=132)
+            assert form.shared + form.warps * 1024 + 64 <= 227 * 1024
+            assert form.stages >= 2
+            assert form.warps * -(-(columns // 64) // form.warps) * 64 >= columns

@@ -39,7 +39,7 @@ _MAX_ROW_THREADS = 256
 # were meant to, because an SM with twice the work is what all others wait for.
 _QKV_NBYTES, _PAIR_NBYTES, _ALONE_NBYTES, _DOWN_NBYTES = 72 * 1024, 77 * 1024, 115 * 1024, 148 * 1024
 _PAIR_TILES = 4  # to an SM: so many are shared by two blocks of half the warps
-_MAX_DRAFT_WARPS, _MAX_DRAFT_STAGES = 20, 12
+_MAX_DRAFT_WARPS, _MAX_DRAFT_STAGES, _MAX_ROWS_NBYTES = 20, 12, 152 * 1024
 WHOLE_GROUPS_PER_SM = 4  # with so many blocks in a launch, a block of prompt attention takes all spans of its rows
 _MAX_BLOCK_NBYTES = 227 * 1024  # of shared memory
 # Spans of a row whose blocks merge them through shared memory: so many, or fewer, if many rows take all SMs.
@@ -201,6 +201,11 @@ class DraftForm(NamedTuple):
     shared: int  # bytes, beside the sums
     per_sm: int  # blocks
     late: int  # 1: the next kernel may start only when this one's rows are there
+
+
+def draft_rows(columns: int, rows: int) -> int:
+    """How many rows a block has at once: a power of two, as many as its shared memory has room for."""
+    return next(n for n in (1, 2, 4, 8) if n >= min(rows, _ROWS_PER_TILE) or 2 * n * columns > _MAX_ROWS_NBYTES)
 
 
 def draft_form(kind: Kind, w: tuple[int, int], bits: int, rows: int, num_sms: int) -> DraftForm:
@@ -406,7 +411,7 @@ class Kernels:
 
     def _quantized(self, kind: Kind, w: Quantized, rows: int, args: ctypes.Structure) -> None:
         outputs, columns = w.shape
-        row_tile = next(n for n in (1, 2, 4, _ROWS_PER_TILE) if n >= rows or n == _ROWS_PER_TILE)
+        row_tile = draft_rows(columns, rows)
         form = draft_form(kind, w.shape, w.bits, row_tile, self._num_sms)
         defines = {
             "KIND": int(kind), "N": outputs, "K": columns, "BITS": w.bits, "BLOCK_ROWS": row_tile, "WARPS": form.warps,
