@@ -311,6 +311,7 @@ class Policy:
         The host takes `host_seconds` for each burst, with caches that the pass has emptied.
         Where some sequences need the host after each round they wait at most twice as long for the others, and only
         if that is worth more tokens a second.
+        Where bursts are sent ahead, those of few sequences last as long as the host needs for the next one.
         """
         count = min(self.max_burst, load.room, load.num_free)
         if count <= 1:
