@@ -45,18 +45,18 @@ def microseconds(graph: torch.cuda.CUDAGraph, replays: int = 10, rounds: int = 7
 def parts(model: DeviceModel, inputs: RowInputs, plan: Plan) -> dict[str, Callable[[], None]]:
     """Each kind of kernel by itself, once per layer, so that no weights are found in the cache."""
     kernels, b, rows, many = model.kernels, model.buffers, plan.rows, plan.forms.qkv
+    layers, head = (model.draft_layers, model.draft_head) if plan.drafts else (model.layers, model.head)
 
     def per_layer(work: Callable[[int], None]) -> Callable[[], None]:
-        return lambda: [work(i) for i in range(len(model.layers))] and None
+        return lambda: [work(i) for i in range(len(layers))] and None
 
-    layers = model.layers
     return {
         "qkv": per_layer(lambda i: kernels.qkv(layers[i], model.k[i], model.v[i], inputs, b, rows, many=many)),
         "attention": per_layer(lambda i: model.attend(i, inputs, plan)),
         "o": per_layer(lambda i: kernels.residual(b.attention, layers[i].o, layers[i].mlp_gain, b, rows, many=many)),
         "gate_up": per_layer(lambda i: kernels.gate_up(layers[i], b, rows, many=many)),
         "down": per_layer(lambda i: kernels.residual(b.h, layers[i].down, layers[i].mlp_gain, b, rows, many=many)),
-        "head": lambda: [kernels.head(model.head, b, model.logits, None, rows, many=many) for _ in layers] and None,
+        "head": per_layer(lambda _: kernels.head(head, b, model.logits, None, rows, many=many)),
     }
 
 

@@ -40,7 +40,6 @@ from drafting import (
     EDITS,
     NONE,
     Arm,
-    Costs,
     Drafts,
     Interval,
     Prompts,
@@ -48,10 +47,10 @@ from drafting import (
     Stage,
     block_efficiency,
     forced_drafts,
-    round_of,
     speed_up,
 )
 from replays import SIMULATED, recomputed_part, replay_part
+from round_costs import Costs, round_of
 from tables import tables
 
 from verispec import LLM, SamplingParams
@@ -361,10 +360,10 @@ def block_efficiencies(
 def auto_part(bench: Bench) -> None:
     """Every fixed choice and `auto`, by batch: requests of all tasks, all there from the start."""
     options, drafts = bench.options, wanted_drafts(bench)
-    arms = [*(Arm(name, name) for name in ("suffix", "lookup", "decode", *drafts))]
+    arms = [Arm(name, name) for name in ("suffix", "lookup", "decode", *drafts)]
     if "model" in drafts:
         arms += [Arm(tree, "model, full", tree) for tree in ("chain:2", "chain:4", "beam:2,3")]
-    arms = [*(arm for arm in chosen_arms(options, arms)), Arm("auto", "auto")]
+    arms = [*chosen_arms(options, arms), Arm("auto", "auto")]
     prompts = bench.prompts.mixed(max(options.count, *options.batch))
     spots = [Spot("all", t, batch) for t in options.temperature for batch in options.batch]
     stage = Stage(bench.llm, max_running=max(options.batch))

@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 
 import drafting
 import replays
+import round_costs
 import speculation
 import tables
 
@@ -88,7 +89,7 @@ def _one_stream(found: dict[str, Any]) -> dict[str, Any]:
 
 def test_predictions_are_tokens_by_cost() -> None:
     """E / (N c + v) of two tokens a pass, two draft passes at half a step each; fast passes are the target's, too."""
-    costs = object.__new__(drafting.Costs)
+    costs = object.__new__(round_costs.Costs)
     costs._known, costs._rounds = {"none": ([1, 3], [1.0, 1.5]), "model": ([1], [0.5])}, {}
     stats = SequenceStats(passes=1, fast_passes=9, draft_passes=20, drafted=20)
     run = drafting.Run([SimpleNamespace(token_ids=range(20), stats=stats)], 1.0)
@@ -98,8 +99,8 @@ def test_predictions_are_tokens_by_cost() -> None:
 
 def test_predictions_by_whole_rounds_are_of_the_steady_part() -> None:
     """Three tokens a round between the first commit and the last but one; a round takes as long as two plain ones."""
-    costs, arm = object.__new__(drafting.Costs), drafting.Arm("", "model, full", "beam:2,3")
-    round_ = drafting.round_of(arm, {"model": drafting.Drafts(View(), 1, 4)}, 1)
+    costs, arm = object.__new__(round_costs.Costs), drafting.Arm("", "model, full", "beam:2,3")
+    round_ = round_costs.round_of(arm, {"model": drafting.Drafts(View(), 1, 4)}, 1)
     costs._rounds = {1: 1.0, round_: 2.0}
     marks = [drafting.Mark(*each) for each in ((5.0, 1, 1), (7.0, 4, 2), (9.0, 7, 3), (30.0, 8, 4))]
     run = drafting.Run([SimpleNamespace(token_ids=range(8), stats=SequenceStats(passes=4))], 30.0, 9, marks)

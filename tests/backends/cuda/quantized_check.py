@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,7 @@ from tests.backends.cuda.device_check import SHAPES, decode_rows, device_inputs,
 from verispec.backends.cuda.arguments import filled
 from verispec.backends.cuda.device import Gpu
 from verispec.backends.cuda.forward import DeviceModel, Plan
-from verispec.backends.cuda.kernels import ALL_FEW, Kernels, Kind, Layer, LinearArgs, RowInputs
+from verispec.backends.cuda.kernels import ALL_FEW, Kernels, Kind, Layer, LinearArgs
 from verispec.backends.cuda.quantize import Quantized, eight_bits, quantized
 from verispec.backends.cuda.shapes import Shapes
 from verispec.model.hub import cache_dir
@@ -103,26 +102,9 @@ def in_bf16(layer: Layer) -> Layer:
     return replace(layer, **{name: getattr(layer, name).dense().bfloat16() for name in names})
 
 
-def parts(model: DeviceModel, inputs: RowInputs, plan: Plan) -> dict[str, Callable[[], None]]:
-    """Each kind of kernel by itself, once per layer, so that no weights are found in the cache."""
-    kernels, b, rows, layers = model.kernels, model.buffers, plan.rows, model.draft_layers
-
-    def per_layer(work: Callable[[int], None]) -> Callable[[], None]:
-        return lambda: [work(i) for i in range(len(layers))] and None
-
-    return {
-        "qkv": per_layer(lambda i: kernels.qkv(layers[i], model.k[i], model.v[i], inputs, b, rows, many=False)),
-        "attention": per_layer(lambda i: model.attend(i, inputs, plan)),
-        "o": per_layer(lambda i: kernels.residual(b.attention, layers[i].o, layers[i].mlp_gain, b, rows, many=False)),
-        "gate_up": per_layer(lambda i: kernels.gate_up(layers[i], b, rows, many=False)),
-        "down": per_layer(lambda i: kernels.residual(b.h, layers[i].down, layers[i].mlp_gain, b, rows, many=False)),
-        "head": per_layer(lambda _: kernels.head(model.draft_head, b, model.logits, None, rows, many=False)),
-    }  # fmt: skip
-
-
 def time_passes(name: str, bits: int, row_counts: tuple[int, ...], results: list[dict[str, object]]) -> None:
     """Microseconds of each kernel and of whole passes, on draft weights and on bf16."""
-    from bench.gpu import microseconds
+    from bench.gpu import microseconds, parts
 
     _, num_layers = DRAFTS[name]
     SHAPES.setdefault(name, DRAFTS[name])
@@ -133,7 +115,7 @@ def time_passes(name: str, bits: int, row_counts: tuple[int, ...], results: list
     for rows in row_counts:
         every = np.arange(rows)
         inputs = device_inputs(decode_rows(np.full(rows, 256), every + 100, every, table), device_table)
-        plan = Plan(rows=rows, forms=ALL_FEW, single_rows=rows, spans=1)
+        plan = Plan(rows=rows, forms=ALL_FEW, single_rows=rows, spans=1, drafts=True)
         entry: dict[str, object] = {"shape": name, "bits": bits, "rows": rows}
         for part, work in parts(model, inputs, plan).items():
             entry[part] = round(microseconds(model.capture(work)) / num_layers, 2)

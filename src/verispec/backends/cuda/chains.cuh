@@ -36,7 +36,7 @@ struct Members {
 
 // The pass that drafts now: token number `token` of the chains of `count` members, or that level of their trees: `k` children of
 // each of `width` nodes from place `before` on, of which `keep` get the places from `place` on. How many rows each sequence has
-// (column 1) the sizes of the pass say, too, and they are there even if nothing was sent.
+// the sizes of the pass say, which are there even if nothing was sent.
 struct DraftPass {
   int token, count, k, width, before, place, keep, is_beam, by_probability;
   float least_logprob;
@@ -45,10 +45,10 @@ struct DraftPass {
       : token(0), count(0), k(0), width(1), before(0), place(0), keep(0), is_beam(0), by_probability(0), least_logprob(0.0f), members(sent) {
     const int passes = sent[kPasses], *pass = sent + sent[kPassesAt] + sent[kPass];
     if (sent[kPass] >= passes) return;  // nothing was sent: the run before a capture
-    token = pass[0], least_logprob = __int_as_float(pass[2 * passes]);
-    count = pass[3 * passes], members = sent + sent[kDraftersAt] + pass[4 * passes];
-    k = pass[5 * passes], width = pass[6 * passes], before = pass[7 * passes], place = pass[8 * passes];
-    keep = pass[9 * passes], is_beam = pass[10 * passes], by_probability = pass[11 * passes];
+    token = pass[0], least_logprob = __int_as_float(pass[passes]);
+    count = pass[2 * passes], members = sent + sent[kDraftersAt] + pass[3 * passes];
+    k = pass[4 * passes], width = pass[5 * passes], before = pass[6 * passes], place = pass[7 * passes];
+    keep = pass[8 * passes], is_beam = pass[9 * passes], by_probability = pass[10 * passes];
   }
 };
 

@@ -25,11 +25,10 @@ _WEIGHED_SIZES = (8, 32, 128, 512)  # each is memory of its own: few, and each a
 
 
 class _Draft(NamedTuple):
-    """A pass that drafts: the place in the chains, or the level; rows of each sequence, where chains end, and whose
-    they are; and of a level what `chains.cuh` says of it."""
+    """A pass that drafts, as it is sent: the place in the chains, or the level; where chains end, and whose they are;
+    and of a level what `chains.cuh` says of it."""
 
     token: int
-    rows_each: int
     least_logprob: int  # bits
     num_sequences: int
     first: int  # of them in the list of all
@@ -58,7 +57,7 @@ def _passes(burst: Burst) -> list[tuple[Drafting, _Draft]]:
         least, count, tree = int(np.float32(part.least_logprob).view(np.int32)), len(part.sequences), part.tree
         width = before = place = 0
         for token in range(int(part.lengths.max()) if tree is None else len(tree.keep)):
-            pass_ = _Draft(token, 1 if token else part.first_rows, least, count, end)
+            pass_ = _Draft(token, least, count, end)
             pass_ = pass_._replace(by_probability=int(part.by_probability))
             if tree is not None:
                 keep = tree.keep[token]
@@ -150,7 +149,7 @@ class Chains(NamedTuple):
         found = []
         for part, pass_ in _passes(self.burst):
             stage = Stage.DRAFT if part.tree is None else Stage.LEVEL if pass_.token else Stage.ROOT
-            rows = pass_.head_rows * pass_.rows_each
+            rows = pass_.head_rows * (1 if pass_.token else part.first_rows)
             found.append(GraphKey(
                 part.store, part.view, StepSizes(rows, pass_.head_rows), rows, spans, draw, drafts=part.only_drafts,
                 stage=stage, children=pass_.children, weighed=self.weighed if part.by_probability else 0,
