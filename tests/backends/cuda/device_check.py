@@ -200,24 +200,26 @@ def check_products(name: str) -> None:
     for kind, w in (("qkv", layer.qkv), ("o", layer.o), ("gate_up", layer.gate_up), ("down", layer.down)):
         outputs, columns = w.shape
         for spread in ("normal", "heavy", "wide"):
-            x = torch.randn(4, columns, device="cuda")
+            x = torch.randn(40, columns, device="cuda")
             if spread == "heavy":
                 x = x**5
             if spread == "wide":  # exponents all over, zeros among them, and signs that cancel
                 x = x * torch.exp2(torch.randint(-60, 60, x.shape, device="cuda").float())
                 x[:, ::3] = 0
             x = x.to(torch.bfloat16)
-            y = model.kernels.plain(x, w, many=False)
             with undivided_products():
                 library, parts = model.kernels._product(x, w, model.buffers)
             if parts > 1:
                 library = tree_of_parts(list(library))
+            for rows in (4, 11, 32, 40):  # by both of our kernels
+                ours, label = model.kernels.plain(x[:rows], w, many=False), f"{name} {kind} {spread}: {rows} rows"
+                compare(f"{label}, ours, library", ours, library[:rows].to(torch.bfloat16))
+            x, y, library = x[:4], model.kernels.plain(x[:4], w, many=False), library[:4]
             some = rng.choice(outputs, 24, replace=False)
             exact = bits.product(x.float().cpu().numpy(), w[some].float().cpu().numpy(), parts)
             reference = torch.from_numpy(bits.bf16(exact)).cuda()
             compare(f"{name} {kind} {spread}: ours, bit model", y[:, some], reference)
             compare(f"{name} {kind} {spread}: library, bit model", library[:, some].to(torch.bfloat16), reference)
-            compare(f"{name} {kind} {spread}: ours, library", y, library.to(torch.bfloat16))
             if (name, kind, spread) == ("8b", "down", "normal"):
                 usual = torch.mm(x, w.t())  # the library by its own lights splits K here
                 compare("8b control: the library's default product", usual, y, control=True)
@@ -251,6 +253,24 @@ def check_odd_products() -> None:
     compare(
         "odd product control: without what is no number", launch.plain(left, right, many=False), finite, control=True
     )
+
+
+def check_odd_wide_products() -> None:
+    """The same for the product of 9 to 64 rows: among them rows that are no numbers, and weights that are none."""
+    rng, launch = np.random.default_rng(5), random_model("smol", layers=1, max_rows=8, sequences=1).kernels
+    outputs, columns, rows = 4224, 1024, 12
+    some = rng.choice(outputs, 16, replace=False)
+    for kind in product_cases.KINDS:
+        for weight_kind in product_cases.KINDS:
+            x = product_cases.values(rng, kind, (rows, columns))
+            w = product_cases.values(rng, weight_kind, (outputs, columns))
+            with np.errstate(all="ignore"):
+                exact = bits.bf16(bits.product(x, w[some], num_parts(outputs, columns)))
+            left, right = (torch.from_numpy(part).cuda().to(torch.bfloat16) for part in (x, w))
+            label = f"odd wide product, {kind} by {weight_kind}"
+            ours = launch.plain(left, right, many=False)
+            compare(f"{label}: ours", ours[:, some].contiguous(), torch.from_numpy(exact).cuda())
+    compare("odd wide product control: another row", ours[:1], launch.plain(left, right, many=False)[1:2], control=True)
 
 
 # Row purity in captured graphs
@@ -420,6 +440,7 @@ def sections(full: bool) -> Iterator[tuple[str, Callable[[], None]]]:
     for name in SHAPES:
         yield f"products {name}", lambda name=name: check_products(name)
     yield "odd products", check_odd_products
+    yield "odd wide products", check_odd_wide_products
     few = (1, 2, 3, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33, 48, 63, 64)
     many = (1, 2, 3, 8, 16, 17, 32, 33, 64, 96, 128, 192, 255, 256, 512, 1024)
     for name in SHAPES:

@@ -10,12 +10,17 @@ pytestmark = pytest.mark.cuda
 
 MODEL = {"WIDTH": 576, "HEADS": 9, "KV_HEADS": 3, "HEAD_DIM": 64}
 LINEAR = {"N": 960, "K": 576, "PARTS": 3, "TILES": 1, "STAGES": 4, **MODEL}
+WIDE = {"K": 576, "STEP": 1, "STAGES": 4, **MODEL}
 DRAFTS = {"WARPS": 9, "STAGES": 4, "STEP": 1, "LATE": 0, **MODEL}
 KINDS = [{"KIND": 0, "ROW_TILES": 1}, {"KIND": 1, "ROW_TILES": 2}, {"KIND": 2, "ROW_TILES": 4}]
 KINDS += [{"KIND": 3, "ROW_TILES": 8}, {"KIND": 4, "ROW_TILES": 1}]
 SOURCES = [
     *(("linear.cu", LINEAR | kind) for kind in KINDS),
     ("linear.cu", LINEAR | KINDS[2] | {"GELU": 1}),
+    ("wide.cu", WIDE | {"KIND": 0, "N": 960, "PARTS": 3, "HALVES": 1, "TILES": 5}),
+    ("wide.cu", WIDE | {"KIND": 1, "N": 576, "PARTS": 3, "HALVES": 2, "TILES": 1}),
+    ("wide.cu", WIDE | {"KIND": 2, "N": 3072, "PARTS": 1, "HALVES": 2, "TILES": 9}),
+    ("wide.cu", WIDE | {"KIND": 3, "N": 49152, "PARTS": 1, "HALVES": 1, "TILES": 8}),
     *(("rows.cu", {**MODEL, "MLP": 1536, "PARTS": parts}) for parts in (1, 2, 3, 4)),
     *(("attention.cu", {**MODEL, "HEAD_DIM": size, "TWO_BUFFERS": 1, "CLUSTER": 1, "WHOLE": 0}) for size in (64, 128)),
     *(("attention.cu", {**MODEL, "HEAD_DIM": size, "TWO_BUFFERS": 0, "CLUSTER": 0, "WHOLE": 1}) for size in (64, 256)),
@@ -46,6 +51,7 @@ def test_ptx_has_no_approximations_and_only_k16_products(
     size = "m16n8k32" if source == "quantized.cu" else "m16n8k16"  # drafts are products of whole numbers
     assert {m for m in re.findall(r"mma\.sync\.[.\w]*", ptx) if size not in m} == set()
     is_wide = architecture == "sm_90a" and source == "attention.cu" and defines["HEAD_DIM"] <= 128
+    is_wide |= source == "wide.cu"  # which only Hopper runs
     assert set(re.findall(r"m\d+n\d+(k\d+)\.f32", ptx)) <= {"k16"}
     assert ("wgmma" in ptx) is is_wide
     # Every float sum and product says how it rounds, so that nothing may be contracted.

@@ -42,6 +42,9 @@ _PAIR_TILES = 4  # to an SM: so many are shared by two blocks of half the warps
 _MAX_DRAFT_WARPS, _MAX_DRAFT_STAGES, _MAX_ROWS_NBYTES = 20, 12, 152 * 1024
 WHOLE_GROUPS_PER_SM = 4  # with so many blocks in a launch, a block of prompt attention takes all spans of its rows
 _MAX_BLOCK_NBYTES = 227 * 1024  # of shared memory
+# Of products of 9 to 64 rows: most of an SM's shared memory, so that much is on its way; two columns of 64 at once where that
+# leaves enough stages. Blocks of more outputs have more to finish when there is nothing left to fetch.
+_MAX_WIDE_TILES, _MAX_WIDE_STAGES, _DOUBLE_STAGES, _WIDE_NBYTES = 9, 10, 5, 200 * 1024
 # Spans of a row whose blocks merge them through shared memory: so many, or fewer, if many rows take all SMs.
 _MAX_CLUSTER, _FREE_CLUSTER = 8, 4
 
@@ -234,6 +237,34 @@ def draft_form(kind: Kind, w: tuple[int, int], bits: int, rows: int, num_sms: in
     return DraftForm(warps, step, stages, shared, 1 + is_pair, int(is_down))
 
 
+class WideForm(NamedTuple):
+    """How blocks of a product of 9 to 64 rows share its work: wide.cu says what these are."""
+
+    tiles: int
+    step: int
+    stages: int
+    shared: int  # bytes
+
+
+def wide_form(w: tuple[int, int], parts: int, rows: int, num_sms: int) -> WideForm:
+    """The form for a matrix [outputs, columns]: blocks of so many outputs that an SM reads the least."""
+
+    def nbytes(tiles: int) -> int:  # of an SM, in units of a column
+        blocks = -(-w[0] // (16 * tiles)) * parts
+        return -(-blocks // num_sms) * (16 * tiles + _wide_rows(rows))
+
+    each = min(range(_MAX_WIDE_TILES, 0, -1), key=nbytes)
+    stage = (16 * each + _wide_rows(rows)) * _STAGE_ROW_NBYTES
+    step = 2 if w[1] // parts % (2 * TILE) == 0 and _WIDE_NBYTES // (2 * stage) >= _DOUBLE_STAGES else 1
+    stages = max(2, min(w[1] // parts // (TILE * step) + 1, _MAX_WIDE_STAGES, _WIDE_NBYTES // (step * stage)))
+    sums = 16 * each * _wide_rows(rows) * 4 if parts > 1 else 0  # which other blocks of the cluster read
+    return WideForm(each, step, stages, max(stages * step * stage, sums))
+
+
+def _wide_rows(rows: int) -> int:
+    return 32 if rows <= 32 else 64
+
+
 @contextmanager
 def undivided_products() -> Iterator[None]:
     """cuBLASLt without split-K: its products then are the canonical chains. Process-wide, so restored at the end."""
@@ -421,12 +452,33 @@ class Kernels:
         kernel = self._kernel("quantized.cu", "quantized", defines)
         kernel.launch(grid, 32 * (form.warps + 1), args, stream=current_stream(), shared=form.shared)
 
+    @staticmethod
+    def _is_wide(w: torch.Tensor, rows: int) -> bool:
+        """Whether wide.cu serves them: more rows than one step of `mma` has, and weights that do not stay in the cache."""
+        return rows > _ROWS_PER_TILE and w.shape[0] * w.shape[1] * 2 > _CACHED_NBYTES and w.shape[1] % TILE == 0
+
+    def _wide(self, kind: Kind, w: torch.Tensor, parts: int, rows: int, args: ctypes.Structure) -> None:
+        outputs, columns = w.shape
+        form = wide_form((outputs, columns), parts, rows, self._num_sms)
+        defines = {
+            "KIND": int(kind), "N": outputs, "K": columns, "PARTS": parts, "HALVES": _wide_rows(rows) // 32,
+            "TILES": form.tiles, "STEP": form.step, "STAGES": form.stages, **self._sizes,
+        }  # fmt: skip
+        blocks = -(-outputs // (16 * form.tiles)) * parts
+        if parts == 1 and kind not in (Kind.QKV, Kind.RESIDUAL):  # others fetch what they add before their only tiles
+            blocks = min(blocks, self._num_sms)
+        kernel = self._kernel("wide.cu", "wide", defines)
+        kernel.launch((blocks, 1, 1), 128, args, stream=current_stream(), shared=form.shared, cluster=parts)
+
     def _linear(self, kind: Kind, w: Matrix, rows: int, args: ctypes.Structure) -> None:
         if isinstance(w, Quantized):
             self._quantized(kind, w, rows, args)
             return
         outputs, columns = w.shape
         parts = 1 if kind is Kind.HEAD else num_parts(outputs, columns)
+        if self._is_wide(w, rows):
+            self._wide(kind, w, parts, rows, args)
+            return
         most = _SHARED_ROW_TILES if outputs * columns * 2 <= _CACHED_NBYTES else _MAX_ROW_TILES
         row_tiles = next(n for n in (1, 2, 4, 8) if n == most or n * _ROWS_PER_TILE >= rows)
         row_blocks = -(-rows // (row_tiles * _ROWS_PER_TILE))

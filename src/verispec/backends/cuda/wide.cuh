@@ -24,14 +24,31 @@ __device__ __forceinline__ uint64 wide_operand(unsigned address, int stride) {
 }
 
 __device__ __forceinline__ void wide_fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
+__device__ __forceinline__ void wide_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
+__device__ __forceinline__ void wide_done() { asm volatile("wgmma.wait_group.sync.aligned 0;\n" ::: "memory"); }
 __device__ __forceinline__ void wide_wait() {
-  asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;\n" ::: "memory");
+  wide_commit();
+  wide_done();
 }
 // What this thread has written to shared memory may be read by such steps, behind a barrier.
 __device__ __forceinline__ void wide_written() { asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); }
 
 // d (64 x n, float32) = a (64 x 16) b (16 x n), added to d where `adds`. TRANSPOSED: rows of the tile are summed over.
 #define FOUR(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
+__device__ __forceinline__ void wide_mma16(float (*d)[4], const unsigned* a, uint64 b, int adds) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, %13, 0; wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {"
+      "%0,%1,%2,%3,%4,%5,%6,%7}, {%8,%9,%10,%11}, %12, p, 1, 1, 0; }\n"
+      : FOUR(0), FOUR(1)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(adds));
+}
+__device__ __forceinline__ void wide_mma32(float (*d)[4], const unsigned* a, uint64 b, int adds) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, %21, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
+      "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, {%16,%17,%18,%19}, %20, p, 1, 1, 0; }\n"
+      : FOUR(0), FOUR(1), FOUR(2), FOUR(3)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(adds));
+}
 template <int TRANSPOSED>
 __device__ __forceinline__ void wide_mma64(float (*d)[4], const unsigned* a, uint64 b, int adds) {
   asm volatile(

@@ -1,0 +1,279 @@
+// One linear layer of 9 to 64 rows with what follows it, on 64-row steps of the tensor core: the chains, the tree over the
+// parts of K and the operations of linear.cu, so its bits. The rows are the first operand and TILES x 16 outputs the second,
+// so a block has as many outputs as it takes to give every SM one block. Compiled for one layer: KIND, N, K, PARTS, HALVES (of
+// 32 rows), TILES, STEP (columns of 64 a stage), STAGES, WIDTH, and for q/k/v HEADS, KV_HEADS, HEAD_DIM.
+// Four warps stream weights and rows through one ring in shared memory, which is filled with weights before the wait for the
+// kernel in front. The blocks of a cluster have the parts of K; each finishes its share of the tiles. Without parts a block goes on
+// to further tiles. Row r of 32 is the step's row 16 (r / 8) + r % 8, and that of the second 32 is eight behind: every warp has
+// rows to finish, however few there are.
+#include "epilogues.cuh"
+#include "wide.cuh"
+
+using namespace vs;
+
+constexpr int kThreads = 128, kRows = 32 * HALVES, kPart = K / PARTS, kSteps = kPart / (64 * STEP), kGroups = (N / 16 + TILES - 1) / TILES;
+constexpr int kWeightBytes = TILES * 16 * kWideColumn, kRowBytes = kRows * kWideColumn;  // of 64 columns
+constexpr int kStageBytes = STEP * (kWeightBytes + kRowBytes);
+constexpr int kOwnTiles = (TILES + PARTS - 1) / PARTS;
+static_assert(kPart % (64 * STEP) == 0, "whole stages only");
+
+// The tile's chains continued by 16 columns, 16 COUNT outputs of them from `b` on.
+template <int COUNT>
+__device__ __forceinline__ void step16(float (*acc)[4], const unsigned* a, unsigned b, int adds) {
+  constexpr int kNow = COUNT >= 8 ? 8 : COUNT >= 4 ? 4 : COUNT >= 2 ? 2 : 1;
+  const uint64 operand = wide_operand(b, 16);
+  if constexpr (kNow == 8) wide_mma128<0>(acc, a, operand, adds);
+  if constexpr (kNow == 4) wide_mma64<0>(acc, a, operand, adds);
+  if constexpr (kNow == 2) wide_mma32(acc, a, operand, adds);
+  if constexpr (kNow == 1) wide_mma16(acc, a, operand, adds);
+  if constexpr (COUNT > kNow) step16<COUNT - kNow>(acc + 2 * kNow, a, b + kNow * 16 * kWideColumn, adds);
+}
+
+// The rows' 16 columns of one k16 step, or of two where a warp has eight rows.
+__device__ __forceinline__ void load_rows(unsigned* to, unsigned from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];\n"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(from)
+               : "memory");
+}
+
+__device__ __forceinline__ float2 load_shared(unsigned address, int rank) {
+  float2 v;
+  asm volatile("{ .reg .b32 there; mapa.shared::cluster.u32 there, %2, %3; ld.shared::cluster.v2.f32 {%0,%1}, [there]; }\n"
+               : "=f"(v.x), "=f"(v.y)
+               : "r"(address), "r"(rank)
+               : "memory");
+  return v;
+}
+__device__ __forceinline__ void meet_cluster() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;\n" ::: "memory");
+}
+
+__device__ __forceinline__ void store2(bf16* to, float low, float high) {
+  *reinterpret_cast<__nv_bfloat162*>(to) = __floats2bfloat162_rn(low, high);
+}
+
+// What a thread of the epilogue has beside the sums of a tile: of outputs 2 t + e and 8 + 2 t + e.
+struct Pair {
+  Columns columns[2];
+  Beside beside[HALVES][2];
+};
+
+// y: outputs 2 t, 2 t + 1, 8 + 2 t, 9 + 2 t of a tile and a row. All lanes of the warp take part.
+__device__ __forceinline__ void finish_four(const Args& a, const Pair& pair, int half, int tile, int t, int row, float s, float* y) {
+  const bool valid = row < a.rows;
+  if (KIND != HEAD)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) y[i] = rounded(y[i]);
+  if (KIND == RESIDUAL) {
+    const int64 at = static_cast<int64>(row) * N + tile * 16 + 2 * t;
+    float v[4], gain[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      v[i] = rounded(add(pair.beside[half][i & 1].x[i >> 1], y[i]));
+      gain[i] = pair.columns[i & 1].gain[i >> 1];
+    }
+    if (valid) {
+      bf16* x = static_cast<bf16*>(a.out) + at;
+      store2(x, v[0], v[1]), store2(x + 8, v[2], v[3]);
+      store2(a.scaled + at, mul(v[0], gain[0]), mul(v[1], gain[1]));
+      store2(a.scaled + at + 8, mul(v[2], gain[2]), mul(v[3], gain[3]));
+    }
+    float low = add(mul(v[0], v[0]), mul(v[1], v[1])), high = add(mul(v[2], v[2]), mul(v[3], v[3]));
+#pragma unroll
+    for (int step = 1; step < 4; step *= 2) {
+      low = add(low, __shfl_xor_sync(0xffffffffu, low, step));
+      high = add(high, __shfl_xor_sync(0xffffffffu, high, step));
+    }
+    if (valid && t == 0) a.nodes_out[static_cast<int64>(row) * (N / 16) + tile] = add(low, high);
+  }
+  if (!valid) return;
+  if (KIND == QKV)
+#pragma unroll
+    for (int e = 0; e < 2; ++e)
+      finish_qkv(a, pair.columns[e], pair.beside[half][e], tile, 2 * t + e, row, s, y[e], y[e + 2]);
+  if (KIND == GATE_UP) {
+    bf16* h = static_cast<bf16*>(a.out) + static_cast<int64>(row) * (N / 2) + tile * 8 + 2 * t;
+    store2(h, mul(activated(mul(y[0], s)), mul(y[2], s)), mul(activated(mul(y[1], s)), mul(y[3], s)));
+  }
+  const int64 at = static_cast<int64>(row) * N + tile * 16 + 2 * t;
+  if (KIND == HEAD) {
+    float* logits = static_cast<float*>(a.out) + at;
+    *reinterpret_cast<float2*>(logits) = make_float2(mul(y[0], s), mul(y[1], s));
+    *reinterpret_cast<float2*>(logits + 8) = make_float2(mul(y[2], s), mul(y[3], s));
+  }
+  if (KIND == PLAIN) {
+    bf16* out = static_cast<bf16*>(a.out) + at;
+    store2(out, y[0], y[1]), store2(out + 8, y[2], y[3]);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads) wide(const Args a) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  __shared__ float factor[kRows];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, t = lane & 3;
+  const int part = blockIdx.x % PARTS, first_group = blockIdx.x / PARTS, stride = gridDim.x / PARTS;
+  const unsigned ring = shared_address(memory);
+  const int chunk = threadIdx.x % 8, first = threadIdx.x / 8;  // what this thread copies: this chunk of rows first + 16 i
+  const unsigned place = wide_offset<1>(first, chunk);  // 16 rows further on the swizzle is the same
+  const int count = first_group < kGroups ? (kGroups - first_group + stride - 1) / stride * kSteps : 0;  // stages in all
+
+  // Weights of the next stages, one after the other.
+  int next_group = first_group, next_step = 0, next_stage = 0;
+  const bf16* from = a.w + static_cast<int64>(first) * K + part * kPart + chunk * 8;
+  const auto fetch_weights = [&]() {
+    const bf16* w = from + static_cast<int64>(next_group) * TILES * 16 * K + next_step * 64 * STEP;
+    const unsigned to = ring + next_stage * kStageBytes + place;
+#pragma unroll
+    for (int s = 0; s < STEP; ++s)
+#pragma unroll
+      for (int i = 0; i < TILES; ++i) {
+        const bool there = N / 16 % TILES == 0 || next_group * TILES + i < N / 16;
+        copy16(to + s * kWeightBytes + i * 16 * kWideColumn, there ? w + static_cast<int64>(i) * 16 * K + s * 64 : a.w, there);
+      }
+    next_stage = next_stage + 1 == STAGES ? 0 : next_stage + 1;
+    if (++next_step == kSteps) next_step = 0, next_group += stride;
+  };
+  int row_step = 0, row_stage = 0;
+  const bf16* x[2 * HALVES];
+  const auto fetch_rows = [&]() {
+    const unsigned to = ring + row_stage * kStageBytes + STEP * kWeightBytes + place;
+#pragma unroll
+    for (int s = 0; s < STEP; ++s)
+#pragma unroll
+      for (int i = 0; i < 2 * HALVES; ++i)
+        if (x[i] != nullptr) copy16(to + s * kRowBytes + i * 16 * kWideColumn, x[i] + row_step * 64 * STEP + s * 64, true);
+    row_stage = row_stage + 1 == STAGES ? 0 : row_stage + 1;
+    row_step = row_step + 1 == kSteps ? 0 : row_step + 1;
+  };
+
+  release_next();
+  for (int i = 0; i < STAGES - 1; ++i) {
+    if (i < count) fetch_weights();
+    copy_commit();
+  }
+  const auto own_tile = [&](int group, int i) { return group * TILES + (PARTS == 1 ? i : i * PARTS + part); };
+  constexpr bool kBeside = KIND == QKV || KIND == RESIDUAL;  // such a block has one group
+  Pair pairs[kBeside ? kOwnTiles : 1];
+  if (kBeside)
+#pragma unroll
+    for (int i = 0; i < kOwnTiles; ++i)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int tile = min(own_tile(first_group, i), N / 16 - 1);
+        fetch_columns(a, pairs[i].columns[e], tile, 2 * t + e);
+#pragma unroll
+        for (int h = 0; h < HALVES; ++h) fetch_constants(a, pairs[i].beside[h][e], h * 32 + warp * 8 + g, tile, 2 * t + e);
+      }
+  wait_for_previous();
+#pragma unroll
+  for (int i = 0; i < 2 * HALVES; ++i) {
+    const int row = first + 16 * i;
+    x[i] = row < a.rows ? a.x + static_cast<int64>(row_of(a, row)) * K + part * kPart + chunk * 8 : nullptr;
+  }
+  for (int i = 0; i < STAGES - 1; ++i) {  // groups end in order: these are behind the weights'
+    if (i < count) fetch_rows();
+    copy_commit();
+  }
+  if (KIND == RESIDUAL)
+#pragma unroll
+    for (int i = 0; i < kOwnTiles; ++i)
+#pragma unroll
+      for (int e = 0; e < 2; ++e)
+#pragma unroll
+        for (int h = 0; h < HALVES; ++h)
+          fetch_residual(a, pairs[i].beside[h][e], h * 32 + warp * 8 + g, min(own_tile(first_group, i), N / 16 - 1), 2 * t + e);
+  if (kScaled)
+#pragma unroll
+    for (int h = 0; h < HALVES; ++h) norm_factors<8>(a, h * 32 + warp * 8, factor + h * 32 + warp * 8, lane);
+
+  // Where this lane's row of the four 8x8 matrices of load_rows lies.
+  const int matrix = lane / 8, matrix_row = warp * 8 + lane % 8 + (HALVES == 2 ? matrix % 2 * 32 : 0);
+  const unsigned rows_at = ring + STEP * kWeightBytes + matrix_row * kWideColumn;
+  const int first_chunk = HALVES == 2 ? matrix / 2 : matrix;
+
+  float acc[2 * TILES][4];
+  int stage = 0;
+  for (int group = first_group; group < kGroups; group += stride) {
+    for (int step = 0; step < kSteps; ++step) {
+      copy_wait<STAGES - 2>();
+      wide_written();
+      wide_done();  // with the stage before, which is filled again below
+      __syncthreads();
+      unsigned rows[4 * STEP][4];
+#pragma unroll
+      for (int s = 0; s < STEP; ++s) {
+        const unsigned at = rows_at + stage * kStageBytes + s * kRowBytes;
+        if (HALVES == 2) {
+#pragma unroll
+          for (int k = 0; k < 4; ++k) load_rows(rows[s * 4 + k], at + ((2 * k + first_chunk ^ (lane & 7)) << 4));
+        } else {
+#pragma unroll
+          for (int k = 0; k < 2; ++k) {
+            unsigned both[4];
+            load_rows(both, at + ((4 * k + first_chunk ^ (lane & 7)) << 4));
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+              unsigned* to = rows[s * 4 + 2 * k + i];
+              to[0] = both[2 * i], to[1] = 0, to[2] = both[2 * i + 1], to[3] = 0;
+            }
+          }
+        }
+      }
+      wide_fence();
+#pragma unroll
+      for (int k = 0; k < 4 * STEP; ++k)
+        step16<TILES>(acc, rows[k], ring + stage * kStageBytes + k / 4 * kWeightBytes + k % 4 * 32, k > 0 || step > 0);
+      wide_commit();
+      if (next_group < kGroups) {
+        fetch_weights();
+        fetch_rows();
+      }
+      copy_commit();
+      stage = stage + 1 == STAGES ? 0 : stage + 1;
+    }
+    wide_done();
+
+    const unsigned sums = ring + threadIdx.x * 8;  // float2 [HALVES][2 TILES][threads], where the ring was
+    if (PARTS > 1) {
+      copy_wait<0>();
+      __syncthreads();
+#pragma unroll
+      for (int j = 0; j < 2 * TILES; ++j)
+#pragma unroll
+        for (int h = 0; h < HALVES; ++h)
+          *reinterpret_cast<float2*>(memory + ((h * 2 * TILES + j) * kThreads + threadIdx.x) * 8) =
+              make_float2(acc[j][2 * h], acc[j][2 * h + 1]);
+      meet_cluster();
+    }
+#pragma unroll
+    for (int i = 0; i < kOwnTiles; ++i) {
+      const int tile = own_tile(group, i);
+      if (tile - group * TILES >= TILES || tile * 16 >= N) break;
+#pragma unroll
+      for (int h = 0; h < HALVES; ++h) {
+        const int row = h * 32 + warp * 8 + g;
+        float y[4];
+        if (PARTS == 1) {
+          y[0] = acc[2 * i][2 * h], y[1] = acc[2 * i][2 * h + 1], y[2] = acc[2 * i + 1][2 * h], y[3] = acc[2 * i + 1][2 * h + 1];
+        } else {
+          float2 of[2][PARTS];
+#pragma unroll
+          for (int j = 0; j < 2; ++j)
+#pragma unroll
+            for (int p = 0; p < PARTS; ++p)
+              of[j][p] = load_shared(sums + (h * 2 * TILES + 2 * (tile - group * TILES) + j) * kThreads * 8, p);
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            float even[PARTS], odd[PARTS];
+#pragma unroll
+            for (int p = 0; p < PARTS; ++p) even[p] = of[j][p].x, odd[p] = of[j][p].y;
+            y[2 * j] = tree_of_parts<PARTS>(even), y[2 * j + 1] = tree_of_parts<PARTS>(odd);
+          }
+        }
+        finish_four(a, pairs[kBeside ? i : 0], h, tile, t, row, kScaled ? factor[h * 32 + warp * 8 + g] : 1.0f, y);
+      }
+    }
+    if (PARTS > 1) meet_cluster();  // nobody's sums are gone while others read them
+  }
+}
