@@ -19,8 +19,9 @@ from tests.backends import test_drafted_bursts as drafted  # noqa: E402
 from tests.backends import test_provisions as provisions  # noqa: E402
 from tests.backends.cuda import backend_check, chains_check, draw_check, lookup_check, trees_check  # noqa: E402
 from tests.backends.cuda import weighing_check as weighing  # noqa: E402
+from tests.support import passes  # noqa: E402
 from tests.support.cuda_stand_in import EmulatedDraws, StandIn  # noqa: E402
-from tests.support.passes import Tape  # noqa: E402
+from tests.support.passes import RowsBuilder, Tape  # noqa: E402
 from tests.support.skipping import cheap_setup  # noqa: E402
 from tests.support.tiny_models import TinyConfig, make_tensors  # noqa: E402
 from verispec.backends.cuda.backend import CudaBackend, CudaModel  # noqa: E402
@@ -28,7 +29,7 @@ from verispec.backends.cuda.device import Gpu  # noqa: E402
 from verispec.backends.cuda.graphs import Draw, GraphKey  # noqa: E402
 from verispec.backends.cuda.quantize import quantized  # noqa: E402
 from verispec.backends.cuda.steps import Stage, StepSizes  # noqa: E402
-from verispec.backends.protocol import FULL_VIEW, Pass  # noqa: E402
+from verispec.backends.protocol import FULL_VIEW, Pass, Wanted  # noqa: E402
 from verispec.config import EngineConfig  # noqa: E402
 from verispec.engine import Engine, Request  # noqa: E402
 from verispec.errors import BackendDeadError, DeviceMemoryError  # noqa: E402
@@ -443,6 +444,34 @@ def test_many_rows_with_logits_run_in_parts(monkeypatch: pytest.MonkeyPatch) -> 
     backend = stand_in("llama")
     assert (Tape(backend, seq_row=1, first_slot=0).feed(conformance.PROMPT[:20], shape=32) == expected).all()
     assert max(key.sizes.head_rows for key in backend._graphs._graphs) == 8
+
+
+def test_rows_that_nobody_wants_end_with_the_last_keys_and_values() -> None:
+    """Of a prompt's last layer only K and V are of use, but for rows whose logits are wanted; nothing else changes."""
+    backend, seen = stand_in("llama"), []
+    kernels, prompt, behind = backend._models[0].kernels, (conformance.PROMPT * 9)[:60], conformance.PROMPT[:3]
+    gate_up = kernels.gate_up
+    kernels.gate_up = lambda layer, b, rows, **how: (seen.append(rows), gate_up(layer, b, rows, **how))
+
+    def fed(seq_row: int, wanted: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        tape, rows = Tape(backend, seq_row=seq_row, first_slot=70 * (seq_row - 1)), RowsBuilder()
+        _, update = tape.add_prompt_rows(rows, prompt)
+        seen.clear()
+        found = passes.run_logprobs(tape, rows, wanted, update, shape=64) if wanted else np.zeros((0, 1))
+        if not wanted:
+            passes.run(tape, rows, Wanted(), update, shape=64)
+        return found, tape.feed(behind, shape=64)  # which sees the K and V of all rows
+
+    every, more = fed(1, list(range(60)))
+    num_layers = len(backend._models[0].layers)
+    assert seen[:num_layers] == [seen[0]] * num_layers
+    some, more_of_some = fed(2, [7, 59])
+    assert (some == every[[7, 59]]).all()
+    assert (more_of_some == more).all()
+    assert 2 <= seen[num_layers - 1] < seen[0]
+    _, more_of_none = fed(3, [])
+    assert (more_of_none == more).all()
+    assert seen.count(seen[0]) == 2 * (num_layers - 1), "before the capture and in it"
 
 
 REQUESTS = [

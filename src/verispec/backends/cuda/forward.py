@@ -24,6 +24,7 @@ Tensor: TypeAlias = NDArray[np.float32] | torch.Tensor
 Reader = Callable[[str], Tensor]  # by verispec's name; KeyError for what the model does not have
 
 
+_NARROW = 4  # the last layer ends with the rows whose logits are wanted, if at most one in so many are
 _FEW_ROWS = ((8 << 20, MAX_FEW_ROWS), (200 << 20, 16), (1 << 62, 8))  # by bytes of weights
 
 
@@ -82,7 +83,7 @@ class DeviceModel:
 
     def forward(self, inputs: RowInputs, plan: Plan, row_ids: torch.Tensor | None = None) -> torch.Tensor:
         """Logits of the wanted rows. [head rows, V]"""
-        kernels, b, rows = self.kernels, self.buffers, plan.rows
+        kernels, b, rows, forms = self.kernels, self.buffers, plan.rows, plan.forms
         layers, head = (self.draft_layers, self.draft_head) if plan.drafts else (self.layers, self.head)
         parts = [
             (i, layer, is_attention) for i, layer in enumerate(layers) for is_attention in (True, False)
@@ -91,24 +92,36 @@ class DeviceModel:
         gains = [layer.attn_gain if is_attention else layer.mlp_gain for _, layer, is_attention in parts]
         gains.append(self.final_gain)  # each part leaves its result scaled for the norm behind it
         kernels.embed(self.embed, gains[0], inputs, b, rows, plan.starts)
-        hidden = dict(plan.hidden or {})
+        hidden, head_rows = dict(plan.hidden or {}), plan.head_rows or rows
+        last = max((i for i, _, is_attention in parts if is_attention), default=-1)  # layer whose K and V rows need
         for (i, layer, is_attention), following in zip(parts, gains[1:], strict=True):
             _keep(hidden, i, b.x)
             if is_attention:
-                kernels.qkv(layer, self.k[i], self.v[i], inputs, b, rows, many=plan.forms.qkv)
+                kernels.qkv(layer, self.k[i], self.v[i], inputs, b, rows, many=forms.qkv)
+                if i == last and head_rows < 0 and not hidden:
+                    break
                 self.attend(i, inputs, plan)
-                post_gain = layer.attn_post_gain
-                kernels.residual(b.attention, layer.o, following, b, rows, many=plan.forms.o, post_gain=post_gain)
+                attention, post_gain = b.attention, layer.attn_post_gain
+                if i == last and row_ids is not None and 0 < _NARROW * head_rows <= rows and not hidden:
+                    attention, rows, row_ids = self._narrowed(row_ids), head_rows, None
+                    forms = self.forms(rows, rows, drafts=plan.drafts)
+                kernels.residual(attention, layer.o, following, b, rows, many=forms.o, post_gain=post_gain)
             else:
-                kernels.gate_up(layer, b, rows, many=plan.forms.gate_up)
+                kernels.gate_up(layer, b, rows, many=forms.gate_up)
                 post_gain = layer.mlp_post_gain
-                kernels.residual(b.h, layer.down, following, b, rows, many=plan.forms.down, post_gain=post_gain)
+                kernels.residual(b.h, layer.down, following, b, rows, many=forms.down, post_gain=post_gain)
         _keep(hidden, len(self.layers), b.x)
-        head_rows = plan.head_rows or rows
         if head_rows > 0:
             assert head is not None
-            kernels.head(head, b, self.logits, row_ids, head_rows, many=plan.forms.head)
+            kernels.head(head, b, self.logits, row_ids, head_rows, many=forms.head)
         return self.logits[: max(0, head_rows)]
+
+    def _narrowed(self, row_ids: torch.Tensor) -> torch.Tensor:
+        """Their attention [n, H, d]; the residual stream has them in front. Behind the last attention a row is of use
+        only for its own logits, and those of a prompt's rows, but the last one's, nobody wants."""
+        ids = row_ids.long()
+        self.buffers.x[: len(ids)] = self.buffers.x[ids]
+        return self.buffers.attention[ids]
 
     def starts(self) -> Starts:
         """Room for rows that start from hidden states, made when it is first wanted."""

@@ -42,8 +42,8 @@ _PAIR_TILES = 4  # to an SM: so many are shared by two blocks of half the warps
 _MAX_DRAFT_WARPS, _MAX_DRAFT_STAGES, _MAX_ROWS_NBYTES = 20, 12, 152 * 1024
 WHOLE_GROUPS_PER_SM = 4  # with so many blocks in a launch, a block of prompt attention takes all spans of its rows
 _MAX_BLOCK_NBYTES = 227 * 1024  # of shared memory
-# Of products of 9 to 64 rows: most of an SM's shared memory, so that much is on its way; two columns of 64 at once where that
-# leaves enough stages. Blocks of more outputs have more to finish when there is nothing left to fetch.
+# Of products of 9 to 64 rows: most of an SM's shared memory, so that much is on its way; two columns of 64 at once
+# where that leaves enough stages. Blocks of more outputs have more to finish when there is nothing left to fetch.
 _MAX_WIDE_TILES, _MAX_WIDE_STAGES, _DOUBLE_STAGES, _WIDE_NBYTES = 9, 10, 5, 200 * 1024
 # Spans of a row whose blocks merge them through shared memory: so many, or fewer, if many rows take all SMs.
 _MAX_CLUSTER, _FREE_CLUSTER = 8, 4
@@ -454,7 +454,7 @@ class Kernels:
 
     @staticmethod
     def _is_wide(w: torch.Tensor, rows: int) -> bool:
-        """Whether wide.cu serves them: more rows than one step of `mma` has, and weights that do not stay in the cache."""
+        """Whether wide.cu serves them: more rows than a step of `mma` has, weights that do not stay in the cache."""
         return rows > _ROWS_PER_TILE and w.shape[0] * w.shape[1] * 2 > _CACHED_NBYTES and w.shape[1] % TILE == 0
 
     def _wide(self, kind: Kind, w: torch.Tensor, parts: int, rows: int, args: ctypes.Structure) -> None:
