@@ -1,7 +1,7 @@
 """CUDA C++ on a CPU: the sources of the kernels, compiled by the host's C++ compiler and run thread by thread.
 
-For kernels without tensor cores. Threads of a block run one after the other from barrier to barrier, forwards or
-backwards: what a kernel gives must not depend on that.
+Threads of a block run one after the other from barrier to barrier, forwards or backwards, warps beside each other or
+each alone: what a kernel gives must not depend on that.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from verispec.backends.cuda import compiler
 _SOURCES, _HEADER = Path(compiler.__file__).parent, Path(__file__).with_name("cuda_on_cpu.h")
 _KERNEL = re.compile(r'extern "C" __global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\(const (\w+) \w+\)')
 _WRAPPER = """
-extern "C" void run_{name}(const {args}* a, const int* grid, int threads, int backwards) {{
-  emulated::run_grid(grid, threads, backwards, [&] {{ {name}(*a); }});
+extern "C" void run_{name}(const {args}* a, const int* grid, int threads, int backwards, int apart) {{
+  emulated::run_grid(grid, threads, backwards, apart, [&] {{ {name}(*a); }});
 }}"""
 
 
@@ -54,8 +54,8 @@ def _library(
 def launch(
     source: str, name: str, args: ctypes.Structure, *, grid: tuple[int, int, int], threads: int,
     fewer: int | None = None, defines: tuple[str, ...] = (), backwards: bool = False,
-    changes: tuple[tuple[str, str], ...] = (),
+    apart: bool = False, changes: tuple[tuple[str, str], ...] = (),
 ) -> None:  # fmt: skip
     """One kernel, block by block; with `fewer` threads where given. `changes` are made to the source's text first."""
     library, sizes = _library(source, defines, fewer, changes), (ctypes.c_int * 3)(*grid)
-    getattr(library, f"run_{name}")(ctypes.byref(args), sizes, fewer or threads, int(backwards))
+    getattr(library, f"run_{name}")(ctypes.byref(args), sizes, fewer or threads, int(backwards), int(apart))

@@ -25,8 +25,10 @@ using std::min;
 struct Index { int x = 0, y = 0, z = 0; };
 struct uint2 { unsigned x, y; };
 struct uint4 { unsigned x, y, z, w; };
+struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
@@ -62,6 +64,8 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned which) {
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 template <typename T> inline T __ldg(const T* at) { return *at; }
 template <typename T> inline T __ldcg(const T* at) { return *at; }
+template <typename T> inline void __stcg(T* at, T v) { *at = v; }
+inline void __threadfence() {}
 template <typename T> inline T atomicAdd(T* at, T v) { const T before = *at; *at += v; return before; }
 template <typename T> inline T atomicMax(T* at, T v) { const T before = *at; *at = max(*at, v); return before; }
 template <typename T> inline T atomicMin(T* at, T v) { const T before = *at; *at = min(*at, v); return before; }
@@ -80,6 +84,8 @@ inline __nv_bfloat16 __float2bfloat16_rn(float v) {
   if (v != v) return {0x7fff};
   return {static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
 }
+struct __nv_bfloat162 { __nv_bfloat16 x, y; };
+inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) { return {__float2bfloat16_rn(x), __float2bfloat16_rn(y)}; }
 
 namespace emulated {
 enum State { kRuns, kAtWarp, kAtBlock, kDone };
@@ -123,40 +129,53 @@ inline void resume(int i) {
 inline Index threadIdx, blockIdx, blockDim, gridDim;
 
 namespace emulated {
-inline void run_block(int threads, bool backwards) {
+inline void start_block();
+// `apart`: a warp goes on alone until all of it waits for the others, which shows where a barrier of the block is missing.
+inline void run_block(int threads, bool backwards, bool apart) {
   if (static_cast<int>(fibers.size()) < threads) fibers.resize(threads);
   for (int i = 0; i < threads; ++i) fibers[i].started = false, fibers[i].state = kRuns;
+  start_block();
   const auto all = [&](int first, int end, State state) {
     for (int i = first; i < end; ++i)
       if (fibers[i].state != state && fibers[i].state != kDone) return false;
     return true;
   };
-  while (!all(0, threads, kDone)) {
-    if (all(0, threads, kAtBlock))
-      for (int i = 0; i < threads; ++i)
-        if (fibers[i].state == kAtBlock) fibers[i].state = kRuns;
-    for (int warp = 0; warp < threads; warp += 32) {
-      const int end = min(threads, warp + 32);
-      if (!all(warp, end, kAtWarp)) continue;
-      for (int i = warp; i < end; ++i)
-        if (fibers[i].state == kAtWarp) fibers[i].state = kRuns;
-    }
+  const auto turn = [&](int first, int end) {
+    for (int warp = first; warp < end; warp += 32)
+      if (all(warp, min(end, warp + 32), kAtWarp))
+        for (int i = warp; i < min(end, warp + 32); ++i)
+          if (fibers[i].state == kAtWarp) fibers[i].state = kRuns;
     bool moved = false;
-    for (int k = 0; k < threads; ++k) {
-      const int i = backwards ? threads - 1 - k : k;
+    for (int k = first; k < end; ++k) {
+      const int i = backwards ? end - 1 - (k - first) : k;
       if (fibers[i].state != kRuns) continue;
       threadIdx.x = i, moved = true;
       resume(i);
     }
+    return moved;
+  };
+  while (!all(0, threads, kDone)) {
+    if (all(0, threads, kAtBlock))
+      for (int i = 0; i < threads; ++i)
+        if (fibers[i].state == kAtBlock) fibers[i].state = kRuns;
+    bool moved = false;
+    const int at_once = apart ? 32 : threads;
+    for (int k = 0; k < threads; k += at_once) {
+      const int first = backwards ? max(0, threads - at_once - k) : k;
+      while (turn(first, min(threads, first + at_once))) {
+        moved = true;
+        if (!apart) break;
+      }
+    }
     if (!moved) __builtin_trap();  // some wait where others do not: undefined on a GPU
   }
 }
-inline void run_grid(const int* grid, int threads, bool backwards, std::function<void()> kernel) {
+inline void run_grid(const int* grid, int threads, bool backwards, bool apart, std::function<void()> kernel) {
   body = kernel;
   blockDim.x = threads, gridDim = {grid[0], grid[1], grid[2]};
   for (int z = 0; z < grid[2]; ++z)
     for (int y = 0; y < grid[1]; ++y)
-      for (int x = 0; x < grid[0]; ++x) blockIdx = {x, y, z}, run_block(threads, backwards);
+      for (int x = 0; x < grid[0]; ++x) blockIdx = {x, y, z}, run_block(threads, backwards, apart);
 }
 }  // namespace emulated
 
@@ -223,5 +242,74 @@ inline void whole_mma(int* d, const unsigned* a, uint2 b, int c) {
       d[e] += own[row % 8 * 4 + holder][weight] * rows[column * 4 + holder][k / 16 * 4 + k % 4];
     }
   }
+}
+
+// A number of words of each lane, where all lanes of the warp can read them until the next such exchange.
+inline unsigned words[1024][6];
+inline const unsigned (*exchanged_words(const unsigned* own, int count))[6] {
+  __syncwarp();  // those of the last one have been read
+  memcpy(words[threadIdx.x], own, 4 * count);
+  __syncwarp();
+  return words + threadIdx.x / 32 * 32;
+}
+inline float half_of(unsigned word, int half) { return bits_as<float>(half ? word & 0xffff0000u : word << 16); }
+// d (16 x 8) += a (16 x 16) b (16 x 8) of bf16: the sum of all products is rounded once. A tensor core rounds otherwise.
+inline void mma(float* d, const unsigned* a, const unsigned* b) {
+  const unsigned own[6] = {a[0], a[1], a[2], a[3], b[0], b[1]};
+  const auto lanes = exchanged_words(own, 6);
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  for (int e = 0; e < 4; ++e) {
+    double sum = 0;
+    for (int k = 0; k < 16; ++k) {
+      const int holder = k % 8 / 2, upper = k / 8;
+      const double weight = half_of(lanes[g * 4 + holder][2 * upper + e / 2], k % 2);
+      sum += weight * half_of(lanes[(2 * t + e % 2) * 4 + holder][4 + upper], k % 2);
+    }
+    d[e] = static_cast<float>(d[e] + sum);
+  }
+}
+// Four matrices of 8 x 8, transposed; lane 8 i + r knows where row r of the i-th one is.
+inline void load_transposed(unsigned* to, const unsigned char* memory, unsigned row) {
+  const auto lanes = exchanged_words(&row, 1);
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  for (int i = 0; i < 4; ++i) {
+    uint16_t pair[2];
+    for (int k = 0; k < 2; ++k) memcpy(&pair[k], memory + lanes[8 * i + 2 * t + k][0] + 2 * g, 2);
+    memcpy(&to[i], pair, 4);
+  }
+}
+
+// Copies in the background: as early as they can be, or, `LATE`, not before they are waited for. What begins with this mark
+// is written by the kernel in front: whoever did not wait for its end does not find it.
+constexpr uint16_t kWrittenLate = 0x0d81;
+inline bool previous_has_ended[1024];
+inline void previous_ended() { previous_has_ended[threadIdx.x] = true; }
+struct Copy { unsigned char* to; const void* from; bool wanted; };
+inline std::vector<std::vector<Copy>> groups[1024];  // of each thread; the last one is open
+inline void end_copy(const Copy& c) {
+  if (c.from == nullptr) memset(c.to, 0xff, 16);
+  else if (c.wanted) memcpy(c.to, c.from, 16);
+  else memset(c.to, 0, 16);
+}
+template <bool LATE>
+inline void copy(unsigned char* to, const void* from, bool wanted) {
+  auto& own = groups[threadIdx.x];
+  if (wanted && !previous_has_ended[threadIdx.x] && !memcmp(from, &kWrittenLate, 2)) from = nullptr;
+  LATE ? own.back().push_back({to, from, wanted}) : end_copy({to, from, wanted});
+}
+inline void commit_copies() { groups[threadIdx.x].emplace_back(); }
+inline void wait_for_copies(int left) {
+  auto& own = groups[threadIdx.x];
+  while (static_cast<int>(own.size()) - 1 > left) {
+    for (const Copy& c : own.front()) end_copy(c);
+    own.erase(own.begin());
+  }
+}
+// What a block did not wait for is lost, and the next one finds nothing of it in its shared memory.
+inline unsigned char dynamic_memory[1 << 18];
+inline void start_block() {
+  for (auto& own : groups) own.assign(1, {});
+  memset(previous_has_ended, 0, sizeof previous_has_ended);
+  memset(dynamic_memory, 0xff, sizeof dynamic_memory);
 }
 }  // namespace emulated

@@ -165,15 +165,17 @@ def check_windows(name: str) -> None:
         reference = attention(q, *stores, context, window=window, query_scalar=scalar)
         model.layers[0] = replace(model.layers[0], window=window)
         some = tiny_groups(rows, model.kernels.rows_per_group)
-        for groups, per_sm in ((None, 1), (some, 1), (some, 0), (tiny_groups(rows, 3), 1), (tiny_groups(rows, 3), 0)):
+        three = tiny_groups(rows, 3)
+        for groups, per_sm in ((None, 1), (None, 0), (some, 1), (some, 0), (three, 1), (three, 0)):
             kernels.WHOLE_GROUPS_PER_SM = per_sm  # 0: a block has all spans of its rows
+            model.kernels.whole_rows = per_sm == 0
             model.buffers.q[:count] = torch.from_numpy(q).cuda()
             model.buffers.attention.fill_(float("nan"))
             single = count if groups is None else 0
             model.attend(0, inputs, Plan(count, ALL_FEW, single_rows=single, spans=2, groups=groups))
             got = model.buffers.attention[:count]
             compare(f"{name} window {window} {groups is None} {per_sm}", got, torch.from_numpy(reference).cuda())
-    kernels.WHOLE_GROUPS_PER_SM = usual
+    kernels.WHOLE_GROUPS_PER_SM, model.kernels.whole_rows = usual, None
     inputs.ready_lens.fill_(start)  # the rows are of one sequence: what stands behind is written in this pass
     for forms in (ALL_FEW, ALL_MANY):
         plan = Plan(rows=count, forms=forms, single_rows=count, spans=2)
@@ -182,6 +184,40 @@ def check_windows(name: str) -> None:
             some = torch.tensor([3, 39, 0, 17, 17], dtype=torch.int32, device="cuda")
             got = model.forward(inputs, plan._replace(head_rows=5), some)
         compare(f"{name} logits of chosen rows", got, everything[some.long()])
+
+
+def check_whole_rows(heads: int, kv_heads: int, head_dim: int) -> None:
+    """One block for all spans of a row against a block for each of them: contexts, tails and windows."""
+    rng, width, context_len = np.random.default_rng(heads), heads * head_dim, 2048
+    lens = np.array([*range(1, 2000, 37), *LENS, 2000, 2048])
+    rows, size = len(lens), (len(lens) * context_len + 2, kv_heads, head_dim)
+    shapes = Shapes(width, heads, kv_heads, head_dim, width, 256, 1e-5)
+    launch, b = kernels.Kernels(shapes), kernels.Buffers.of(shapes, rows, rows * context_len // SPAN, "cuda")
+    k, v = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    table = rng.permutation(rows * context_len).reshape(rows, context_len) + 2
+    device_table = torch.tensor(table, dtype=torch.int32, device="cuda")
+    q = torch.randn(3, *b.q.shape, device="cuda", dtype=torch.bfloat16) * 2
+    for tail in (0, 5, 100):
+        call = decode_rows(lens, np.zeros(rows, np.int64), np.arange(rows), table)
+        prefix = np.maximum(0, lens - tail)
+        tails = np.zeros((rows, max(1, tail)), np.int64)
+        for i, length in enumerate(lens):
+            tails[i, : length - prefix[i]] = table[i, prefix[i] : length]
+        inputs = device_inputs({**call, "prefix_lens": prefix, "ready_lens": prefix, "tails": tails}, device_table)
+        by_window = {}
+        for window in (1 << 30, 1000, 257, 64, 30, 1):
+            found = {}
+            for whole in (False, True):
+                launch.whole_rows, outs = whole, []
+                for values in q:
+                    b.q.copy_(values), b.attention.fill_(float("nan"))
+                    launch.attend_rows(k, v, inputs, b, first_row=0, rows=rows, spans=8, window=window)
+                    outs.append(b.attention.clone())
+                found[whole] = torch.cat(outs)
+            label = f"whole rows {heads}/{kv_heads} of {head_dim} tail {tail} window {window}"
+            compare(label, found[True], found[False])
+            by_window[window] = found[True]
+        compare(f"whole rows {heads}/{kv_heads} control: other windows", by_window[30], by_window[64], control=True)
 
 
 # Single products of real shapes against the bit model
@@ -276,6 +312,8 @@ def check_odd_wide_products() -> None:
 # Row purity in captured graphs
 
 LENS = (1, 63, 64, 65, 255, 256, 257, 511, 512, 513, 1000, 1999)
+# Heads, K/V heads and head size: groups of 1, 3, 4, 6, 7 and 9 heads.
+WHOLE_ROWS = ((4, 4, 128), (9, 3, 64), (32, 8, 128), (12, 2, 128), (14, 2, 64), (18, 2, 128), (8, 4, 256), (9, 1, 256))
 NAN_TOKEN, INF_TOKEN, HUGE_TOKEN = 10, 11, 12
 
 
@@ -436,6 +474,9 @@ def sections(full: bool) -> Iterator[tuple[str, Callable[[], None]]]:
     for name in tiny.ARCHITECTURES:
         yield f"tiny {name}", lambda name=name: check_tiny(name, goldens)
         yield f"windows {name}", lambda name=name: check_windows(name)
+    for heads, kv_heads, head_dim in WHOLE_ROWS:
+        name = f"whole rows {heads}/{kv_heads} of {head_dim}"
+        yield name, lambda sizes=(heads, kv_heads, head_dim): check_whole_rows(*sizes)
     yield "goldens", lambda: _write("goldens.json", goldens)
     for name in SHAPES:
         yield f"products {name}", lambda name=name: check_products(name)

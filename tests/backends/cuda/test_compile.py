@@ -12,6 +12,7 @@ MODEL = {"WIDTH": 576, "HEADS": 9, "KV_HEADS": 3, "HEAD_DIM": 64}
 LINEAR = {"N": 960, "K": 576, "PARTS": 3, "TILES": 1, "STAGES": 4, **MODEL}
 WIDE = {"K": 576, "STEP": 1, "STAGES": 4, **MODEL}
 DRAFTS = {"WARPS": 9, "STAGES": 4, "STEP": 1, "LATE": 0, **MODEL}
+ATTENTION = {**MODEL, "TWO_BUFFERS": 0, "CLUSTER": 0, "WHOLE": 0, "STAGES": 3}
 KINDS = [{"KIND": 0, "ROW_TILES": 1}, {"KIND": 1, "ROW_TILES": 2}, {"KIND": 2, "ROW_TILES": 4}]
 KINDS += [{"KIND": 3, "ROW_TILES": 8}, {"KIND": 4, "ROW_TILES": 1}]
 SOURCES = [
@@ -22,8 +23,9 @@ SOURCES = [
     ("wide.cu", WIDE | {"KIND": 2, "N": 3072, "PARTS": 1, "HALVES": 2, "TILES": 9}),
     ("wide.cu", WIDE | {"KIND": 3, "N": 49152, "PARTS": 1, "HALVES": 1, "TILES": 8}),
     *(("rows.cu", {**MODEL, "MLP": 1536, "PARTS": parts}) for parts in (1, 2, 3, 4)),
-    *(("attention.cu", {**MODEL, "HEAD_DIM": size, "TWO_BUFFERS": 1, "CLUSTER": 1, "WHOLE": 0}) for size in (64, 128)),
-    *(("attention.cu", {**MODEL, "HEAD_DIM": size, "TWO_BUFFERS": 0, "CLUSTER": 0, "WHOLE": 1}) for size in (64, 256)),
+    *(("attention.cu", ATTENTION | {"HEAD_DIM": size, "TWO_BUFFERS": 1, "CLUSTER": 1}) for size in (64, 128)),
+    *(("attention.cu", ATTENTION | {"HEAD_DIM": size, "WHOLE": 1}) for size in (64, 256)),
+    *(("attention.cu", ATTENTION | {"HEADS": heads, "STAGES": stages}) for heads, stages in ((3, 2), (27, 6))),
     ("quantized.cu", {"KIND": 0, "N": 960, "K": 576, "BITS": 4, "BLOCK_ROWS": 1, **DRAFTS}),
     ("quantized.cu", {"KIND": 1, "N": 576, "K": 1536, "BITS": 8, "BLOCK_ROWS": 8, **DRAFTS}),
     ("draw.cu", {}),

@@ -1,10 +1,10 @@
 // Attention over slot tables: decode, prompt and tree rows by one definition (docs/cuda-arithmetic.md, "Attention").
 // Compiled for one model: HEADS, KV_HEADS, HEAD_DIM; TWO_BUFFERS: whether K and V of a span have shared memory each (few
 // rows: both are fetched before the wait) or V comes where K was (many rows: more blocks fit); CLUSTER: whether the blocks of
-// attention_rows that have the spans of a row are a cluster, which merges them through its shared memory; and WHOLE: whether a
-// block of attention_groups has all spans of its rows and merges them (many groups), or one. Context index j of a row stands in slot
-// table[seq_row, j], or behind its prefix in its tail. Tiles of 64 and spans of 256 positions begin at absolute multiples, so
-// a row's sums do not depend on the rows beside it.
+// attention_rows that have the spans of a row are a cluster, which merges them through its shared memory; WHOLE: whether a
+// block of attention_groups has all spans of its rows and merges them (many groups), or one; and STAGES: how many tiles
+// attention_whole has in its ring. Context index j of a row stands in slot table[seq_row, j], or behind its prefix in its tail.
+// Tiles of 64 and spans of 256 positions begin at absolute multiples, so a row's sums do not depend on the rows beside it.
 #include "wide.cuh"
 
 using namespace vs;
@@ -16,9 +16,10 @@ using namespace vs;
 #endif
 constexpr int kTile = 64, kSpan = 256, kTiles = kSpan / kTile;
 constexpr int kGroup = HEADS / KV_HEADS, kChunks = HEAD_DIM / 8, kMask = (kChunks & -kChunks) - 1;
-constexpr bool kBoth = kGroup > 8;  // attention_rows: whether rows g + 8 of a tile of 16 are heads at all
+constexpr bool kBoth = kGroup > 8;  // of a single row: whether rows g + 8 of a tile of 16 are heads at all
 constexpr int kRecord = HEAD_DIM + 2;  // a span's result for one head: o, m, l
 constexpr int kRowBytes = HEAD_DIM * 2, kColumns = HEAD_DIM / 8;
+constexpr int kStage = 2 * kTile * kRowBytes;  // a tile of K and one of V
 
 struct Args {
   const bf16* q;          // [rows, HEADS, HEAD_DIM]
@@ -219,6 +220,26 @@ __device__ __forceinline__ void merge_spans(const Load& load, int i, int begin, 
   out[head * HEAD_DIM + column] = to_bf16(div(value, sum));
 }
 
+// A span's o, l and m merged into those of the spans before it, as merge_spans does, where they are in registers.
+template <int COLUMNS, int HALVES>
+__device__ __forceinline__ void merge_span(float (*all_o)[4], float* all_l, float* all_m, const float (*o)[4], const float* l,
+                                           const float* m) {
+#pragma unroll
+  for (int i = 0; i < HALVES; ++i) {
+    if (m[i] == neg_inf()) continue;
+    const bool is_first = all_m[i] == neg_inf();
+    const float top = fmaxf(all_m[i], m[i]), behind_by = is_first ? 0.0f : exp2_at_most_126(sub(all_m[i], top));
+    const float by = exp2_at_most_126(sub(m[i], top));
+#pragma unroll
+    for (int c = 0; c < COLUMNS; ++c)
+#pragma unroll
+      for (int e = 2 * i; e < 2 * i + 2; ++e)
+        all_o[c][e] = is_first ? o[c][e] : add(mul(all_o[c][e], behind_by), mul(o[c][e], by));
+    all_l[i] = is_first ? l[2 * i] : add(mul(all_l[i], behind_by), mul(l[2 * i], by));
+    all_m[i] = top;
+  }
+}
+
 // Records that lie in memory, of row and K/V head `pair`.
 struct Partial {
   const float* from;
@@ -405,6 +426,136 @@ extern "C" __global__ void __launch_bounds__(kRowThreads) attention_rows(const A
 #endif
 }
 
+constexpr int kWholeWarps = 8, kWholeThreads = 32 * kWholeWarps;
+
+// grid (KV_HEADS, rows): all spans of one row, for so many rows that their blocks fill the SMs. Tiles of K and V come through
+// a ring that is never empty from the first to the last, and spans are merged in registers. Of a tile, warps share the scores
+// by positions and the values by columns, as in attention_rows; the values of a tile are taken beside the scores of the next,
+// so that two barriers do for a tile.
+extern "C" __global__ void __launch_bounds__(kWholeThreads, HEAD_DIM > 128 ? 1 : 2) attention_whole(const Args a) {
+  extern __shared__ __align__(128) unsigned char memory[];  // the ring, then the slots of all positions
+  constexpr int kShares = kTile / 8 / kWholeWarps, kOwn = (kColumns + kWholeWarps - 1) / kWholeWarps;
+  constexpr int kHalves = kBoth ? 2 : 1, kAtOnce = 4;
+  __shared__ float share_max[kWholeWarps][16];
+  __shared__ unsigned weights[16][kTile / 2 + 4];  // pairs of bf16
+  const int kv_head = blockIdx.x, row = a.first_row + blockIdx.y;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, t = lane & 3;
+  const int len = a.positions[row] + 1, prefix_len = a.prefix_lens[row], ready_len = a.ready_lens[row];
+  const int64 seq_row = a.seq_rows[row];
+  release_next();
+  const int begin = max(0, len - a.window) / kTile, end = (len + kTile - 1) / kTile;  // tiles
+  int* slots = reinterpret_cast<int*>(memory + STAGES * kStage) - begin * kTile;
+  for (int first = begin * kTile + threadIdx.x; first < end * kTile; first += kAtOnce * kWholeThreads) {
+    int found[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {  // all loads before the first is used
+      const int j = first + i * kWholeThreads;
+      found[i] = j < len ? slot_of(a, row, seq_row, prefix_len, j) : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i)
+      if (first + i * kWholeThreads < end * kTile) slots[first + i * kWholeThreads] = found[i];
+  }
+  __syncthreads();
+  const unsigned base = shared_address(memory);
+  const auto fetch_tile = [&](int tile) {
+    const int origin = tile * kTile;
+    const unsigned to = base + tile % STAGES * kStage;
+    if (tile < end) {
+      fetch<true, kWholeThreads>(a.k_store, slots + origin, kv_head, origin, origin, origin + kTile, len, to);
+      fetch<false, kWholeThreads>(a.v_store, slots + origin, kv_head, origin, origin, origin + kTile, len, to + kStage / 2);
+    }
+    copy_commit();
+  };
+  int fetched = begin;
+  for (; fetched < begin + STAGES && (fetched + 1) * kTile <= ready_len; ++fetched) fetch_tile(fetched);
+  wait_for_previous();
+  for (; fetched < begin + STAGES; ++fetched) fetch_tile(fetched);
+  const int64 heads = (static_cast<int64>(row) * HEADS + kv_head * kGroup) * HEAD_DIM;
+  const bf16* q_row = a.q + heads;
+  unsigned q[HEAD_DIM / 16][4];
+  load_query(q, g < kGroup ? q_row + g * HEAD_DIM : nullptr, g + 8 < kGroup ? q_row + (g + 8) * HEAD_DIM : nullptr, t);
+
+  float o[kOwn][4] = {}, l[4] = {}, m[2] = {neg_inf(), neg_inf()}, by[kHalves];
+  float all_o[kOwn][4] = {}, all_l[2] = {}, all_m[2] = {neg_inf(), neg_inf()};  // of the spans behind
+  const auto merge = [&] { merge_span<kOwn, kHalves>(all_o, all_l, all_m, o, l, m); };
+  const auto add_values = [&](int tile) {
+    const unsigned values = base + tile % STAGES * kStage + kStage / 2;
+#pragma unroll
+    for (int i = 0; i < kHalves; ++i) {
+#pragma unroll
+      for (int c = 0; c < kOwn; ++c) o[c][2 * i] = mul(o[c][2 * i], by[i]), o[c][2 * i + 1] = mul(o[c][2 * i + 1], by[i]);
+      l[2 * i] = mul(l[2 * i], by[i]);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      unsigned v[kOwn][4];
+#pragma unroll
+      for (int c = 0; c < kOwn; ++c)
+        if (warp + kWholeWarps * c < kColumns) load_values(v[c], values, half * 32, warp + kWholeWarps * c, lane);
+#pragma unroll
+      for (int step = 0; step < 2; ++step) {
+        const unsigned* low = weights[g] + half * 16 + step * 8 + t;
+        const unsigned* high = weights[g + 8] + half * 16 + step * 8 + t;
+        const unsigned w[4] = {low[0], kBoth ? high[0] : 0, low[4], kBoth ? high[4] : 0}, ones[2] = {kOnes, kOnes};
+        mma(l, w, ones);
+#pragma unroll
+        for (int c = 0; c < kOwn; ++c)
+          if (warp + kWholeWarps * c < kColumns) mma(o[c], w, v[c] + 2 * step);
+      }
+    }
+    if ((tile + 1) % kTiles) return;
+    merge();
+#pragma unroll
+    for (int c = 0; c < kOwn; ++c) o[c][0] = o[c][1] = o[c][2] = o[c][3] = 0.0f;
+    l[0] = l[1] = l[2] = l[3] = 0.0f, m[0] = m[1] = neg_inf();
+  };
+  for (int tile = begin; tile < end; ++tile) {
+    if (tile == begin) copy_wait<STAGES - 1>();
+    else copy_wait<STAGES - 2>();
+    __syncthreads();  // this tile is there, and so are the weights of the one before
+    float s[kShares][4], top[2] = {neg_inf(), neg_inf()};
+    scores<kShares>(s, q, memory + tile % STAGES * kStage + warp * kShares * 8 * kRowBytes, g, t);
+#pragma unroll
+    for (int n = 0; n < kShares; ++n)
+#pragma unroll
+      for (int e = 0; e < 2 * kHalves; ++e) {
+        const int j = tile * kTile + (warp * kShares + n) * 8 + 2 * t + (e & 1);
+        s[n][e] = masked(s[n][e], a.scale, j, len, a.window);
+        top[e / 2] = fmaxf(top[e / 2], s[n][e]);
+      }
+#pragma unroll
+    for (int i = 0; i < kHalves; ++i) {
+      top[i] = quad_max(top[i]);
+      if (t == 0) share_max[warp][g + 8 * i] = top[i];
+    }
+    if (tile > begin) add_values(tile - 1);
+    __syncthreads();  // all maxima are there, and the tile before is done with
+    if (tile > begin) fetch_tile(tile - 1 + STAGES);
+#pragma unroll
+    for (int i = 0; i < kHalves; ++i) {
+      float next = m[i];
+#pragma unroll
+      for (int share = 0; share < kWholeWarps; ++share) next = fmaxf(next, share_max[share][g + 8 * i]);
+      by[i] = decay(m[i], next), m[i] = next;
+      const float less = subtracted(next);
+#pragma unroll
+      for (int n = 0; n < kShares; ++n)
+        weights[g + 8 * i][(warp * kShares + n) * 4 + t] = packed(weight(s[n][2 * i], less), weight(s[n][2 * i + 1], less));
+    }
+  }
+  __syncthreads();
+  add_values(end - 1);
+  merge();
+#pragma unroll
+  for (int i = 0; i < kHalves; ++i)
+#pragma unroll
+    for (int c = 0; c < kOwn; ++c)
+      if (g + 8 * i < kGroup && warp + kWholeWarps * c < kColumns)
+        *reinterpret_cast<unsigned*>(a.out + heads + (g + 8 * i) * HEAD_DIM + (warp + kWholeWarps * c) * 8 + 2 * t) =
+            packed(div(all_o[c][2 * i], all_l[i]), div(all_o[c][2 * i + 1], all_l[i]));
+}
+
 // grid (groups, KV_HEADS, spans), 4 warps: one span of up to 64 / kGroup consecutive rows of one sequence whose contexts
 // are prefixes of the last row's; a warp holds 16 pairs of row and head. For rows with several spans attention_merge follows,
 // unless WHOLE: then a block has all spans.
@@ -443,25 +594,9 @@ extern "C" __global__ void __launch_bounds__(128, HEAD_DIM > 128 ? 1 : WHOLE ? 2
   load_query(q, q_row[0], q_row[1], t);
 #endif
   const unsigned base = shared_address(memory);
-  constexpr int kStage = 2 * kTile * kRowBytes;
   float o[kColumns][4] = {}, l[4] = {}, m[2] = {neg_inf(), neg_inf()};
   float all_o[WHOLE ? kColumns : 1][4], all_l[2] = {}, all_m[2] = {neg_inf(), neg_inf()};  // of the spans behind
-  const auto merge = [&]() {  // as merge_spans does
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      if (m[i] == neg_inf()) continue;
-      const bool is_first = all_m[i] == neg_inf();
-      const float top = fmaxf(all_m[i], m[i]), behind_by = is_first ? 0.0f : exp2_at_most_126(sub(all_m[i], top));
-      const float by = exp2_at_most_126(sub(m[i], top));
-#pragma unroll
-      for (int c = 0; c < (WHOLE ? kColumns : 0); ++c)
-#pragma unroll
-        for (int e = 2 * i; e < 2 * i + 2; ++e)
-          all_o[c][e] = is_first ? o[c][e] : add(mul(all_o[c][e], behind_by), mul(o[c][e], by));
-      all_l[i] = is_first ? l[2 * i] : add(mul(all_l[i], behind_by), mul(l[2 * i], by));
-      all_m[i] = top;
-    }
-  };
+  const auto merge = [&] { merge_span<WHOLE ? kColumns : 0, 2>(all_o, all_l, all_m, o, l, m); };
   const int64 seq_row = a.seq_rows[final_row];
   const int prefix_len = a.prefix_lens[final_row];
   const auto slot_at = [&](int j) { return j < longest ? static_cast<int>(slot_of(a, final_row, seq_row, prefix_len, j)) : 0; };

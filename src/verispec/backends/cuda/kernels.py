@@ -47,6 +47,10 @@ _MAX_BLOCK_NBYTES = 227 * 1024  # of shared memory
 _MAX_WIDE_TILES, _MAX_WIDE_STAGES, _DOUBLE_STAGES, _WIDE_NBYTES = 9, 10, 5, 200 * 1024
 # Spans of a row whose blocks merge them through shared memory: so many, or fewer, if many rows take all SMs.
 _MAX_CLUSTER, _FREE_CLUSTER = 8, 4
+# With so many blocks to an SM, one has all spans of a row, if they are few: else all would wait for the longest row.
+_WHOLE_ROWS_PER_SM, _MAX_WHOLE_SPANS = 1.5, 8
+# Its ring lets two blocks share an SM, if that is enough for three tiles; what it has beside the ring and the slots.
+_WHOLE_RING_NBYTES, _MIN_WHOLE_TILES, _WHOLE_OTHER_NBYTES = 96 * 1024, 3, 4096
 
 
 class Kind(IntEnum):
@@ -304,6 +308,9 @@ class Kernels:
         self._sizes = {"WIDTH": shapes.width, "HEADS": shapes.heads, "KV_HEADS": shapes.kv_heads}
         self._sizes |= {"HEAD_DIM": shapes.head_dim, **({"GELU": 1} if shapes.gelu else {})}
         self._scale = float(softmax_scale(shapes.query_scalar or shapes.head_dim))
+        self.whole_rows: bool | None = None  # which form `attend_rows` takes; None: the quicker one. For checks
+        self._tile_nbytes = 2 * TILE * shapes.head_dim * 2  # of K and V
+        self._attention_stages = max(_MIN_WHOLE_TILES, _WHOLE_RING_NBYTES // self._tile_nbytes)
         self._num_sms: int = torch.cuda.get_device_properties("cuda").multi_processor_count
 
     # Steps of a pass. `b` is written, `rows` is M.
@@ -347,6 +354,10 @@ class Kernels:
         """Attention of rows of any kind, each by itself; `spans` is at least what the longest of them needs."""
         args = self._attention_args(k, v, inputs, b, window)
         filled(args, first_row=first_row, spans=spans)
+        if self._takes_whole_rows(rows, spans):
+            shared, grid = self._whole_nbytes(spans), (self.shapes.kv_heads, rows, 1)
+            self._attention_kernel("attention_whole").launch(grid, 256, args, stream=current_stream(), shared=shared)
+            return
         grid = (spans, self.shapes.kv_heads, rows)  # short spans run beside whole ones
         store, weights = SPAN * self.shapes.head_dim * 2, 16 * (SPAN + 8) * 2
         two_buffers = rows * self.shapes.kv_heads * spans <= 2 * self._num_sms
@@ -370,7 +381,7 @@ class Kernels:
         sequence whose contexts are prefixes of the last one's, in ascending order of position."""
         args = self._attention_args(k, v, inputs, b, window)
         filled(args, groups=groups, first_row=first_row, spans=spans)
-        shared = 2 * 2 * TILE * self.shapes.head_dim * 2
+        shared = 2 * self._tile_nbytes
         blocks = len(groups) * self.shapes.kv_heads
         whole = spans == 1 or blocks >= WHOLE_GROUPS_PER_SM * self._num_sms
         grid = (len(groups), self.shapes.kv_heads, 1 if whole else spans)
@@ -533,6 +544,16 @@ class Kernels:
         y = b.products[: parts * rows * outputs].view(parts, rows, outputs)
         return _by_parts(x, w, parts, out=y), parts
 
+    def _takes_whole_rows(self, rows: int, spans: int) -> bool:
+        if self._whole_nbytes(spans) + _WHOLE_OTHER_NBYTES > _MAX_BLOCK_NBYTES:
+            return False
+        if self.whole_rows is not None:
+            return self.whole_rows
+        return spans <= _MAX_WHOLE_SPANS and rows * self.shapes.kv_heads >= _WHOLE_ROWS_PER_SM * self._num_sms
+
+    def _whole_nbytes(self, spans: int) -> int:
+        return self._attention_stages * self._tile_nbytes + spans * SPAN * 4  # the ring and the slots
+
     def _attention_args(
         self, k: torch.Tensor, v: torch.Tensor, inputs: RowInputs, b: Buffers, window: int
     ) -> ctypes.Structure:
@@ -548,6 +569,7 @@ class Kernels:
     ) -> Kernel:
         sizes = {k: v for k, v in self._sizes.items() if k != "WIDTH"}
         forms = {"TWO_BUFFERS": int(two_buffers), "CLUSTER": int(cluster), "WHOLE": int(whole)}
+        forms["STAGES"] = self._attention_stages
         return self._kernel("attention.cu", name, {**sizes, **forms})
 
     def _rows_kernel(self, name: str, parts: int) -> Kernel:
