@@ -89,7 +89,7 @@ class Rows:
         cuda_emulated.launch(
             "attention.cu", name, args, grid=grid, threads=256 if name == "attention_rows" else 32 * warps,
             defines=tuple(f"{k}={v}" for k, v in defines.items()), backwards=backwards, apart=apart,
-            changes=(*CHANGES, ("kWholeWarps = 8", f"kWholeWarps = {warps}")),
+            changes=(*CHANGES, ("kWholeWarps = HEAD_DIM > 64 ? 8 : 4", f"kWholeWarps = {warps}")),
         )  # fmt: skip
         return out
 

@@ -133,4 +133,9 @@ __device__ __forceinline__ void copy_wait() {
 __device__ __forceinline__ void release_next() { asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory"); }
 __device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;\n" ::: "memory"); }
 
+// All threads of the cluster's blocks that have not ended: what they wrote before, they may read of each other behind it.
+__device__ __forceinline__ void meet_cluster() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;\n" ::: "memory");
+}
+
 }  // namespace vs

@@ -261,11 +261,6 @@ struct Shared {
     return value;
   }
 };
-// All threads of the cluster's blocks that have not ended: what they wrote before, they may read of each other behind it.
-__device__ __forceinline__ void meet_cluster() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;\n" ::: "memory");
-}
-
 constexpr int kRowWarps = 8, kRowThreads = 32 * kRowWarps, kShare = kSpan / kRowWarps, kShareTiles = kShare / 8;
 constexpr int kPerTile = kTile / kShare;  // warps that share a tile's scores
 
@@ -426,13 +421,13 @@ extern "C" __global__ void __launch_bounds__(kRowThreads) attention_rows(const A
 #endif
 }
 
-constexpr int kWholeWarps = 8, kWholeThreads = 32 * kWholeWarps;
+constexpr int kWholeWarps = HEAD_DIM > 64 ? 8 : 4, kWholeThreads = 32 * kWholeWarps;
 
 // grid (KV_HEADS, rows): all spans of one row, for so many rows that their blocks fill the SMs. Tiles of K and V come through
 // a ring that is never empty from the first to the last, and spans are merged in registers. Of a tile, warps share the scores
 // by positions and the values by columns, as in attention_rows; the values of a tile are taken beside the scores of the next,
 // so that two barriers do for a tile.
-extern "C" __global__ void __launch_bounds__(kWholeThreads, HEAD_DIM > 128 ? 1 : 2) attention_whole(const Args a) {
+extern "C" __global__ void __launch_bounds__(kWholeThreads, HEAD_DIM > 128 ? 1 : HEAD_DIM > 64 ? 2 : 4) attention_whole(const Args a) {
   extern __shared__ __align__(128) unsigned char memory[];  // the ring, then the slots of all positions
   constexpr int kShares = kTile / 8 / kWholeWarps, kOwn = (kColumns + kWholeWarps - 1) / kWholeWarps;
   constexpr int kHalves = kBoth ? 2 : 1, kAtOnce = 4;

@@ -45,12 +45,13 @@ _MAX_BLOCK_NBYTES = 227 * 1024  # of shared memory
 # Of products of 9 to 64 rows: most of an SM's shared memory, so that much is on its way; two columns of 64 at once
 # where that leaves enough stages. Blocks of more outputs have more to finish when there is nothing left to fetch.
 _MAX_WIDE_TILES, _MAX_WIDE_STAGES, _DOUBLE_STAGES, _WIDE_NBYTES = 9, 10, 5, 200 * 1024
+_MIN_WIDE_WEIGHTS = 4 << 20  # bytes: smaller ones stay in the L2 cache
 # Spans of a row whose blocks merge them through shared memory: so many, or fewer, if many rows take all SMs.
 _MAX_CLUSTER, _FREE_CLUSTER = 8, 4
 # With so many blocks to an SM, one has all spans of a row, if they are few: else all would wait for the longest row.
 _WHOLE_ROWS_PER_SM, _MAX_WHOLE_SPANS = 1.5, 8
-# Its ring lets two blocks share an SM, if that is enough for three tiles; what it has beside the ring and the slots.
-_WHOLE_RING_NBYTES, _MIN_WHOLE_TILES, _WHOLE_OTHER_NBYTES = 96 * 1024, 3, 4096
+# Of its ring: two blocks share an SM at heads of 128, four at 64. And what it has beside the ring and the slots.
+_WHOLE_TILES, _WHOLE_OTHER_NBYTES = 3, 4096
 
 
 class Kind(IntEnum):
@@ -253,9 +254,11 @@ class WideForm(NamedTuple):
 def wide_form(w: tuple[int, int], parts: int, rows: int, num_sms: int) -> WideForm:
     """The form for a matrix [outputs, columns]: blocks of so many outputs that an SM reads the least."""
 
+    usable = num_sms if parts <= 2 else num_sms * 7 // 8  # SMs of larger clusters must be near each other
+
     def nbytes(tiles: int) -> int:  # of an SM, in units of a column
         blocks = -(-w[0] // (16 * tiles)) * parts
-        return -(-blocks // num_sms) * (16 * tiles + _wide_rows(rows))
+        return -(-blocks // usable) * (16 * tiles + _wide_rows(rows))
 
     each = min(range(_MAX_WIDE_TILES, 0, -1), key=nbytes)
     stage = (16 * each + _wide_rows(rows)) * _STAGE_ROW_NBYTES
@@ -310,7 +313,6 @@ class Kernels:
         self._scale = float(softmax_scale(shapes.query_scalar or shapes.head_dim))
         self.whole_rows: bool | None = None  # which form `attend_rows` takes; None: the quicker one. For checks
         self._tile_nbytes = 2 * TILE * shapes.head_dim * 2  # of K and V
-        self._attention_stages = max(_MIN_WHOLE_TILES, _WHOLE_RING_NBYTES // self._tile_nbytes)
         self._num_sms: int = torch.cuda.get_device_properties("cuda").multi_processor_count
 
     # Steps of a pass. `b` is written, `rows` is M.
@@ -356,7 +358,10 @@ class Kernels:
         filled(args, first_row=first_row, spans=spans)
         if self._takes_whole_rows(rows, spans):
             shared, grid = self._whole_nbytes(spans), (self.shapes.kv_heads, rows, 1)
-            self._attention_kernel("attention_whole").launch(grid, 256, args, stream=current_stream(), shared=shared)
+            threads = 256 if self.shapes.head_dim > 64 else 128
+            self._attention_kernel("attention_whole").launch(
+                grid, threads, args, stream=current_stream(), shared=shared
+            )
             return
         grid = (spans, self.shapes.kv_heads, rows)  # short spans run beside whole ones
         store, weights = SPAN * self.shapes.head_dim * 2, 16 * (SPAN + 8) * 2
@@ -466,7 +471,7 @@ class Kernels:
     @staticmethod
     def _is_wide(w: torch.Tensor, rows: int) -> bool:
         """Whether wide.cu serves them: more rows than a step of `mma` has, weights that do not stay in the cache."""
-        return rows > _ROWS_PER_TILE and w.shape[0] * w.shape[1] * 2 > _CACHED_NBYTES and w.shape[1] % TILE == 0
+        return rows > _ROWS_PER_TILE and w.shape[0] * w.shape[1] * 2 > _MIN_WIDE_WEIGHTS and w.shape[1] % TILE == 0
 
     def _wide(self, kind: Kind, w: torch.Tensor, parts: int, rows: int, args: ctypes.Structure) -> None:
         outputs, columns = w.shape
@@ -552,7 +557,7 @@ class Kernels:
         return spans <= _MAX_WHOLE_SPANS and rows * self.shapes.kv_heads >= _WHOLE_ROWS_PER_SM * self._num_sms
 
     def _whole_nbytes(self, spans: int) -> int:
-        return self._attention_stages * self._tile_nbytes + spans * SPAN * 4  # the ring and the slots
+        return _WHOLE_TILES * self._tile_nbytes + spans * SPAN * 4  # the ring and the slots
 
     def _attention_args(
         self, k: torch.Tensor, v: torch.Tensor, inputs: RowInputs, b: Buffers, window: int
@@ -569,7 +574,7 @@ class Kernels:
     ) -> Kernel:
         sizes = {k: v for k, v in self._sizes.items() if k != "WIDTH"}
         forms = {"TWO_BUFFERS": int(two_buffers), "CLUSTER": int(cluster), "WHOLE": int(whole)}
-        forms["STAGES"] = self._attention_stages
+        forms["STAGES"] = _WHOLE_TILES
         return self._kernel("attention.cu", name, {**sizes, **forms})
 
     def _rows_kernel(self, name: str, parts: int) -> Kernel:

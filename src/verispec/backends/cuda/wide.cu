@@ -45,9 +45,6 @@ __device__ __forceinline__ float2 load_shared(unsigned address, int rank) {
                : "memory");
   return v;
 }
-__device__ __forceinline__ void meet_cluster() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;\n" ::: "memory");
-}
 
 __device__ __forceinline__ void store2(bf16* to, float low, float high) {
   *reinterpret_cast<__nv_bfloat162*>(to) = __floats2bfloat162_rn(low, high);
