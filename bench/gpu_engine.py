@@ -187,7 +187,7 @@ def smol(model: str, prompts: Path) -> None:
         if count in (1, 32):
             profile(f"batch {count}", llm.fresh_engine, requests)
     requests = [plain(part, 256, i) for i, part in enumerate(ids * 2)]
-    for budget, running in ((2048, 480), (1024, 480), (2048, 256)):
+    for budget, running in ((4096, 480), (2048, 480), (2048, 256)):
         engine = partial(llm.fresh_engine, max_running=running, row_budget=budget)
         measure(f"SmolLM2 480 requests, {running} at once, {budget} rows", engine, requests, timed)
     engine = partial(llm.fresh_engine, max_running=480)
