@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -124,19 +125,30 @@ def measure(name: str, make_engine: Callable[[], Engine], requests: list[Request
 
 
 def device_times(name: str, make_engine: Callable[[], Engine], requests: list[Request], timed: Timed) -> None:
-    """What the device spends on passes of each kind."""
-    timed.events = []
+    """What the device spends on passes of each kind, and how long it idles behind them."""
+    timed.events = events = []
     run(make_engine, requests)
     torch.cuda.synchronize()
-    kinds: dict[str, list[float]] = {}
-    for kind, begin, end in timed.events:
-        kinds.setdefault(kind, []).append(begin.elapsed_time(end))
     timed.events = None
+    kinds: dict[str, list[float]] = {}
+    gaps: dict[str, list[float]] = {}
+    for kind, begin, end in events:
+        kinds.setdefault(kind, []).append(begin.elapsed_time(end))
+    for (kind, _, end), (_, begin, _) in pairwise(events):
+        gaps.setdefault(kind, []).append(end.elapsed_time(begin))
     print(f"device ms of {name}:")
     for kind, times in sorted(kinds.items(), key=lambda item: -sum(item[1]))[:12]:
         print(
             f"  {kind}: {len(times)} passes, {sum(times):.0f} in all, {statistics.median(times):.2f} each", flush=True
         )
+    every = [gap for behind in gaps.values() for gap in behind]
+    print(f"  idle between passes: {sum(every):.2f} in all, {_num_noticeable(every)} of {len(every)} above 0.05")
+    for kind, behind in sorted(gaps.items(), key=lambda item: -sum(item[1]))[:4]:
+        print(f"    behind {kind}: {sum(behind):.2f}, {_num_noticeable(behind)} of {len(behind)}", flush=True)
+
+
+def _num_noticeable(gaps: list[float]) -> int:
+    return sum(gap > 0.05 for gap in gaps)
 
 
 def profile(name: str, make_engine: Callable[[], Engine], requests: list[Request], lines: int = 14) -> None:
@@ -175,7 +187,7 @@ def smol(model: str, prompts: Path) -> None:
         if count in (1, 32):
             profile(f"batch {count}", llm.fresh_engine, requests)
     requests = [plain(part, 256, i) for i, part in enumerate(ids * 2)]
-    for budget, running in ((2048, 480), (1024, 480), (2048, 256)):
+    for budget, running in ((4096, 480), (2048, 480), (2048, 256)):
         engine = partial(llm.fresh_engine, max_running=running, row_budget=budget)
         measure(f"SmolLM2 480 requests, {running} at once, {budget} rows", engine, requests, timed)
     engine = partial(llm.fresh_engine, max_running=480)

@@ -97,7 +97,15 @@ def test_a_single_stop_string_is_one_string() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"num_slots": 1}, {"row_budget": 0}, {"max_len": 1}, {"max_len": 9999}, {"max_draft": -1}]
+    "options",
+    [
+        {"num_slots": 1},
+        {"row_budget": 0},
+        {"stream_row_budget": 0},
+        {"max_len": 1},
+        {"max_len": 9999},
+        {"max_draft": -1},
+    ],
 )
 def test_bad_engine_sizes_are_refused(options: dict[str, int]) -> None:
     with pytest.raises(InputError, match=next(iter(options))):

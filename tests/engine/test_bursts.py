@@ -21,7 +21,7 @@ from tests.support.late_backend import LateBackend
 from tests.support.scale import thinned
 from tests.support.world import World, bits, make_requests, native_world, numpy_world, run
 from verispec.backends.cost import CostTable
-from verispec.backends.protocol import Backend, Pass, PassResult, ReadyTicket, Ticket
+from verispec.backends.protocol import Backend, Pass, PassKind, PassResult, ReadyTicket, Ticket
 from verispec.config import EngineConfig
 from verispec.engine import Engine, Request
 from verispec.engine.policy import Policy, RoundLoad
@@ -445,6 +445,32 @@ def test_where_nobody_streams_prompts_come_first() -> None:
             assert ended[request_id].token_ids == oracle(request)[0].token_ids
         num_passes[is_streamed] = len(bursts.late.rounds)
     assert num_passes[False] < num_passes[True]
+
+
+@pytest.mark.parametrize("drafter", ["none", "suffix", "decode"])
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(
+    ("is_streamed", "scored", "stream_row_budget", "most"),
+    [(False, None, 8, 16), (True, None, 8, 8), (False, 0, 8, 8), (True, None, None, 16)],  # the last is the control
+)
+def test_where_nobody_streams_prompts_fill_larger_passes(
+    is_streamed: bool, scored: int | None, stream_row_budget: int | None, most: int, depth: int, drafter: str
+) -> None:
+    """One that is scored keeps them small, too. The last of four is the one, and with `decode` rows of windows join."""
+    sizes = {"row_budget": 16, "stream_row_budget": stream_row_budget, "max_running": 4, "prefix_cache": False}
+    bursts = Bursts(4, depth=depth, **sizes)
+    engine, ended = bursts.watched.engine, {}
+    requests = [Request((i, 1) * 10, PLAIN, Speculation(drafter), is_streamed=False) for i in range(4)]
+    params = replace(PLAIN, prompt_logprobs=scored, max_tokens=40)
+    requests[-1] = replace(requests[-1], params=params, is_streamed=is_streamed)
+    ids = [engine.add(request) for request in requests]
+    while engine.has_work:
+        ended |= {event.request_id: event.output for event in engine.step() if event.output is not None}
+        engine.check()
+    for request_id, request in zip(ids, requests, strict=True):
+        assert ended[request_id].digest == oracle(request)[0].digest
+    passes = [p for p in bursts.watched.backend.passes if p.kind is PassKind.CANONICAL]
+    assert max(int((p.rows.seq_rows > 0).sum()) for p in passes) == most
 
 
 @pytest.mark.parametrize("num_rounds", [1, 4])

@@ -193,6 +193,7 @@ class EngineMachine(RuleBasedStateMachine):
     @initialize(
         num_slots=st.integers(MAX_LEN, 64),
         row_budget=st.sampled_from((4, 8, 16)),
+        stream_row_budget=st.sampled_from((None, None, 1, 4, 6)),
         max_running=st.sampled_from((1, 3, 16)),
         max_draft=st.sampled_from((1, 4, MAX_DRAFT)),
         prefix_cache=st.sampled_from((True, True, False)),

@@ -35,6 +35,9 @@ class StandInKernels:
         self._gate_up = torch.from_numpy(np.argsort(gate_up_order(shapes)))
         self.rows_per_group = 64 // (shapes.heads // shapes.kv_heads)
 
+    def attends_whole(self, num_groups, spans) -> bool:
+        return spans == 1
+
     def plain(self, x, w, *, many) -> torch.Tensor:
         return product(x, w).bfloat16()
 

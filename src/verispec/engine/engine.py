@@ -65,6 +65,7 @@ class Engine:
         config = config or EngineConfig(num_slots=backend.limits.num_slots)
         shapes = tuple(m for m in sorted(family) if m <= config.row_budget) or tuple(sorted(family))[:1]
         row_budget = max(shapes, default=config.row_budget)
+        stream_budget = min(row_budget, config.stream_row_budget or row_budget)
         self.max_len = _max_len(backend, config)
         self._backend = backend
         self._config = config
@@ -87,15 +88,16 @@ class Engine:
             max_len=self.max_len, no_family_reason="" if shapes else no_family_reason,
         )  # fmt: skip
         self._policy = policy = Policy(
-            shapes, cost, self._drafters, row_budget=row_budget, max_draft=config.max_draft, max_burst=config.max_burst,
-            follows=backend.limits.follows, by_probability=backend.limits.by_probability,
+            shapes, cost, self._drafters, row_budget=stream_budget, max_draft=config.max_draft,
+            max_burst=config.max_burst, follows=backend.limits.follows, by_probability=backend.limits.by_probability,
         )  # fmt: skip
-        max_running = min(config.max_running, row_budget, backend.limits.num_seq_rows)
+        max_running = min(config.max_running, stream_budget, backend.limits.num_seq_rows)
         self._roster = Roster(self._pool, self._cache, backend.bind, clock, max_running=max_running)
         self._scheduler = Scheduler(
             self._roster,
             policy,
             row_budget=row_budget,
+            stream_budget=stream_budget,
             context_len=backend.limits.context_len,
             has_family=bool(shapes),
             all_canonical=bool(shapes) and set(shapes) >= {m for m in backend.shapes if m <= row_budget},

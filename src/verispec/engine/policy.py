@@ -150,8 +150,9 @@ class Policy:
             drafts += 0 if choice.grows else choice.num_nodes * len(group)
             for turn in group:
                 turn.choice = _within(choice, turn) if turn.room > 0 else NO_ROOM
-        if drafts > self._row_budget - rows:
-            _ration([turn for turn in turns if held_window(turn.states) is None], self._row_budget - rows)
+        left = max(0, self._row_budget - rows)  # prompts may have more rows than that by themselves
+        if drafts > left:
+            _ration([turn for turn in turns if held_window(turn.states) is None], left)
 
     def _needs_host(self, turn: Turn) -> bool:
         """Whether its next round needs the host, whatever is drafted."""

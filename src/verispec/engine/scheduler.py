@@ -43,6 +43,7 @@ class Scheduler:
 
     `has_family` says whether there are canonical shapes; without them everything runs in fast passes. With
     `all_canonical` fast passes have nothing but windows: other rows would gain nothing by them, and lose company.
+    `row_budget` bounds the rows of a pass, `stream_budget` while somebody streams; those of drafts are the policy's.
     `context_len` is the width of the backend's table. `feeds`: it remembers draws for turns that are planned ahead.
     `follows`: it asks for the next masks between rounds.
     """
@@ -53,6 +54,7 @@ class Scheduler:
         policy: Policy,
         *,
         row_budget: int,
+        stream_budget: int,
         context_len: int,
         has_family: bool,
         all_canonical: bool = False,
@@ -62,6 +64,7 @@ class Scheduler:
         self._roster = roster
         self._policy = policy
         self._row_budget = row_budget
+        self._stream_budget = stream_budget
         self._context_len = context_len
         self._has_family = has_family
         self._all_canonical = all_canonical
@@ -187,12 +190,17 @@ class Scheduler:
 
         They start together then, and stay together in large passes to the end.
         """
-        num_rows = sum(s.num_pending for s in others if s.num_pending > 1)
+        num_rows, most = sum(s.num_pending for s in others if s.num_pending > 1), self._most_rows()
         return (
-            num_rows > self._row_budget
+            num_rows > most
             and not any(s.is_streamed for s in self._roster.running)
-            and self._roster.make_room(self._row_budget + len(self._roster.running))
+            and self._roster.make_room(most + len(self._roster.running))
         )
+
+    def _most_rows(self) -> int:
+        """Of a pass, drafts aside: whoever streams waits for it, and rows of prompts that are scored need memory."""
+        is_bounded = any(s.is_streamed or s.needs_prompt_rows for s in self._roster.running)
+        return self._stream_budget if is_bounded else self._row_budget
 
     def _go_on(self, turns: SequenceOf[Turn], cohorts: SequenceOf[Cohort], count: int, patience: int = 1) -> None:
         """Fix what runs: up to `count` rounds for whoever needs no host in between, `patience` for the resting."""
@@ -477,7 +485,8 @@ class Scheduler:
 
     def _grants(self, parts: _Parts) -> dict[int, int]:
         """How many rows each of the others may have: one where one is pending; prompts share the rest, oldest first."""
-        left = {kind: self._row_budget - len(parts.plain[kind]) for kind in (True, False)}
+        most = self._most_rows()
+        left = {kind: most - len(parts.plain[kind]) for kind in (True, False)}
         for sequence in parts.single:
             left[self._is_canonical(sequence)] -= 1
         granted: dict[int, int] = {}

@@ -11,7 +11,7 @@ class StepCosts:
     def __init__(self, family: Sequence[int], cost: CostTable, *, row_budget: int) -> None:
         self.family = tuple(family)
         self._cost = cost
-        self._row_budget = row_budget
+        self._row_budget = min((row_budget, *self.family[-1:]))  # of passes that rows of both kinds join
         self._shapes: dict[int, int] = {}
         self._version = cost.version
 
@@ -33,7 +33,7 @@ class StepCosts:
 
     def joins(self, num_canonical: int, num_fast: int) -> bool:
         """Whether one canonical pass for all rows is cheaper than a canonical and a fast one."""
-        if not self.family or not num_canonical or num_canonical + num_fast > self.family[-1]:
+        if not self.family or not num_canonical or num_canonical + num_fast > self._row_budget:
             return False
         return self._joined_seconds(num_canonical, num_fast, 0) < self._apart_seconds(num_canonical, num_fast, 0)
 
@@ -42,7 +42,7 @@ class StepCosts:
         if not num_fast:
             return self.canonical_seconds(num_canonical, context_len)
         apart = self._apart_seconds(num_canonical, num_fast, context_len)
-        if not num_canonical or num_canonical + num_fast > self.family[-1]:
+        if not num_canonical or num_canonical + num_fast > self._row_budget:
             return apart
         return min(apart, self._joined_seconds(num_canonical, num_fast, context_len))
 

@@ -20,7 +20,7 @@ class Windows:
         Oldest first. One that does not fit waits; but the first is verified as far as it fits. `rows` run anyway, of
         which `other_rows` are not these turns'; `beside` rows run in the step's other pass.
         """
-        left = 0 if not rows and self._waits(turns, beside, host_seconds) else self._row_budget - rows
+        left = 0 if not rows and self._waits(turns, beside, host_seconds) else max(0, self._row_budget - rows)
         partial = self._partial(turns, other_rows) if left else set()
         taken = 0
         for turn in turns:

@@ -58,6 +58,17 @@ def test_every_row_stands_once_and_groups_are_runs_of_one_sequence(seed: int) ->
         assert np.array_equal(group[4], group[1] + 1)  # no tails
 
 
+@pytest.mark.parametrize("num_single", [1, 9, 513, 769, 1025, 2049, 3073, 4072])
+def test_the_largest_pass_finds_its_places(num_single: int) -> None:
+    """Whatever part of it are rows that are attended to one by one."""
+    builder = PassBuilder()
+    for seq_row in range(1, num_single + 1):
+        builder.add_chain(seq_row, 3, [5], [NUM_RESERVED + seq_row])
+    count = MAX_ROWS - num_single
+    builder.add_chain(num_single + 1, 0, [5] * count, range(NUM_RESERVED + MAX_ROWS, NUM_RESERVED + MAX_ROWS + count))
+    assert arrange(builder.rows(MAX_ROWS), 3, ROWS_PER_GROUP).columns.shape[1] <= MAX_PLACES
+
+
 def test_without_a_driver_one_sentence_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:
         raise OSError(name)

@@ -474,6 +474,16 @@ def test_rows_that_nobody_wants_end_with_the_last_keys_and_values() -> None:
     assert seen.count(seen[0]) == 2 * (num_layers - 1), "before the capture and in it"
 
 
+def test_groups_that_leave_nothing_to_merge_need_no_room_for_it() -> None:
+    """With the room of 8B shapes: 4,096 rows of prompts with contexts of 4,096, and what is not so."""
+    backend = stand_in("llama")
+    backend._max_row_spans = 33272
+    key = GraphKey(0, FULL_VIEW, StepSizes(4096, 32, 300), 32, 16, Draw.PLAIN)
+    for is_whole, single, expected in ((True, 32, True), (False, 32, False), (True, 4096, False)):
+        backend._models[0].kernels.attends_whole = lambda num_groups, spans, found=is_whole: found
+        assert backend._fits(key._replace(single=single)) is expected
+
+
 REQUESTS = [
     {}, {"temperature": 1.0, "seed": 5}, {"temperature": 0.8, "top_k": 6, "seed": 6},
     {"temperature": 1.0, "n": 2, "seed": 7}, {"temperature": 1.0, "repetition_penalty": 1.2, "seed": 8},

@@ -22,10 +22,10 @@ ROW_SIZES = (
     1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536,
     1792, 2048, 2560, 3072, 3584, 4096,
 )  # fmt: skip
-# Of passes with prompts: rows that are attended to one by one, all rows, and rows with logits.
+# Of passes with prompts: rows that are attended to one by one, all rows, and rows with logits. Single rows leave less
+# than MAX_PLACES - MAX_ROWS places empty, so that whatever is beside them finds its own.
 _SINGLE_SIZES = (
-    0, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 1024, 1280, 1536, 1792, 2048, 3072,
-    4096,
+    0, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, *range(1024, 4097, 256),
 )  # fmt: skip
 _MIXED_SIZES = (
     16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1056, 1280, 1536, 1792, 2048, 2112, 2304, 2560, 3072,

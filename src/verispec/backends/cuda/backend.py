@@ -224,9 +224,11 @@ class CudaBackend:
         return CudaTicket(lane, self._lanes, expected, self._health)
 
     def _fits(self, key: GraphKey) -> bool:
-        """Whether there is room for it."""
-        rows, head_rows = key.sizes.rows, key.sizes.head_rows
-        return rows * key.spans <= self._max_row_spans and not (key.edited and head_rows > MAX_EDITED_ROWS)
+        """Whether there is room for it, above all for what spans leave to merge."""
+        sizes = key.sizes
+        is_whole = self._models[key.store].kernels.attends_whole(sizes.num_groups, key.spans)
+        merged = key.single if is_whole else sizes.rows
+        return merged * key.spans <= self._max_row_spans and not (key.edited and sizes.head_rows > MAX_EDITED_ROWS)
 
     def _draw_on_device(self, pass_: Pass) -> Draw | None:
         """How the rows draw; None where the host must do it."""

@@ -378,6 +378,10 @@ class Kernels:
         """The most rows of one group of `attend_groups`."""
         return 64 // (self.shapes.heads // self.shapes.kv_heads)
 
+    def attends_whole(self, num_groups: int, spans: int) -> bool:
+        """Whether blocks of so many groups take all spans of their rows, and leave nothing to merge."""
+        return spans == 1 or num_groups * self.shapes.kv_heads >= WHOLE_GROUPS_PER_SM * self._num_sms
+
     def attend_groups(
         self, k: torch.Tensor, v: torch.Tensor, inputs: RowInputs, b: Buffers, groups: torch.Tensor, *, first_row: int,
         rows: int, spans: int, window: int,
@@ -387,8 +391,7 @@ class Kernels:
         args = self._attention_args(k, v, inputs, b, window)
         filled(args, groups=groups, first_row=first_row, spans=spans)
         shared = 2 * self._tile_nbytes
-        blocks = len(groups) * self.shapes.kv_heads
-        whole = spans == 1 or blocks >= WHOLE_GROUPS_PER_SM * self._num_sms
+        whole = self.attends_whole(len(groups), spans)
         grid = (len(groups), self.shapes.kv_heads, 1 if whole else spans)
         kernel = self._attention_kernel("attention_groups", whole=whole)
         kernel.launch(grid, 128, args, stream=current_stream(), shared=shared)
