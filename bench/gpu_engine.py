@@ -245,7 +245,9 @@ def large(draft_bits: int = 0) -> None:
         return Engine(timed, family=backend.shapes, drafters={"none": NoDrafter()}, config=config, cost=found.cost)
 
     for count in (1, 8, 32):
-        measure(f"8B batch {count}", make, [plain(prompts[i], 256, i) for i in range(count)], timed, runs=2)
+        requests = [plain(prompts[i], 256, i) for i in range(count)]
+        measure(f"8B batch {count}", make, requests, timed, runs=2)
+    device_times("8B batch 32", make, requests, timed)
     requests = [plain(prompts[i], 256, i) for i in range(256)]
     for budget in (2048, 4096):
         config = replace(config, row_budget=budget)

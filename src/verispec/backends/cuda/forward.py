@@ -14,9 +14,19 @@ import torch
 from numpy.typing import NDArray
 
 from verispec.backends.cuda.device import Device, Gpu, Graph
-from verispec.backends.cuda.kernels import ALL_FEW, MAX_FEW_ROWS, Buffers, Forms, Layer, Matrix, RowInputs, Starts
+from verispec.backends.cuda.kernels import (
+    ALL_FEW,
+    CACHED_NBYTES,
+    MAX_FEW_ROWS,
+    Buffers,
+    Forms,
+    Layer,
+    Matrix,
+    RowInputs,
+    Starts,
+)  # fmt: skip
 from verispec.backends.cuda.quantize import quantized
-from verispec.backends.cuda.shapes import SPAN, Positions, Shapes, gate_up_order, qkv_order
+from verispec.backends.cuda.shapes import SPAN, TILE, Positions, Shapes, gate_up_order, num_parts, qkv_order
 from verispec.backends.protocol import FULL_VIEW, View
 from verispec.errors import InputError
 
@@ -25,7 +35,7 @@ Reader = Callable[[str], Tensor]  # by verispec's name; KeyError for what the mo
 
 
 _NARROW = 4  # the last layer ends with the rows whose logits are wanted, if at most one in so many are
-_FEW_ROWS = ((8 << 20, MAX_FEW_ROWS), (200 << 20, 16), (1 << 62, 8))  # by bytes of weights
+_MAX_LINEAR_ROWS = 8  # of weights that wide.cu cannot take
 
 
 class Plan(NamedTuple):
@@ -166,8 +176,14 @@ def _keep(hidden: dict[int, torch.Tensor], layer: int, x: torch.Tensor) -> None:
 
 def most_few_rows(w: Matrix) -> int:
     """Up to how many rows our own product of these weights is quicker than the library's, as measured on an H200."""
-    nbytes = 2 * w.shape[0] * w.shape[1]
-    return next(rows for most, rows in _FEW_ROWS if nbytes <= most)
+    outputs, columns = w.shape
+    if columns % TILE == 0:  # from 9 rows on by wide.cu, which loses to many rows where clusters are large
+        return MAX_FEW_ROWS if num_parts(outputs, columns) <= 2 or _is_cached(w) else MAX_FEW_ROWS // 2
+    return MAX_FEW_ROWS if _is_cached(w) else _MAX_LINEAR_ROWS
+
+
+def _is_cached(w: Matrix) -> bool:
+    return 2 * w.shape[0] * w.shape[1] <= CACHED_NBYTES
 
 
 def _in_bits(layer: Layer, bits: int) -> Layer:

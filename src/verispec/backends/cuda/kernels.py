@@ -26,7 +26,7 @@ from verispec.backends.cuda.shapes import SPAN, TILE, Shapes, num_parts
 MAX_FEW_ROWS = 64
 _ROWS_PER_TILE, _MAX_ROW_TILES = 8, 8
 # Weights that stay in the L2 cache are read by several blocks of 16 rows: a warp's own work is what takes time there.
-_CACHED_NBYTES, _SHARED_ROW_TILES = 8 << 20, 2
+CACHED_NBYTES, _SHARED_ROW_TILES = 8 << 20, 2
 _STAGE_NBYTES = 2048  # 16 weight rows of 64 columns
 _STAGE_ROW_NBYTES = 128
 # Shared memory for rings: as much of an SM's 227 KiB as leaves room for the next kernel's first blocks.
@@ -498,7 +498,7 @@ class Kernels:
         if self._is_wide(w, rows):
             self._wide(kind, w, parts, rows, args)
             return
-        most = _SHARED_ROW_TILES if outputs * columns * 2 <= _CACHED_NBYTES else _MAX_ROW_TILES
+        most = _SHARED_ROW_TILES if outputs * columns * 2 <= CACHED_NBYTES else _MAX_ROW_TILES
         row_tiles = next(n for n in (1, 2, 4, 8) if n == most or n * _ROWS_PER_TILE >= rows)
         row_blocks = -(-rows // (row_tiles * _ROWS_PER_TILE))
         weight_tiles = outputs // 16
