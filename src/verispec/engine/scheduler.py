@@ -186,13 +186,14 @@ class Scheduler:
                 turn.is_stale = not is_current(turn)
 
     def _prompts_come_first(self, others: SequenceOf[Sequence]) -> bool:
-        """Whether those that decode wait, because nobody streams and prompts alone fill more than a pass.
+        """Whether those that decode wait, because nobody streams and a pass of prompts has no room for them.
 
         They start together then, and stay together in large passes to the end.
         """
-        num_rows, most = sum(s.num_pending for s in others if s.num_pending > 1), self._most_rows()
+        prompts, most = [s.num_pending for s in others if s.num_pending > 1], self._most_rows()
+        num_others = len(self._roster.running) - len(prompts)
         return (
-            num_rows > most
+            sum(prompts) > max(most - num_others, most // 2)
             and not any(s.is_streamed for s in self._roster.running)
             and self._roster.make_room(most + len(self._roster.running))
         )
