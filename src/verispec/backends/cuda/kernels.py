@@ -263,7 +263,7 @@ def wide_form(w: tuple[int, int], parts: int, rows: int, num_sms: int) -> WideFo
     each = min(range(_MAX_WIDE_TILES, 0, -1), key=nbytes)
     stage = (16 * each + _wide_rows(rows)) * _STAGE_ROW_NBYTES
     step = 2 if w[1] // parts % (2 * TILE) == 0 and _WIDE_NBYTES // (2 * stage) >= _DOUBLE_STAGES else 1
-    stages = max(2, min(w[1] // parts // (TILE * step) + 1, _MAX_WIDE_STAGES, _WIDE_NBYTES // (step * stage)))
+    stages = max(3, min(w[1] // parts // (TILE * step) + 1, _MAX_WIDE_STAGES, _WIDE_NBYTES // (step * stage)))
     sums = 16 * each * _wide_rows(rows) * 4 if parts > 1 else 0  # which other blocks of the cluster read
     return WideForm(each, step, stages, max(stages * step * stage, sums))
 

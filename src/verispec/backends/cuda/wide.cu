@@ -14,27 +14,20 @@ using namespace vs;
 constexpr int kThreads = 128, kRows = 32 * HALVES, kPart = K / PARTS, kSteps = kPart / (64 * STEP), kGroups = (N / 16 + TILES - 1) / TILES;
 constexpr int kWeightBytes = TILES * 16 * kWideColumn, kRowBytes = kRows * kWideColumn;  // of 64 columns
 constexpr int kStageBytes = STEP * (kWeightBytes + kRowBytes);
+// Of 32 rows only every other eight of the step's 64 are there: what it takes for the others lies anywhere between.
+constexpr int kEight = HALVES * 4 * kWideColumn;
 constexpr int kOwnTiles = (TILES + PARTS - 1) / PARTS;
 static_assert(kPart % (64 * STEP) == 0, "whole stages only");
 
-// The tile's chains continued by 16 columns, 16 COUNT outputs of them from `b` on.
+// The tile's chains continued by 16 columns, 16 COUNT outputs of them from operand `b` on.
 template <int COUNT>
-__device__ __forceinline__ void step16(float (*acc)[4], const unsigned* a, unsigned b, int adds) {
+__device__ __forceinline__ void step16(float (*acc)[4], uint64 rows, uint64 b, int adds) {
   constexpr int kNow = COUNT >= 8 ? 8 : COUNT >= 4 ? 4 : COUNT >= 2 ? 2 : 1;
-  const uint64 operand = wide_operand(b, 16);
-  if constexpr (kNow == 8) wide_mma128<0>(acc, a, operand, adds);
-  if constexpr (kNow == 4) wide_mma64<0>(acc, a, operand, adds);
-  if constexpr (kNow == 2) wide_mma32(acc, a, operand, adds);
-  if constexpr (kNow == 1) wide_mma16(acc, a, operand, adds);
-  if constexpr (COUNT > kNow) step16<COUNT - kNow>(acc + 2 * kNow, a, b + kNow * 16 * kWideColumn, adds);
-}
-
-// The rows' 16 columns of one k16 step, or of two where a warp has eight rows.
-__device__ __forceinline__ void load_rows(unsigned* to, unsigned from) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];\n"
-               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-               : "r"(from)
-               : "memory");
+  if constexpr (kNow == 8) wide_both128(acc, rows, b, adds);
+  if constexpr (kNow == 4) wide_both64(acc, rows, b, adds);
+  if constexpr (kNow == 2) wide_both32(acc, rows, b, adds);
+  if constexpr (kNow == 1) wide_both16(acc, rows, b, adds);
+  if constexpr (COUNT > kNow) step16<COUNT - kNow>(acc + 2 * kNow, rows, wide_further(b, kNow * 16 * kWideColumn), adds);
 }
 
 __device__ __forceinline__ float2 load_shared(unsigned address, int rank) {
@@ -113,6 +106,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) wide(const Args a) {
   const unsigned ring = shared_address(memory);
   const int chunk = threadIdx.x % 8, first = threadIdx.x / 8;  // what this thread copies: this chunk of rows first + 16 i
   const unsigned place = wide_offset<1>(first, chunk);  // 16 rows further on the swizzle is the same
+  const unsigned row_place = wide_offset<1>(HALVES == 1 ? first : first + first / 8 * 8, chunk);
   const int count = first_group < kGroups ? (kGroups - first_group + stride - 1) / stride * kSteps : 0;  // stages in all
 
   // Weights of the next stages, one after the other.
@@ -120,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) wide(const Args a) {
   const bf16* from = a.w + static_cast<int64>(first) * K + part * kPart + chunk * 8;
   const auto fetch_weights = [&]() {
     const bf16* w = from + static_cast<int64>(next_group) * TILES * 16 * K + next_step * 64 * STEP;
-    const unsigned to = ring + next_stage * kStageBytes + place;
+    const unsigned to = ring + next_stage * kStageBytes + STEP * kRowBytes + place;
 #pragma unroll
     for (int s = 0; s < STEP; ++s)
 #pragma unroll
@@ -134,12 +128,13 @@ extern "C" __global__ void __launch_bounds__(kThreads) wide(const Args a) {
   int row_step = 0, row_stage = 0;
   const bf16* x[2 * HALVES];
   const auto fetch_rows = [&]() {
-    const unsigned to = ring + row_stage * kStageBytes + STEP * kWeightBytes + place;
+    const unsigned to = ring + row_stage * kStageBytes + row_place;
 #pragma unroll
     for (int s = 0; s < STEP; ++s)
 #pragma unroll
       for (int i = 0; i < 2 * HALVES; ++i)
-        if (x[i] != nullptr) copy16(to + s * kRowBytes + i * 16 * kWideColumn, x[i] + row_step * 64 * STEP + s * 64, true);
+        if (x[i] != nullptr)
+          copy16(to + s * kRowBytes + (HALVES == 1 ? i * 16 : i % 2 * 32 + i / 2 * 8) * kWideColumn, x[i] + (row_step * STEP + s) * 64, true);
     row_stage = row_stage + 1 == STAGES ? 0 : row_stage + 1;
     row_step = row_step + 1 == kSteps ? 0 : row_step + 1;
   };
@@ -184,52 +179,30 @@ extern "C" __global__ void __launch_bounds__(kThreads) wide(const Args a) {
 #pragma unroll
     for (int h = 0; h < HALVES; ++h) norm_factors<8>(a, h * 32 + warp * 8, factor + h * 32 + warp * 8, lane);
 
-  // Where this lane's row of the four 8x8 matrices of load_rows lies.
-  const int matrix = lane / 8, matrix_row = warp * 8 + lane % 8 + (HALVES == 2 ? matrix % 2 * 32 : 0);
-  const unsigned rows_at = ring + STEP * kWeightBytes + matrix_row * kWideColumn;
-  const int first_chunk = HALVES == 2 ? matrix / 2 : matrix;
-
   float acc[2 * TILES][4];
   int stage = 0;
   for (int group = first_group; group < kGroups; group += stride) {
     for (int step = 0; step < kSteps; ++step) {
-      copy_wait<STAGES - 2>();
+      copy_wait<STAGES - 3>();
       wide_written();
-      wide_done();  // with the stage before, which is filled again below
+      wide_done<1>();  // with the stage before the last, which is filled again below
       __syncthreads();
-      unsigned rows[4 * STEP][4];
-#pragma unroll
-      for (int s = 0; s < STEP; ++s) {
-        const unsigned at = rows_at + stage * kStageBytes + s * kRowBytes;
-        if (HALVES == 2) {
-#pragma unroll
-          for (int k = 0; k < 4; ++k) load_rows(rows[s * 4 + k], at + ((2 * k + first_chunk ^ (lane & 7)) << 4));
-        } else {
-#pragma unroll
-          for (int k = 0; k < 2; ++k) {
-            unsigned both[4];
-            load_rows(both, at + ((4 * k + first_chunk ^ (lane & 7)) << 4));
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-              unsigned* to = rows[s * 4 + 2 * k + i];
-              to[0] = both[2 * i], to[1] = 0, to[2] = both[2 * i + 1], to[3] = 0;
-            }
-          }
-        }
-      }
       wide_fence();
+      const unsigned at = ring + stage * kStageBytes;
+      const uint64 rows = wide_operand(at, 16, kEight), w = wide_operand(at + STEP * kRowBytes, 16);
 #pragma unroll
       for (int k = 0; k < 4 * STEP; ++k)
-        step16<TILES>(acc, rows[k], ring + stage * kStageBytes + k / 4 * kWeightBytes + k % 4 * 32, k > 0 || step > 0);
+        step16<TILES>(acc, wide_further(rows, k / 4 * kRowBytes + k % 4 * 32), wide_further(w, k / 4 * kWeightBytes + k % 4 * 32),
+                      k > 0 || step > 0);
       wide_commit();
-      if (next_group < kGroups) {
+      if (next_group < kGroups && (step > 0 || group > first_group)) {
         fetch_weights();
         fetch_rows();
       }
       copy_commit();
       stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
-    wide_done();
+    wide_done<0>();
 
     const unsigned sums = ring + threadIdx.x * 8;  // float2 [HALVES][2 TILES][threads], where the ring was
     if (PARTS > 1) {
