@@ -135,17 +135,18 @@ def test_trees_that_reach_behind_the_end_are_drafted_by_the_backend(drafter: str
     num_accepted = 0
     for request, digest in zip(requests, plain, strict=True):
         host = ended([request], trees=False, max_burst=1)
-        for max_burst in (1, 3, 64):
-            found = ended([request], max_burst=max_burst)
+        for max_burst, depth in ((1, 1), (1, 2), (2, 2), (3, 1), (64, 2), (64, 1)):
+            found = ended([request], max_burst=max_burst, depth=depth)
             assert found[:3] == host[:3]
             assert found.num_grown <= most_grown
         assert found.digests == [digest]
         assert found.num_steps <= 5, "an answer is a few bursts, each as long as is expected"
         num_accepted += sum(first for (first, *_) in host.drafted[0])
     assert num_accepted > 10, "nothing was accepted: no control"
-    together = ended(requests, max_burst=3)
-    assert together.digests == plain
-    assert together.num_grown <= most_grown * len(requests)
+    for depth in (1, 2):
+        together = ended(requests, max_burst=3, depth=depth)
+        assert together.digests == plain
+        assert together.num_grown <= most_grown * len(requests)
 
 
 def test_control_levels_that_cannot_be_committed_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from verispec.spec.drafter import Curve, Refusal
 from verispec.spec.none import NoDrafter
 from verispec.spec.registry import DraftSetup, make_drafters
 from verispec.spec.speculation import AUTO, Speculation
+from verispec.spec.tree import TreeShape
 from verispec.spec.turn import SequenceView
 from verispec.types import Draft, SamplingParams
 
@@ -44,7 +45,7 @@ class Far(WrappedBackend):
         fake = FakeBackend(
             vocab_size=VOCAB_SIZE, num_slots=4096, context_len=640, num_seq_rows=64, num_stores=num_stores
         )
-        fake.limits = replace(fake.limits, prepares=prepares)
+        fake.limits = replace(fake.limits, prepares=prepares, trees=True)
         super().__init__(fake)
         self.now = self._free = 0.0
 
@@ -116,8 +117,10 @@ def test_control_a_table_that_knows_of_no_trip_drafts_where_that_is_slower() -> 
     assert served(AUTO, 1, 2, replace(table(), trip=0.0, learns=False))[0] < 0.9 * served("none", 1)[0]
 
 
-def test_the_device_does_not_wait_for_the_host_between_drafted_bursts() -> None:
+@pytest.mark.parametrize("tree", [None, "branch:2,2", "beam:3,2"])
+def test_the_device_does_not_wait_for_the_host_between_drafted_bursts(tree: str | None) -> None:
     """Two flights deep, trips are hidden behind rounds but where choices are made anew. One deep, each burst pays."""
+    speculation = Speculation("model", tree and TreeShape.parse(tree))
     took, outputs = {}, {}
     for depth in (1, 2):
         backend = Far(num_stores=2)
@@ -127,7 +130,7 @@ def test_the_device_does_not_wait_for_the_host_between_drafted_bursts() -> None:
             config=EngineConfig(num_slots=4096, max_len=640, depth=depth, max_burst=2, prefix_cache=False),
         )  # fmt: skip
         for i in range(4):
-            engine.add(Request([i, 2], SamplingParams(max_tokens=400, seed=i), Speculation("model"), is_streamed=False))
+            engine.add(Request([i, 2], SamplingParams(max_tokens=400, seed=i), speculation, is_streamed=False))
         outputs[depth] = {key: output.digest for key, output in collect(engine).items()}
         took[depth] = backend.now
     assert outputs[1] == outputs[2]

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from verispec.backends.audit import Progress, no_progress
 from verispec.backends.pass_builder import PassBuilder
-from verispec.backends.protocol import FULL_VIEW, Backend, BackendLimits, Pass, PassKind, TableUpdate, View
+from verispec.backends.protocol import FULL_VIEW, NO_UPDATE, Backend, BackendLimits, Pass, PassKind, View
 from verispec.kv import NUM_RESERVED, TARGET_STORE
 from verispec.sampling.rows import SampleKey, Sampler
 from verispec.types import SamplingParams
@@ -337,9 +337,6 @@ def time_pass(backend: Backend, pass_: Pass, clock: Callable[[], float]) -> floa
     return clock() - start
 
 
-_NO_UPDATE = TableUpdate(*(np.zeros(0, np.int32) for _ in range(3)))
-
-
 class Probe:
     """Passes of one shape, to be timed. Where the host is far from the device, T is that of a burst's further round."""
 
@@ -363,7 +360,7 @@ class Probe:
         seconds = [time_pass(self._backend, pass_, clock) for pass_ in self._passes]
         if not self.has_rounds:
             return max(seconds[0] / 10, seconds[0] - trip)
-        self._passes = [replace(pass_, table_update=_NO_UPDATE) for pass_ in self._passes]  # it is there now
+        self._passes = [replace(pass_, table_update=NO_UPDATE) for pass_ in self._passes]  # it is there now
         round_ = max(seconds[0] / 100, (seconds[1] - seconds[0]) / _PROBE_ROUNDS)
         self.trip = seconds[0] - round_
         return round_

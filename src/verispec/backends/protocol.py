@@ -91,6 +91,21 @@ class TableUpdate:
     positions: Int32
     slots: Int32
 
+    def __len__(self) -> int:
+        return len(self.seq_rows)
+
+    def followed_by(self, other: TableUpdate) -> TableUpdate:
+        """Both; entries that the other sets again are its own."""
+        if not len(self):
+            return other
+        places, others = ((u.seq_rows.astype(np.int64) << 32) + u.positions for u in (self, other))
+        kept = ~np.isin(places, others)
+        columns = ((getattr(self, name)[kept], getattr(other, name)) for name in ("seq_rows", "positions", "slots"))
+        return TableUpdate(*(np.concatenate(column) for column in columns))
+
+
+NO_UPDATE = TableUpdate(*(np.zeros(0, np.int32) for _ in range(3)))
+
 
 class Noise(NamedTuple):
     """Which noise draws use: `t` tells rounds apart, `stream` whose they are (`sampling.noise.stream`)."""

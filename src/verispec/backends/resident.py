@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from verispec.backends.protocol import FROM_STATE, BackendLimits, Noise, Pass, Rows
+from verispec.backends.protocol import FROM_STATE, NO_UPDATE, BackendLimits, Noise, Pass, Rows
 from verispec.errors import InputError
 from verispec.kv import DUMP_SLOT, NUM_RESERVED
 from verispec.sampling.draw import NO_TOKEN
@@ -49,6 +49,7 @@ class Resident:
         count = limits.num_seq_rows + 1
         self._vocab_size = limits.vocab_size
         self.table = np.zeros((count, limits.context_len), np.int32)
+        self.unsent = NO_UPDATE  # entries that changed in rounds and that the backend's own table lacks
         self.slot_tokens = np.zeros(limits.num_slots + NUM_RESERVED, np.int32)
         self._sampled = {name: np.zeros(count, dtype) for name, dtype in _SAMPLED.items()}
         self.min_lens = np.zeros(count, np.int64)  # no stop before this length
@@ -99,6 +100,9 @@ class Resident:
 
     def take(self, pass_: Pass) -> Pass:
         """Note what the pass says of slots and tokens. Returns it with the rows named that the host could not name."""
+        if len(self.unsent):
+            pass_ = replace(pass_, table_update=self.unsent.followed_by(pass_.table_update))
+            self.unsent = NO_UPDATE
         update = pass_.table_update
         self.table[update.seq_rows, update.positions] = update.slots
         rows = pass_.rows

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from verispec.backends.pass_builder import padded
 from verispec.backends.protocol import (
+    NO_UPDATE,
     Burst,
     BurstResult,
     DistributionWanted,
@@ -23,7 +24,7 @@ from verispec.backends.protocol import (
     Wanted,
 )
 from verispec.backends.resident import Fed, Resident, copied, idled
-from verispec.backends.tree_rounds import NO_UPDATE, Drafts, Settling, grow, placed
+from verispec.backends.tree_rounds import Drafts, Settling, grow, placed
 from verispec.backends.weighing import Offered, Weighed, draft_noise
 from verispec.kv import DUMP_SLOT
 from verispec.sampling.draw import NO_TOKEN, DrawResult
@@ -67,6 +68,7 @@ def run_rounds(resident: Resident, pass_: Pass, run: Run, further: Further | Non
     else:
         found = no_rounds(burst, 0)
     resident.remember(fed)
+    resident.unsent = settling.update
     return replace(result, burst=found._replace(
         drafts=np.concatenate([drafts.token_ids[:, None], found.drafts], axis=1),
         accepted=np.concatenate([accepted[:, None], found.accepted], axis=1),

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from verispec.backends.pass_builder import padded
 from verispec.backends.protocol import (
+    NO_UPDATE,
     DistributionWanted,
     Drafting,
     NoisyTopKWanted,
@@ -24,7 +25,6 @@ from verispec.sampling.beam import NOBODY, Paths, greedy_level, race_level, root
 from verispec.sampling.draw import NO_TOKEN, NoisyTopK
 from verispec.types import NO_PARENT
 
-NO_UPDATE = TableUpdate(*(np.zeros(0, np.int32) for _ in range(3)))
 Ints = NDArray[np.int64]
 
 
@@ -218,7 +218,6 @@ class Settling:
             for i, place in enumerate(path):
                 slots[[i, place]] = slots[[place, i]]
             moved = np.arange(path[-1] + 1 if path else 0, dtype=np.int32)
-            known, parts = self.update, (np.full(len(moved), seq_row, np.int32), start + moved, slots[moved])
-            columns = zip((known.seq_rows, known.positions, known.slots), parts, strict=True)
-            self.update = TableUpdate(*(np.concatenate(column) for column in columns))
+            here = TableUpdate(np.full(len(moved), seq_row, np.int32), start + moved, slots[moved])
+            self.update = self.update.followed_by(here)
         return along, order

@@ -21,16 +21,40 @@ def is_current(turn: Turn) -> bool:
 
 
 def can_follow(turn: Turn) -> bool:
-    """Whether the backend can go on from where it leaves a turn: it drafts chains, and the prompt is published."""
-    is_chain = isinstance(turn.draft, Recipe) and turn.draft.rule.tree is None
+    """Whether the backend can go on from where it leaves a turn: it drafts by itself, the prompt is published, and a
+    tree's places will be in the table."""
+    if not isinstance(turn.draft, Recipe):
+        return False
     is_published = turn.start >= turn.sequence.prompt_len
-    return is_chain and is_published and is_current(turn) and turn.num_behind < _MOST_BEHIND
+    fits = turn.draft.rule.tree is None or most_tokens(turn) + turn.draft.num_nodes <= turn.table_room
+    return fits and is_published and is_current(turn) and turn.num_behind < _MOST_BEHIND
 
 
-def most_rows(turn: Turn) -> int:
-    """Of all rounds of a turn that the backend drafts: as many as it can commit tokens."""
+def most_tokens(turn: Turn) -> int:
+    """That all rounds of a turn which the backend drafts can commit."""
+    return turn.num_rounds * most_a_round(turn)
+
+
+def most_a_round(turn: Turn) -> int:
+    """The same of one."""
     assert isinstance(turn.draft, Recipe)
-    return turn.num_rounds * (1 + turn.draft.num_nodes)
+    tree = turn.draft.rule.tree
+    return 1 + (turn.draft.num_nodes if tree is None else len(tree.keep))
+
+
+def rounds_in_table(num_rounds: int, most: int, num_nodes: int, room: int, table_room: int) -> int:
+    """As many as have all of their places in the table: in the last one that drafts, a tree has some behind the
+    sequence's end."""
+    left = table_room - num_nodes
+    return min(num_rounds, 1 + left // most) if most <= num_nodes and left < room - 1 else num_rounds
+
+
+def num_places(num_rounds: int, most: int, num_nodes: int, room: int) -> int:
+    """Of rounds that commit `most` tokens each, up to the last that can have a row: fewer near the end of a sequence,
+    but a tree has all of its nodes."""
+    if most > num_nodes:  # a chain
+        return min(num_rounds * most, 1 + room)
+    return min((num_rounds - 1) * most, max(0, room - 1)) + 1 + num_nodes
 
 
 def rounds_for(num_tokens: float, choice: Choice) -> int:
@@ -41,12 +65,13 @@ def rounds_for(num_tokens: float, choice: Choice) -> int:
 
 def turn_behind(turn: Turn) -> Turn:
     """The same rounds once more, as late as they can begin; fewer where the answer is expected to end."""
-    num_tokens, choice = most_rows(turn), turn.choice
+    num_tokens, choice, num_nodes = most_tokens(turn), turn.choice, len(turn.draft)
     num_left = 1 + turn.room - turn.num_rounds * choice.num_tokens
     start, room, table_room = turn.start + num_tokens, turn.room - num_tokens, turn.table_room - num_tokens
+    num_rounds = min(turn.num_rounds, rounds_for(num_left, choice))
     return replace(
         turn, start=start, room=room, table_room=table_room, num_behind=turn.num_behind + 1, num_draft_passes=0,
-        rounds=[], num_rounds=min(turn.num_rounds, rounds_for(num_left, choice)),
+        rounds=[], num_rounds=rounds_in_table(num_rounds, most_a_round(turn), num_nodes, room, table_room),
     )  # fmt: skip
 
 
@@ -57,5 +82,6 @@ def num_missing(turn: Turn) -> int:
 
 
 def num_slots(turn: Turn) -> int:
-    """Of the lease, for a turn planned ahead: up to the last position that can have a row, a token behind it."""
-    return turn.start + min(most_rows(turn), 1 + turn.room) - len(turn.sequence.slots)
+    """Of the lease, for a turn planned ahead."""
+    places = num_places(turn.num_rounds, most_a_round(turn), len(turn.draft), turn.room)
+    return turn.start + places - len(turn.sequence.slots)

@@ -186,9 +186,7 @@ class Committer:
             for i, place in enumerate(turn.path_places, turn.num_pending):
                 other = turn.num_pending + place
                 slots[i], slots[other] = slots[other], slots[i]
-            kv.held += pool.commit_front(kv.lease, num_kept)
-            kv.synced_len = min(kv.synced_len, turn.start + turn.num_pending)
-        elif not len(draft) or draft.is_chain:
+        if turn.path_places is not None or not len(draft) or draft.is_chain:
             kv.held += pool.commit_front(kv.lease, num_kept)
             kv.synced_len = min(kv.synced_len, len(kv.held) + len(kv.lease.slots))
         else:

@@ -10,7 +10,17 @@ from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
-from verispec.engine.ahead import can_follow, is_current, num_missing, num_slots, own, rounds_for, turn_behind
+from verispec.engine.ahead import (
+    can_follow,
+    is_current,
+    num_missing,
+    num_places,
+    num_slots,
+    own,
+    rounds_for,
+    rounds_in_table,
+    turn_behind,
+)
 from verispec.engine.policy import NOT_WORTH_IT, Policy, RoundLoad, refusal
 from verispec.engine.rests import Rests
 from verispec.engine.roster import Roster
@@ -430,19 +440,12 @@ class Scheduler:
             turn.num_rounds = num_rounds
 
     def _stay(self, turn: Turn, num_rounds: int) -> None:
-        """Rounds that the backend drafts by itself, if slots are free up to the last token that can have a row.
-
-        In the last round that drafts, a tree has places behind the sequence's end; it must have them in the table.
-        """
+        """Rounds that the backend drafts by itself, if slots are free up to the last token that can have a row."""
         assert isinstance(turn.sequence, Sequence)
         num_nodes, shape = turn.choice.num_nodes, turn.choice.shape
-        num_rows = min(num_rounds * (1 + num_nodes), 1 + turn.room)
-        if shape is not None and not shape.is_chain:
-            most, left = 1 + shape.depth, turn.table_room - num_nodes
-            if left < turn.room - 1:
-                num_rounds = min(num_rounds, 1 + left // most)
-            num_rows = min((num_rounds - 1) * most, turn.room - 1) + 1 + num_nodes
-        if num_rounds > 1 and self._roster.take(turn.sequence, num_rows):
+        most = 1 + (num_nodes if shape is None else shape.depth)
+        num_rounds = rounds_in_table(num_rounds, most, num_nodes, turn.room, turn.table_room)
+        if num_rounds > 1 and self._roster.take(turn.sequence, num_places(num_rounds, most, num_nodes, turn.room)):
             turn.num_rounds = num_rounds
 
     def _lengthen(self, cohort: Cohort, num_rounds: int) -> None:

@@ -133,9 +133,11 @@ def check_trees(
                 if drafter == "skip" and accept == "match":  # `model` reads the prompt with its first draft
                     report(f"{what}: passes in which the host drafted", len(asked), alone.num_grown)
                 report(f"{what}: of the device and of the host", len(asked), differing(found, expected))
+                ahead = told(engine_of(alone, max_burst=2, max_running=1, depth=2), asked)
+                report(f"{what}: two flights", len(asked), differing(ahead, expected))
                 report(f"{what}: control: accepted", len(asked), sum(t.counted[-1] for t in found), control=True)
                 if accept == "match":
-                    together = told(engine_of(alone, max_burst=6), asked)
+                    together = told(engine_of(alone, max_burst=6, depth=2), asked)
                     differ = sum(a.digest != b.digest for a, b in zip(together, expected, strict=True))
                     report(f"{what}: one by one and together", len(asked), differ)
     asked = requests(how, seed=99, max_tokens=max_tokens)[:num_requests]

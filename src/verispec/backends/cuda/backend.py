@@ -58,6 +58,7 @@ from verispec.backends.native_backend import fingerprint
 from verispec.backends.options import NUM_MASKS, SECOND_MODEL_BITS, CudaOptions
 from verispec.backends.protocol import (
     FROM_STATE,
+    NO_UPDATE,
     BackendLimits,
     Burst,
     DistributionHandle,
@@ -75,7 +76,6 @@ from verispec.backends.protocol import (
 )
 from verispec.backends.resident import Resident
 from verispec.backends.rounds import run_rounds
-from verispec.backends.tree_rounds import NO_UPDATE
 from verispec.errors import InputError
 from verispec.kv import DUMP_SLOT, NUM_RESERVED, TARGET_STORE
 from verispec.model.architecture import Architecture
@@ -327,15 +327,13 @@ class CudaBackend:
         for first, masks in self._new_masks:
             self._state.allowed[first : first + len(masks)].copy_(torch.from_numpy(masks))
         self._new_masks.clear()
-        count = len(update.seq_rows)
-        if count:
+        if len(update):
             self.resident.table[update.seq_rows, update.positions] = update.slots
-        if count > MAX_UPDATES:
-            columns = torch.from_numpy(np.stack(update_columns(update)).astype(np.int64)).to(self._device.name)
-            self._state.inputs.table[columns[0], columns[1]] = columns[2].to(torch.int32)
-        elif count:
+        if len(update) > MAX_UPDATES:
+            self._write_table(update)
+        elif len(update):
             parcel.put("updates", *update_columns(update))
-            parcel.set("updates", count)
+            parcel.set("updates", len(update))
         self._state.sent[: len(parcel)].copy_(lane.sent_words[: len(parcel)], non_blocking=True)
 
     # Passes that the host takes part in.
@@ -348,6 +346,7 @@ class CudaBackend:
         resident.next_tokens[:], resident.lengths[:] = kept[:, NEXT], kept[:, LENGTH]
         resident.next_tokens[bound] = NO_TOKEN
         self._longest(pass_, 0)
+        self._read_table(np.unique(pass_.rows.seq_rows).astype(np.int64))
         if resident.has_edits[pass_.rows.seq_rows].any() or (pass_.burst is not None and pass_.burst.drafts):
             self._read_tokens(pass_)
         with np.errstate(all="ignore"):
@@ -357,8 +356,20 @@ class CudaBackend:
             values = np.stack([resident.next_tokens[at], resident.lengths[at]], axis=1).astype(np.int32)
             where = torch.from_numpy(at).to(self._device.name)
             records[where, NEXT : LENGTH + 1] = torch.from_numpy(values).to(self._device.name)
+        self._write_table(resident.unsent)
+        resident.unsent = NO_UPDATE
         self._lanes.append(lane)
         return result
+
+    def _read_table(self, seq_rows: NDArray[np.int64]) -> None:
+        """Slots of trees' paths have changed their places on the device."""
+        found = self._state.inputs.table[torch.from_numpy(seq_rows).to(self._device.name)]
+        self.resident.table[seq_rows] = found.cpu().numpy()
+
+    def _write_table(self, update: TableUpdate) -> None:
+        if len(update):
+            columns = torch.from_numpy(np.stack(update_columns(update)).astype(np.int64)).to(self._device.name)
+            self._state.inputs.table[columns[0], columns[1]] = columns[2].to(torch.int32)
 
     def _read_tokens(self, pass_: Pass) -> None:
         """The tokens of the pass's contexts, which the device alone may know: penalties count them."""
