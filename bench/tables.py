@@ -21,7 +21,7 @@ SYSTEMS = {
     "lookup": ("looked up in the text", "#7fbf7b"),
     "model, beam": ("draft model, tree (RSD, shared noise)", "#762a83"),
     "model": ("draft model, chain", "#af8dc3"),
-    "model, forced": ("draft model, chain of 4 in every round", "#c2a5cf"),
+    "model, forced": ("draft model, chain of 4 in every round", "#de77ae"),
     "skip, forced": ("draft and verify (layers skipped)", "#2166ac"),
     "decode": ("decode, verify, rollback", "#d6604d"),
 }
