@@ -37,7 +37,7 @@ judges: setup model ## Clients and checkers of others against a running server (
 
 test-hf: $(HF_BIN)/.installed model ## Compare with torch and transformers (into .venv-hf); the CUDA backend on a CPU
 	$(HF_BIN)/pytest -m hf tests/hf
-	$(HF_BIN)/pytest -m cuda tests/backends/cuda/test_backend.py tests/backends/cuda/test_quantized.py tests/backends/cuda/test_attention.py
+	$(HF_BIN)/pytest -n auto --dist loadfile -m cuda tests/backends/cuda --ignore tests/backends/cuda/test_compile.py
 
 test-scale: $(BIN)/.ray model ## Replicas on a cluster of local Ray nodes that are lost in mid-stream; minutes
 	$(BIN)/pytest -W ignore -s --durations 20 tests/scale

@@ -23,12 +23,15 @@ extern "C" void run_{name}(const {args}* a, const int* grid, int threads, int ba
 }}"""
 
 
-def _text(name: str) -> str:
-    """A source with its headers in place, without what only a GPU's assembler knows."""
+def _text(name: str, seen: set[str]) -> str:
+    """A source with its headers in place, each once, without what only a GPU's assembler knows."""
+    if name in seen:
+        return ""
+    seen.add(name)
     text = (_SOURCES / name).read_text()
     text = re.sub(r"asm(?: volatile)?\(.*?\);", ";", text, flags=re.DOTALL)
     text = text.replace("#pragma once", "").replace("#include <cuda_bf16.h>", "")
-    return re.sub(r'#include "(\w+\.cuh)"', lambda found: _text(found[1]), text)
+    return re.sub(r'#include "(\w+\.cuh)"', lambda found: _text(found[1], seen), text)
 
 
 @cache
@@ -36,7 +39,7 @@ def _library(
     source: str, defines: tuple[str, ...], threads: int | None, changes: tuple[tuple[str, str], ...]
 ) -> ctypes.CDLL:
     text = "".join(f"#define {name.replace('=', ' ') if '=' in name else f'{name} 1'}\n" for name in defines)
-    text += _text(source)
+    text += _text(source, set())
     if threads is not None:
         text = re.sub(r"(k\w*Threads) = \d+", rf"\1 = {threads}", text)
     for old, new in changes:

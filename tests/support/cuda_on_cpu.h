@@ -305,10 +305,47 @@ inline void wait_for_copies(int left) {
     own.erase(own.begin());
   }
 }
-// What a block did not wait for is lost, and the next one finds nothing of it in its shared memory.
 inline unsigned char dynamic_memory[1 << 18];
+
+// Steps of 64 rows whose operands lie in shared memory (wide.cuh): at once, or, `LATE`, not before they are waited for.
+struct Step { float (*d)[4]; uint64_t a, b; int adds, outputs; };
+inline std::vector<std::vector<Step>> steps[1024];  // of each thread; the last group is open
+inline double operand_at(uint64_t operand, int row, int k) {
+  const auto field = [&](int first) { return static_cast<unsigned>(operand >> first & 0x3fff) << 4; };
+  const unsigned at = field(0) + row / 8 * field(32) + row % 8 * 128 + 2 * k;
+  uint16_t bits;
+  memcpy(&bits, dynamic_memory + (at ^ (at >> 7 & 7) << 4), 2);
+  return half_of(bits, 0);
+}
+inline void end_step(const Step& step) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  for (int i = 0; i < step.outputs / 2; ++i) {
+    const int row = warp * 16 + lane / 4 + i % 4 / 2 * 8, output = i / 4 * 8 + lane % 4 * 2 + i % 2;
+    double sum = 0;
+    for (int k = 0; k < 16; ++k) sum += operand_at(step.a, row, k) * operand_at(step.b, output, k);
+    float& d = step.d[i / 4][i % 4];
+    d = static_cast<float>((step.adds ? d : 0.0f) + sum);
+  }
+}
+template <bool LATE>
+inline void wide_step(float (*d)[4], uint64_t a, uint64_t b, int adds, int outputs) {
+  const Step step = {d, a, b, adds, outputs};
+  if (LATE) steps[threadIdx.x].back().push_back(step);
+  else end_step(step);
+}
+inline void commit_steps() { steps[threadIdx.x].emplace_back(); }
+inline void wait_for_steps(int left) {
+  auto& own = steps[threadIdx.x];
+  while (static_cast<int>(own.size()) - 1 > left) {
+    for (const Step& step : own.front()) end_step(step);
+    own.erase(own.begin());
+  }
+}
+
+// What a block did not wait for is lost, and the next one finds nothing of it in its shared memory.
 inline void start_block() {
   for (auto& own : groups) own.assign(1, {});
+  for (auto& own : steps) own.assign(1, {});
   memset(previous_has_ended, 0, sizeof previous_has_ended);
   memset(dynamic_memory, 0xff, sizeof dynamic_memory);
 }

@@ -1,5 +1,5 @@
-// What follows the products of one linear layer, for linear.cu (few rows) and wide.cu (many): the same operations on the
-// same values, so the same bits. A thread has outputs 16 tile + g and 16 tile + g + 8 of a row, which are partners.
+// What follows the products of one linear layer, for linear.cu (few rows) and wide.cu (9 to 64): the same operations on
+// the same values, so the same bits. A thread has outputs 16 tile + g and 16 tile + g + 8 of a row, which are partners.
 // Compiled for KIND, N, WIDTH, and for q/k/v HEADS, KV_HEADS, HEAD_DIM.
 #pragma once
 #include "arithmetic.cuh"

@@ -1,0 +1,207 @@
+"""Products of 9 to 64 rows, their source run on a CPU: the bits of linear.cu, whoever is early or late."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from tests.support import cuda_emulated  # noqa: E402
+from verispec.backends.cuda.arguments import filled  # noqa: E402
+from verispec.backends.cuda.kernels import Kind, LinearArgs, wide_form  # noqa: E402
+
+pytestmark = pytest.mark.cuda
+
+ARRAY = "extern __shared__ __align__({}) unsigned char memory[];"
+COPY = "emulated::copy<LATE_COPIES>(emulated::dynamic_memory + to, from, {});"
+# What only a GPU has: copies in the background, launch-ahead, products of a warp or of four.
+COPIES = {
+    "unsigned shared_address(const void* p)": "return static_cast<const unsigned char*>(p) - emulated::dynamic_memory;",
+    "void copy16(unsigned to, const void* from, bool wanted)": COPY.format("wanted"),
+    "void copy16_cached(unsigned to, const void* from)": COPY.format("true"),
+    "void copy_commit()": "emulated::commit_copies();",
+    "void copy_wait()": "emulated::wait_for_copies(LEFT);",
+    "void wait_for_previous()": "emulated::previous_ended();",
+    "void mma(float* d, const unsigned* a, const unsigned* b)": "emulated::mma(d, a, b);",
+}
+STEP = "emulated::wide_step<LATE_STEPS>(d, a, b, adds, n);"
+STEPS = {
+    "void wide_both##n(float (*d)[4], uint64 a, uint64 b, int adds)": STEP,
+    "void wide_commit()": "emulated::commit_steps();",
+    "void wide_done()": "emulated::wait_for_steps(LEFT);",
+    # The blocks of a cluster are parts of one, with its barriers, and each has its own quarter of the memory.
+    "void meet_cluster()": "__syncthreads();",
+    "float2 load_shared(unsigned address, int rank)": (
+        "return *reinterpret_cast<float2*>(emulated::dynamic_memory + address % (1 << 16) + (rank << 16));"
+    ),
+}
+LINEAR = ((ARRAY.format(128), "auto& memory = emulated::dynamic_memory;"),)
+WIDE = (
+    ("threadIdx.x", "(threadIdx.x % kThreads)"),
+    ("blockIdx.x", "(blockIdx.x * PARTS + threadIdx.x / kThreads)"), ("gridDim.x", "(gridDim.x * PARTS)"),
+    (ARRAY.format(1024), "unsigned char* memory = emulated::dynamic_memory + (threadIdx.x / kThreads << 16);"),
+)  # fmt: skip
+
+
+def bodies(named: dict[str, str]) -> tuple[tuple[str, str], ...]:
+    return tuple((f"{head} {{", f"{head} {{ {body}") for head, body in named.items())
+
+
+@dataclass
+class Layer:
+    """One linear layer, random, and what stands around it."""
+
+    kind: Kind
+    outputs: int
+    columns: int
+    parts: int
+    rows: int
+    heads: int = 2
+    kv_heads: int = 1
+    head_dim: int = 32
+    tensors: dict[str, torch.Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(self.rows + self.outputs)
+
+        def random(*size: int) -> torch.Tensor:
+            return torch.randn(size, generator=generator)
+
+        self.width = self.outputs if self.kind is Kind.RESIDUAL else self.columns
+        ids = torch.randperm(80, generator=generator)[: self.rows].int()
+        self.tensors = {
+            "x": random(80, self.columns).bfloat16(), "w": random(self.outputs, self.columns).bfloat16(),
+            "nodes_in": random(80, self.width // 16).square(), "bias": random(self.outputs),
+            "cosines": random(100, self.head_dim // 2), "sines": random(100, self.head_dim // 2),
+            "positions": torch.randint(100, (80,), generator=generator).int(), "slots": torch.arange(80).int() + 2,
+            "gain": random(self.outputs), "residual": random(80, self.outputs).bfloat16(), "row_ids": ids,
+        }  # fmt: skip
+        self.tensors["x"][3] = float("nan")
+        self.tensors["x"][5, 7] = float("inf")
+
+    def by(self, source: str, name: str, *, grid: int, threads: int, **how: object) -> list[torch.Tensor]:
+        """All that the kernel writes, as bits."""
+        t, rows = self.tensors, self.rows
+        wide = torch.float32 if self.kind is Kind.HEAD else torch.bfloat16
+        count = {Kind.QKV: self.heads * self.head_dim, Kind.GATE_UP: self.outputs // 2}.get(self.kind, self.outputs)
+        is_residual = self.kind is Kind.RESIDUAL
+        written = {
+            "out": t["residual"].clone() if is_residual else torch.zeros(80, count, dtype=wide),
+            "k_store": torch.zeros(90, self.kv_heads, self.head_dim, dtype=torch.bfloat16),
+            "v_store": torch.zeros(90, self.kv_heads, self.head_dim, dtype=torch.bfloat16),
+            "not_finite": torch.zeros(80, dtype=torch.int32),
+            "scaled": torch.zeros(80, self.outputs, dtype=torch.bfloat16),
+            "nodes_out": torch.zeros(80, max(1, self.outputs // 16)),
+        }  # fmt: skip
+        given = {
+            name: t[name] for name in ("x", "w", "nodes_in", "bias", "cosines", "sines", "positions", "slots", "gain")
+        }
+        if self.kind is Kind.HEAD:
+            given["row_ids"] = t["row_ids"]
+        args = filled(LinearArgs(), **given, **written, eps=1e-5, rows=rows)
+        sizes = {"KIND": int(self.kind), "N": self.outputs, "K": self.columns, "PARTS": self.parts, "WIDTH": self.width}
+        sizes |= {"HEADS": self.heads, "KV_HEADS": self.kv_heads, "HEAD_DIM": self.head_dim}
+        defines = (*(f"{k}={v}" for k, v in sizes.items()), *how.pop("defines", ()))
+        cuda_emulated.launch(
+            source, name, args, grid=(grid, how.pop("grid_y", 1), 1), threads=threads, defines=defines, **how
+        )
+        return [value.view(torch.int16 if value.element_size() == 2 else torch.int32) for value in written.values()]
+
+    @cached_property
+    def linear(self) -> list[torch.Tensor]:
+        """By the kernel of few rows, eight at once."""
+        is_scaled = self.kind in (Kind.QKV, Kind.GATE_UP, Kind.HEAD)
+        changes = (*LINEAR, *bodies(COPIES))
+        return self.by(
+            "linear.cu", "linear", grid=self.outputs // 16, threads=32 * (self.parts + is_scaled), changes=changes,
+            grid_y=-(-self.rows // 8), defines=("ROW_TILES=1", "TILES=1", "STAGES=4", "LATE_COPIES=false"),
+        )  # fmt: skip
+
+    def wide(
+        self, *, tiles: int, stages: int, step: int = 1, blocks: int | None = None,
+        late: tuple[bool, bool] = (False, False), backwards: bool = False, apart: bool = False,
+        changes: tuple[tuple[str, str], ...] = (),
+    ) -> list[torch.Tensor]:  # fmt: skip
+        groups = -(-self.outputs // (16 * tiles))
+        flags = (f"LATE_{what}={str(is_late).lower()}" for what, is_late in zip(("COPIES", "STEPS"), late, strict=True))
+        sizes = (f"HALVES={1 + (self.rows > 32)}", f"TILES={tiles}", f"STEP={step}", f"STAGES={stages}")
+        return self.by(
+            "wide.cu", "wide", grid=blocks or groups, threads=128 * self.parts, defines=(*sizes, *flags),
+            changes=(*changes, *WIDE, *bodies(COPIES | STEPS)), backwards=backwards, apart=apart,
+        )  # fmt: skip
+
+
+QKV = (2 + 2) * 32
+LAYERS = [
+    (Layer(Kind.GATE_UP, 352, 256, 1, 9), {"tiles": 3, "stages": 4, "blocks": 3}),
+    (Layer(Kind.HEAD, 208, 192, 1, 32), {"tiles": 9, "stages": 3, "blocks": 1}),
+    (Layer(Kind.PLAIN, 96, 256, 2, 33), {"tiles": 2, "stages": 3, "step": 2}),
+    (Layer(Kind.QKV, QKV, 384, 3, 40), {"tiles": 4, "stages": 3}),
+    (Layer(Kind.QKV, QKV, 128, 1, 17), {"tiles": 5, "stages": 3}),
+    (Layer(Kind.RESIDUAL, 112, 512, 4, 64), {"tiles": 3, "stages": 3}),
+    (Layer(Kind.RESIDUAL, 64, 640, 2, 12), {"tiles": 1, "stages": 6}),
+]
+NAMES = [f"{layer.kind.name} {layer.parts} parts, {layer.rows} rows" for layer, _ in LAYERS]
+
+
+def same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("late", "backwards", "apart"),
+    [
+        ((False, False), False, False),
+        ((True, False), True, True),
+        ((False, True), False, True),
+        ((True, True), True, False),
+    ],
+)
+@pytest.mark.parametrize(("layer", "form"), LAYERS, ids=NAMES)
+def test_it_has_the_bits_of_the_kernel_of_few_rows(
+    layer: Layer, form: dict[str, int], late: tuple[bool, bool], backwards: bool, apart: bool
+) -> None:
+    """Copies and products as early or as late as can be, threads in any order, warps beside each other or alone."""
+    assert same(layer.wide(**form, late=late, backwards=backwards, apart=apart), layer.linear)
+
+
+FAULTS = {
+    "a stage is filled while it is read": ("wide_done<1>();", "wide_done<2>();"),
+    "rows of the wrong half": ("i % 2 * 32 + i / 2 * 8", "i * 16"),
+    "weights that have not arrived": ("copy_wait<STAGES - 3>();", "copy_wait<STAGES - 1>();"),
+    "the first part alone": ("y[2 * j] = tree_of_parts<PARTS>(even)", "y[2 * j] = even[0]"),
+    "sums of another tile": ("2 * (tile - group * TILES) + j)", "(tile - group * TILES) + j)"),
+    "factors of other rows": ("factor[h * 32 + warp * 8 + g]", "factor[warp * 8 + g]"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_control_faults_are_noticed(name: str) -> None:
+    found = (
+        same(layer.wide(**form, late=late, changes=(FAULTS[name],)), layer.linear)
+        for late in ((False, True), (True, False))
+        for layer, form in sorted(LAYERS, key=lambda part: -part[0].parts)
+    )
+    assert not all(found)
+
+
+def test_forms_give_every_sm_a_block_and_fit() -> None:
+    """For matrices of many sizes: as many blocks as SMs or nearly, rings that fit, and stages for the pipeline."""
+    for outputs, columns, parts in (
+        (6144, 4096, 2),
+        (28672, 4096, 1),
+        (4096, 14336, 2),
+        (1536, 8960, 4),
+        (128256, 4096, 1),
+    ):
+        for rows in (9, 32, 33, 64):
+            form = wide_form((outputs, columns), parts, rows, 132)
+            blocks = -(-outputs // (16 * form.tiles)) * parts
+            assert form.shared <= 227 * 1024 - 2048
+            assert form.stages >= 3
+            assert columns // parts % (64 * form.step) == 0
+            waves = -(-blocks // 132)
+            assert blocks / (132 * waves) > 0.7
