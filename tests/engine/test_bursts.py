@@ -447,18 +447,23 @@ def test_where_nobody_streams_prompts_come_first() -> None:
     assert num_passes[False] < num_passes[True]
 
 
-@pytest.mark.parametrize(("prompt_len", "expected"), [(4, [8, 8, 4]), (3, [8, 6, 4])])
-def test_a_pass_that_prompts_fill_has_no_room_for_others(prompt_len: int, expected: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("prompt_len", "depth", "is_streamed", "expected"),
+    [(4, 1, False, [8, 8, 4]), (3, 1, False, [8, 6, 4]), (4, 2, False, [8, 8, 4, 4]), (4, 2, True, [8, 8, 2])],
+)
+def test_a_pass_that_prompts_fill_has_no_room_for_others(
+    prompt_len: int, depth: int, is_streamed: bool, expected: list[int]
+) -> None:
     """None of four prompts is cut so that those that are ready can decode: they would end apart. Where there is room
-    for both, nobody waits."""
-    bursts = Bursts(1, depth=1, row_budget=8, max_running=4, prefix_cache=False)
+    for both, nobody waits. Nor does anybody go ahead of prompts in the air, unless somebody streams."""
+    bursts = Bursts(1, depth=depth, row_budget=8, max_running=4, prefix_cache=False)
     engine = bursts.watched.engine
     for i in range(4):
-        engine.add(Request((i + 1,) * prompt_len, PLAIN, Speculation("none"), is_streamed=False))
+        engine.add(Request((i + 1,) * prompt_len, PLAIN, Speculation("none"), is_streamed=is_streamed))
     while engine.has_work:
         engine.step()
     passes = [p for p in bursts.watched.backend.passes if p.kind is PassKind.CANONICAL]
-    assert [int((p.rows.seq_rows > 0).sum()) for p in passes][:3] == expected
+    assert [int((p.rows.seq_rows > 0).sum()) for p in passes][: len(expected)] == expected
 
 
 @pytest.mark.parametrize("drafter", ["none", "suffix", "decode"])

@@ -155,6 +155,8 @@ class Scheduler:
         if self._prompts_come_first(parts.others):
             ahead, parts = _NOBODY, parts._replace(plain=_NOBODY)
         plain = {kind: [*ahead[kind], *fresh] for kind, fresh in parts.plain.items()}
+        if is_awaited and not parts.others and _begin_together(plain[True] + plain[False]):
+            return Step()
         if not self._roster.make_room(len(plain[True]) + len(plain[False])):
             return Step()
         cohorts = self._cohorts(ahead, is_ahead=True) + self._cohorts(parts.plain)
@@ -580,6 +582,12 @@ def _reads_prompt(sequence: Sequence) -> bool:
 def _begins(sequence: Sequence) -> bool:
     """Whether nothing of its answer is known, and so nothing of what drafts are worth in it."""
     return len(sequence.token_ids) == sequence.prompt_len
+
+
+def _begin_together(sequences: SequenceOf[Sequence]) -> bool:
+    """Whether they have waited for the prompts in the air, and nobody streams: a round ahead of those is one more at the
+    end."""
+    return all(len(s.token_ids) == s.prompt_len + 1 and not s.is_streamed for s in sequences)
 
 
 def _undrafted(turns: SequenceOf[Turn]) -> list[Sequence]:
