@@ -585,7 +585,7 @@ def _begins(sequence: Sequence) -> bool:
 
 
 def _begin_together(sequences: SequenceOf[Sequence]) -> bool:
-    """Whether they have waited for the prompts in the air, and nobody streams: a round ahead of those is one more at the
+    """Whether they have waited for prompts in the air, and nobody streams: a round ahead of those is one more at the
     end."""
     return all(len(s.token_ids) == s.prompt_len + 1 and not s.is_streamed for s in sequences)
 
