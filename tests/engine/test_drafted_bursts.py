@@ -149,6 +149,34 @@ def test_trees_that_reach_behind_the_end_are_drafted_by_the_backend(drafter: str
         assert together.num_grown <= most_grown * len(requests)
 
 
+@pytest.mark.parametrize("max_draft", [1, 2])
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("tree", ["branch:2,1,1", "branch:3,2,1", "beam:3,4", "beam:2,3", "chain:5"])
+def test_trees_of_fewer_levels_than_they_could_have_lease_all_of_their_places(
+    tree: str, depth: int, max_draft: int
+) -> None:
+    """A level of several nodes, of which one can be committed: rounds near the end need more slots than tokens."""
+    requests = [Request((1, 2, 3), SamplingParams(max_tokens=n, seed=n, temperature=0.7)) for n in (3, 4, 5, 7, 10, 30)]
+    plain = ended([replace(r, speculation=Speculation("none")) for r in requests]).digests
+    for drafter in ("skip", "model"):
+        speculation = Speculation(drafter, TreeShape.parse(tree))
+        found = ended(
+            [replace(r, speculation=speculation) for r in requests], max_burst=8, depth=depth, max_draft=max_draft
+        )
+        assert found.digests == plain
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_rounds_of_sequences_that_reach_the_end_of_the_table(depth: int) -> None:
+    """Some are at the end of their rows while others have far to go: no entry of a row lies behind its end."""
+    requests = [
+        Request((1,) * n, SamplingParams(max_tokens=24 - n, seed=n, temperature=0.7), Speculation("none"))
+        for n in (2, 5, 8, 20)
+    ]
+    alone = [ended([request], context_len=24, max_len=24, max_burst=64).digests[0] for request in requests]
+    assert ended(requests, context_len=24, max_len=24, max_burst=64, depth=depth).digests == alone
+
+
 def test_control_levels_that_cannot_be_committed_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def unbounded(resident, part, fed, live, depths, drafts, run):  # type: ignore[no-untyped-def]
         grow(resident, part, fed, live, depths + 9, drafts, run)

@@ -217,8 +217,8 @@ class Drafting(NamedTuple):
 
     With a `tree` of as many nodes as `lengths` say, each round begins with that, one pass for each level, of children
     with the target's noise; nodes behind a stop id have none. Node i has the slot of the table's position i + 1 behind
-    the last token; when a path was accepted, its slots change places with those of its positions, in every round. Only
-    the backend's table knows: the next pass sends these entries once more. Levels that could no longer be committed are
+    the last token; when a path was accepted, its slots change places with those of its positions, in every round. The
+    host knows that from the result, and sends none of these entries again. Levels that could no longer be committed are
     left out. Places may lie behind the sequence's limit, but not behind the end of the table's row: there is no tree
     where they would.
 

@@ -2,11 +2,14 @@
 same rounds once more, from wherever the backend is by then. What the host knows of them are upper bounds.
 """
 
+from __future__ import annotations
+
 import math
 from dataclasses import replace
+from typing import NamedTuple
 
 from verispec.engine.sequence import Sequence
-from verispec.spec.turn import Choice, Recipe, Turn
+from verispec.spec.turn import Choice, Drafted, Recipe, Turn
 
 _MOST_BEHIND = 8  # steps in a row with the same choices of drafts
 
@@ -30,31 +33,37 @@ def can_follow(turn: Turn) -> bool:
     return fits and is_published and is_current(turn) and turn.num_behind < _MOST_BEHIND
 
 
+class Drafting(NamedTuple):
+    """What a round of the backend's drafts at most: nodes, and of them levels."""
+
+    num_nodes: int
+    depth: int
+    is_tree: bool
+
+    @classmethod
+    def of(cls, draft: Drafted) -> Drafting:
+        """Those of a recipe."""
+        assert isinstance(draft, Recipe)
+        tree = draft.rule.tree
+        return cls(draft.num_nodes, draft.num_nodes if tree is None else len(tree.keep), tree is not None)
+
+    def rounds_in_table(self, num_rounds: int, room: int, table_room: int) -> int:
+        """As many as have all of their places in the table: in the last one that drafts, a tree has some behind the
+        sequence's end."""
+        left = table_room - self.num_nodes
+        return min(num_rounds, 1 + left // (1 + self.depth)) if self.is_tree and left < room - 1 else num_rounds
+
+    def num_places(self, num_rounds: int, room: int) -> int:
+        """Of so many rounds, up to the last that can have a row: fewer near the end of a sequence, but a tree has all
+        of its nodes."""
+        if not self.is_tree:
+            return min(num_rounds * (1 + self.depth), 1 + room)
+        return min((num_rounds - 1) * (1 + self.depth), max(0, room - 1)) + 1 + self.num_nodes
+
+
 def most_tokens(turn: Turn) -> int:
     """That all rounds of a turn which the backend drafts can commit."""
-    return turn.num_rounds * most_a_round(turn)
-
-
-def most_a_round(turn: Turn) -> int:
-    """The same of one."""
-    assert isinstance(turn.draft, Recipe)
-    tree = turn.draft.rule.tree
-    return 1 + (turn.draft.num_nodes if tree is None else len(tree.keep))
-
-
-def rounds_in_table(num_rounds: int, most: int, num_nodes: int, room: int, table_room: int) -> int:
-    """As many as have all of their places in the table: in the last one that drafts, a tree has some behind the
-    sequence's end."""
-    left = table_room - num_nodes
-    return min(num_rounds, 1 + left // most) if most <= num_nodes and left < room - 1 else num_rounds
-
-
-def num_places(num_rounds: int, most: int, num_nodes: int, room: int) -> int:
-    """Of rounds that commit `most` tokens each, up to the last that can have a row: fewer near the end of a sequence,
-    but a tree has all of its nodes."""
-    if most > num_nodes:  # a chain
-        return min(num_rounds * most, 1 + room)
-    return min((num_rounds - 1) * most, max(0, room - 1)) + 1 + num_nodes
+    return turn.num_rounds * (1 + Drafting.of(turn.draft).depth)
 
 
 def rounds_for(num_tokens: float, choice: Choice) -> int:
@@ -65,13 +74,13 @@ def rounds_for(num_tokens: float, choice: Choice) -> int:
 
 def turn_behind(turn: Turn) -> Turn:
     """The same rounds once more, as late as they can begin; fewer where the answer is expected to end."""
-    num_tokens, choice, num_nodes = most_tokens(turn), turn.choice, len(turn.draft)
+    num_tokens, choice = most_tokens(turn), turn.choice
     num_left = 1 + turn.room - turn.num_rounds * choice.num_tokens
     start, room, table_room = turn.start + num_tokens, turn.room - num_tokens, turn.table_room - num_tokens
     num_rounds = min(turn.num_rounds, rounds_for(num_left, choice))
     return replace(
         turn, start=start, room=room, table_room=table_room, num_behind=turn.num_behind + 1, num_draft_passes=0,
-        rounds=[], num_rounds=rounds_in_table(num_rounds, most_a_round(turn), num_nodes, room, table_room),
+        rounds=[], num_rounds=Drafting.of(turn.draft).rounds_in_table(num_rounds, room, table_room),
     )  # fmt: skip
 
 
@@ -83,5 +92,4 @@ def num_missing(turn: Turn) -> int:
 
 def num_slots(turn: Turn) -> int:
     """Of the lease, for a turn planned ahead."""
-    places = num_places(turn.num_rounds, most_a_round(turn), len(turn.draft), turn.room)
-    return turn.start + places - len(turn.sequence.slots)
+    return turn.start + Drafting.of(turn.draft).num_places(turn.num_rounds, turn.room) - len(turn.sequence.slots)

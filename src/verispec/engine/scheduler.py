@@ -11,14 +11,13 @@ from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
 from verispec.engine.ahead import (
+    Drafting,
     can_follow,
     is_current,
     num_missing,
-    num_places,
     num_slots,
     own,
     rounds_for,
-    rounds_in_table,
     turn_behind,
 )
 from verispec.engine.policy import NOT_WORTH_IT, Policy, RoundLoad, refusal
@@ -445,14 +444,17 @@ class Scheduler:
         """Rounds that the backend drafts by itself, if slots are free up to the last token that can have a row."""
         assert isinstance(turn.sequence, Sequence)
         num_nodes, shape = turn.choice.num_nodes, turn.choice.shape
-        most = 1 + (num_nodes if shape is None else shape.depth)
-        num_rounds = rounds_in_table(num_rounds, most, num_nodes, turn.room, turn.table_room)
-        if num_rounds > 1 and self._roster.take(turn.sequence, num_places(num_rounds, most, num_nodes, turn.room)):
+        drafting = Drafting(num_nodes, num_nodes, is_tree=False)
+        if shape is not None and not shape.is_chain:  # the curve's: of it there are so many nodes
+            drafting = Drafting(num_nodes, shape.within(num_nodes, shape.depth).depth, is_tree=True)
+        num_rounds = drafting.rounds_in_table(num_rounds, turn.room, turn.table_room)
+        if num_rounds > 1 and self._roster.take(turn.sequence, drafting.num_places(num_rounds, turn.room)):
             turn.num_rounds = num_rounds
 
     def _lengthen(self, cohort: Cohort, num_rounds: int) -> None:
-        """Lease the slots of further rounds, if all of them are free."""
+        """Lease the slots of further rounds, if all of them are free and the table has places for them."""
         count = len(cohort.sequences)
+        num_rounds = min(num_rounds, self._context_len - max(cohort.positions))
         further = count * (num_rounds - 1)
         if further and self._roster.make_room(further) and self._roster.pool.extend(cohort.lease, further):
             cohort.num_rounds = num_rounds

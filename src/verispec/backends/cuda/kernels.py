@@ -477,6 +477,7 @@ class Kernels:
         return rows > _ROWS_PER_TILE and w.shape[0] * w.shape[1] * 2 > _MIN_WIDE_WEIGHTS and w.shape[1] % TILE == 0
 
     def _wide(self, kind: Kind, w: torch.Tensor, parts: int, rows: int, args: ctypes.Structure) -> None:
+        assert rows <= MAX_FEW_ROWS
         outputs, columns = w.shape
         form = wide_form((outputs, columns), parts, rows, self._num_sms)
         defines = {
