@@ -10,6 +10,7 @@ import ctypes
 import re
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
@@ -21,6 +22,30 @@ _WRAPPER = """
 extern "C" void run_{name}(const {args}* a, const int* grid, int threads, int backwards, int apart) {{
   emulated::run_grid(grid, threads, backwards, apart, [&] {{ {name}(*a); }});
 }}"""
+
+
+_COPY = "emulated::copy<LATE_COPIES>(emulated::dynamic_memory + to, from, {});"
+# What only a GPU has, by heads of functions: copies in the background, launch-ahead, products of a warp. LATE_COPIES
+# must be among the defines: whether copies end as late as they can.
+GPU_ONLY = {
+    "unsigned shared_address(const void* p)": "return static_cast<const unsigned char*>(p) - emulated::dynamic_memory;",
+    "void copy16(unsigned to, const void* from, bool wanted)": _COPY.format("wanted"),
+    "void copy16_cached(unsigned to, const void* from)": _COPY.format("true"),
+    "void copy_commit()": "emulated::commit_copies();",
+    "void copy_wait()": "emulated::wait_for_copies(LEFT);",
+    "void wait_for_previous()": "emulated::previous_ended();",
+    "void mma(float* d, const unsigned* a, const unsigned* b)": "emulated::mma(d, a, b);",
+}
+
+
+def bodies(by_head: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """Changes of a source: these functions do that instead."""
+    return tuple((f"{head} {{", f"{head} {{ {body}") for head, body in by_head.items())
+
+
+def dynamic_memory(align: int, to: str = "auto& memory = emulated::dynamic_memory;") -> tuple[str, str]:
+    """The change of a source that declares its dynamic shared memory."""
+    return f"extern __shared__ __align__({align}) unsigned char memory[];", to
 
 
 def _text(name: str, seen: set[str]) -> str:

@@ -33,7 +33,7 @@ def can_follow(turn: Turn) -> bool:
     return fits and is_published and is_current(turn) and turn.num_behind < _MOST_BEHIND
 
 
-class Drafting(NamedTuple):
+class RoundSize(NamedTuple):
     """What a round of the backend's drafts at most: nodes, and of them levels."""
 
     num_nodes: int
@@ -41,7 +41,7 @@ class Drafting(NamedTuple):
     is_tree: bool
 
     @classmethod
-    def of(cls, draft: Drafted) -> Drafting:
+    def of(cls, draft: Drafted) -> RoundSize:
         """Those of a recipe."""
         assert isinstance(draft, Recipe)
         tree = draft.rule.tree
@@ -63,7 +63,7 @@ class Drafting(NamedTuple):
 
 def most_tokens(turn: Turn) -> int:
     """That all rounds of a turn which the backend drafts can commit."""
-    return turn.num_rounds * (1 + Drafting.of(turn.draft).depth)
+    return turn.num_rounds * (1 + RoundSize.of(turn.draft).depth)
 
 
 def rounds_for(num_tokens: float, choice: Choice) -> int:
@@ -80,7 +80,7 @@ def turn_behind(turn: Turn) -> Turn:
     num_rounds = min(turn.num_rounds, rounds_for(num_left, choice))
     return replace(
         turn, start=start, room=room, table_room=table_room, num_behind=turn.num_behind + 1, num_draft_passes=0,
-        rounds=[], num_rounds=Drafting.of(turn.draft).rounds_in_table(num_rounds, room, table_room),
+        rounds=[], num_rounds=RoundSize.of(turn.draft).rounds_in_table(num_rounds, room, table_room),
     )  # fmt: skip
 
 
@@ -92,4 +92,4 @@ def num_missing(turn: Turn) -> int:
 
 def num_slots(turn: Turn) -> int:
     """Of the lease, for a turn planned ahead."""
-    return turn.start + Drafting.of(turn.draft).num_places(turn.num_rounds, turn.room) - len(turn.sequence.slots)
+    return turn.start + RoundSize.of(turn.draft).num_places(turn.num_rounds, turn.room) - len(turn.sequence.slots)

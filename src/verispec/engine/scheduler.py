@@ -11,7 +11,7 @@ from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
 from verispec.engine.ahead import (
-    Drafting,
+    RoundSize,
     can_follow,
     is_current,
     num_missing,
@@ -444,11 +444,11 @@ class Scheduler:
         """Rounds that the backend drafts by itself, if slots are free up to the last token that can have a row."""
         assert isinstance(turn.sequence, Sequence)
         num_nodes, shape = turn.choice.num_nodes, turn.choice.shape
-        drafting = Drafting(num_nodes, num_nodes, is_tree=False)
+        size = RoundSize(num_nodes, num_nodes, is_tree=False)
         if shape is not None and not shape.is_chain:  # the curve's: of it there are so many nodes
-            drafting = Drafting(num_nodes, shape.within(num_nodes, shape.depth).depth, is_tree=True)
-        num_rounds = drafting.rounds_in_table(num_rounds, turn.room, turn.table_room)
-        if num_rounds > 1 and self._roster.take(turn.sequence, drafting.num_places(num_rounds, turn.room)):
+            size = RoundSize(num_nodes, shape.within(num_nodes, shape.depth).depth, is_tree=True)
+        num_rounds = size.rounds_in_table(num_rounds, turn.room, turn.table_room)
+        if num_rounds > 1 and self._roster.take(turn.sequence, size.num_places(num_rounds, turn.room)):
             turn.num_rounds = num_rounds
 
     def _lengthen(self, cohort: Cohort, num_rounds: int) -> None:

@@ -15,24 +15,11 @@ pytestmark = pytest.mark.cuda
 
 FAR = 1 << 30  # a window that hides nothing
 WRITTEN_LATE = 0x0D81  # kWrittenLate of cuda_on_cpu.h
-ARRAY = "extern __shared__ __align__({}) unsigned char memory[];"
-# What only a GPU has: copies in the background, launch-ahead, products of a warp, loads that transpose.
-BODIES = {
-    "unsigned shared_address(const void* p)": "return static_cast<const unsigned char*>(p) - emulated::dynamic_memory;",
-    "void copy16(unsigned to, const void* from, bool wanted)": (
-        "emulated::copy<LATE_COPIES>(emulated::dynamic_memory + to, from, wanted);"
-    ),
-    "void copy_commit()": "emulated::commit_copies();",
-    "void copy_wait()": "emulated::wait_for_copies(LEFT);",
-    "void wait_for_previous()": "emulated::previous_ended();",
-    "void mma(float* d, const unsigned* a, const unsigned* b)": "emulated::mma(d, a, b);",
-    "void load_values(unsigned* v, unsigned values, int first, int column, int lane)": (
-        "emulated::load_transposed(v, emulated::dynamic_memory, values + v_offset(first + lane, column));"
-    ),
-}
+VALUES = "void load_values(unsigned* v, unsigned values, int first, int column, int lane)"
+TRANSPOSED = "emulated::load_transposed(v, emulated::dynamic_memory, values + v_offset(first + lane, column));"
 CHANGES = (
-    *((ARRAY.format(align), "auto& memory = emulated::dynamic_memory;") for align in (128, 1024)),
-    *((f"{head} {{", f"{head} {{ {body}") for head, body in BODIES.items()),
+    *(cuda_emulated.dynamic_memory(align) for align in (128, 1024)),
+    *cuda_emulated.bodies(cuda_emulated.GPU_ONLY | {VALUES: TRANSPOSED}),
 )
 
 

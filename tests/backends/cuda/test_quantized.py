@@ -13,23 +13,13 @@ from verispec.backends.cuda.quantize import Quantized, eight_bits, quantized  # 
 
 pytestmark = pytest.mark.cuda
 
-NAMESPACE = "namespace vs {\n\n__device__ __forceinline__ float neg_inf"
-MEMORY = "extern __shared__ __align__(128) unsigned char memory[];"
-# What only a GPU has: copies in the background, which end at once here, barriers by name, products of whole numbers.
-BODIES = {
-    "unsigned shared_address(const void* p)": "return static_cast<const unsigned char*>(p) - memory;",
-    "void copy16(unsigned to, const void* from, bool wanted)": (
-        "if (wanted) memcpy(memory + to, from, 16); else memset(memory + to, 0, 16);"
-    ),
+# Products of whole numbers, and barriers by name.
+WHOLE = {
     "void whole_mma(int* d, const unsigned* a, uint2 b)": "emulated::whole_mma(d, a, b, kWholeBits);",
     "void arrive(int barrier)": "emulated::arrive(barrier, kThreads);",
     "void meet(int barrier)": "emulated::meet(barrier, kThreads);",
 }
-CHANGES = (
-    (NAMESPACE, f"static unsigned char memory[1 << 18];\n{NAMESPACE}"),
-    (MEMORY, ""),
-    *((f"{head} {{", f"{head} {{ {body}") for head, body in BODIES.items()),
-)
+CHANGES = (cuda_emulated.dynamic_memory(128), *cuda_emulated.bodies(cuda_emulated.GPU_ONLY | WHOLE))
 
 
 def product(
@@ -42,7 +32,7 @@ def product(
     form = draft_form(kind, w.shape, w.bits, row_tile, num_sms=1)
     defines = {"KIND": int(kind), "N": outputs, "K": columns, "BITS": w.bits, "BLOCK_ROWS": row_tile}
     defines |= {"WARPS": form.warps, "STAGES": form.stages, "STEP": form.step, "LATE": form.late}
-    named = (*(f"{name}={value}" for name, value in defines.items()), *sizes)
+    named = (*(f"{name}={value}" for name, value in defines.items()), *sizes, f"LATE_COPIES={str(backwards).lower()}")
     cuda_emulated.launch(
         "quantized.cu", "quantized", args, grid=(blocks, -(-rows // row_tile), 1), threads=32 * (form.warps + 1),
         defines=named, changes=CHANGES, backwards=backwards,

@@ -15,18 +15,7 @@ from verispec.backends.cuda.kernels import Kind, LinearArgs, wide_form  # noqa: 
 
 pytestmark = pytest.mark.cuda
 
-ARRAY = "extern __shared__ __align__({}) unsigned char memory[];"
-COPY = "emulated::copy<LATE_COPIES>(emulated::dynamic_memory + to, from, {});"
-# What only a GPU has: copies in the background, launch-ahead, products of a warp or of four.
-COPIES = {
-    "unsigned shared_address(const void* p)": "return static_cast<const unsigned char*>(p) - emulated::dynamic_memory;",
-    "void copy16(unsigned to, const void* from, bool wanted)": COPY.format("wanted"),
-    "void copy16_cached(unsigned to, const void* from)": COPY.format("true"),
-    "void copy_commit()": "emulated::commit_copies();",
-    "void copy_wait()": "emulated::wait_for_copies(LEFT);",
-    "void wait_for_previous()": "emulated::previous_ended();",
-    "void mma(float* d, const unsigned* a, const unsigned* b)": "emulated::mma(d, a, b);",
-}
+# Products of four warps.
 STEP = "emulated::wide_step<LATE_STEPS>(d, a, b, adds, n);"
 STEPS = {
     "void wide_both##n(float (*d)[4], uint64 a, uint64 b, int adds)": STEP,
@@ -38,16 +27,13 @@ STEPS = {
         "return *reinterpret_cast<float2*>(emulated::dynamic_memory + address % (1 << 16) + (rank << 16));"
     ),
 }
-LINEAR = ((ARRAY.format(128), "auto& memory = emulated::dynamic_memory;"),)
+LINEAR = (cuda_emulated.dynamic_memory(128), *cuda_emulated.bodies(cuda_emulated.GPU_ONLY))
 WIDE = (
     ("threadIdx.x", "(threadIdx.x % kThreads)"),
     ("blockIdx.x", "(blockIdx.x * PARTS + threadIdx.x / kThreads)"), ("gridDim.x", "(gridDim.x * PARTS)"),
-    (ARRAY.format(1024), "unsigned char* memory = emulated::dynamic_memory + (threadIdx.x / kThreads << 16);"),
+    cuda_emulated.dynamic_memory(1024, "auto* memory = emulated::dynamic_memory + (threadIdx.x / kThreads << 16);"),
+    *cuda_emulated.bodies(cuda_emulated.GPU_ONLY | STEPS),
 )  # fmt: skip
-
-
-def bodies(named: dict[str, str]) -> tuple[tuple[str, str], ...]:
-    return tuple((f"{head} {{", f"{head} {{ {body}") for head, body in named.items())
 
 
 @dataclass
@@ -114,9 +100,8 @@ class Layer:
     def linear(self) -> list[torch.Tensor]:
         """By the kernel of few rows, eight at once."""
         is_scaled = self.kind in (Kind.QKV, Kind.GATE_UP, Kind.HEAD)
-        changes = (*LINEAR, *bodies(COPIES))
         return self.by(
-            "linear.cu", "linear", grid=self.outputs // 16, threads=32 * (self.parts + is_scaled), changes=changes,
+            "linear.cu", "linear", grid=self.outputs // 16, threads=32 * (self.parts + is_scaled), changes=LINEAR,
             grid_y=-(-self.rows // 8), defines=("ROW_TILES=1", "TILES=1", "STAGES=4", "LATE_COPIES=false"),
         )  # fmt: skip
 
@@ -130,7 +115,7 @@ class Layer:
         sizes = (f"HALVES={1 + (self.rows > 32)}", f"TILES={tiles}", f"STEP={step}", f"STAGES={stages}")
         return self.by(
             "wide.cu", "wide", grid=blocks or groups, threads=128 * self.parts, defines=(*sizes, *flags),
-            changes=(*changes, *WIDE, *bodies(COPIES | STEPS)), backwards=backwards, apart=apart,
+            changes=(*changes, *WIDE), backwards=backwards, apart=apart,
         )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from verispec.backends.cuda.kernels import (
     Matrix,
     RowInputs,
     Starts,
-)  # fmt: skip
+)
 from verispec.backends.cuda.quantize import quantized
 from verispec.backends.cuda.shapes import SPAN, TILE, Positions, Shapes, gate_up_order, num_parts, qkv_order
 from verispec.backends.protocol import FULL_VIEW, View

@@ -24,9 +24,9 @@ from verispec.backends.cuda.quantize import Quantized
 from verispec.backends.cuda.shapes import SPAN, TILE, Shapes, num_parts
 
 MAX_FEW_ROWS = 64
-_ROWS_PER_TILE, _MAX_ROW_TILES = 8, 8
 # Weights that stay in the L2 cache are read by several blocks of 16 rows: a warp's own work is what takes time there.
-CACHED_NBYTES, _SHARED_ROW_TILES = 8 << 20, 2
+# Others have wide.cu from 9 rows on.
+_ROWS_PER_TILE, _MAX_ROW_TILES, CACHED_NBYTES = 8, 2, 4 << 20
 _STAGE_NBYTES = 2048  # 16 weight rows of 64 columns
 _STAGE_ROW_NBYTES = 128
 # Shared memory for rings: as much of an SM's 227 KiB as leaves room for the next kernel's first blocks.
@@ -45,7 +45,6 @@ _MAX_BLOCK_NBYTES = 227 * 1024  # of shared memory
 # Of products of 9 to 64 rows: most of an SM's shared memory, so that much is on its way; two columns of 64 at once
 # where that leaves enough stages. Blocks of more outputs have more to finish when there is nothing left to fetch.
 _MAX_WIDE_TILES, _MAX_WIDE_STAGES, _DOUBLE_STAGES, _WIDE_NBYTES = 9, 10, 5, 200 * 1024
-_MIN_WIDE_WEIGHTS = 4 << 20  # bytes: smaller ones stay in the L2 cache
 # Spans of a row whose blocks merge them through shared memory: so many, or fewer, if many rows take all SMs.
 _MAX_CLUSTER, _FREE_CLUSTER = 8, 4
 # With so many blocks to an SM, one has all spans of a row, if they are few: else all would wait for the longest row.
@@ -253,7 +252,6 @@ class WideForm(NamedTuple):
 
 def wide_form(w: tuple[int, int], parts: int, rows: int, num_sms: int) -> WideForm:
     """The form for a matrix [outputs, columns]: blocks of so many outputs that an SM reads the least."""
-
     usable = num_sms if parts <= 2 else num_sms * 7 // 8  # SMs of larger clusters must be near each other
 
     def nbytes(tiles: int) -> int:  # of an SM, in units of a column
@@ -474,7 +472,7 @@ class Kernels:
     @staticmethod
     def _is_wide(w: torch.Tensor, rows: int) -> bool:
         """Whether wide.cu serves them: more rows than a step of `mma` has, weights that do not stay in the cache."""
-        return rows > _ROWS_PER_TILE and w.shape[0] * w.shape[1] * 2 > _MIN_WIDE_WEIGHTS and w.shape[1] % TILE == 0
+        return rows > _ROWS_PER_TILE and w.shape[0] * w.shape[1] * 2 > CACHED_NBYTES and w.shape[1] % TILE == 0
 
     def _wide(self, kind: Kind, w: torch.Tensor, parts: int, rows: int, args: ctypes.Structure) -> None:
         assert rows <= MAX_FEW_ROWS
@@ -499,8 +497,7 @@ class Kernels:
         if self._is_wide(w, rows):
             self._wide(kind, w, parts, rows, args)
             return
-        most = _SHARED_ROW_TILES if outputs * columns * 2 <= CACHED_NBYTES else _MAX_ROW_TILES
-        row_tiles = next(n for n in (1, 2, 4, 8) if n == most or n * _ROWS_PER_TILE >= rows)
+        row_tiles = min(_MAX_ROW_TILES, -(-rows // _ROWS_PER_TILE))
         row_blocks = -(-rows // (row_tiles * _ROWS_PER_TILE))
         weight_tiles = outputs // 16
         tile_nbytes = (_STAGE_NBYTES + row_tiles * _ROWS_PER_TILE * _STAGE_ROW_NBYTES) * parts  # of one stage
@@ -508,7 +505,7 @@ class Kernels:
         if is_whole and weight_tiles > 256:
             tiles = min((2, 1), key=lambda n: self._waves(-(-weight_tiles // n), n * _WHOLE_STAGES * tile_nbytes))
         else:
-            tiles = 1 if parts > 1 or weight_tiles <= 256 else 2 if weight_tiles <= 1024 else 4
+            tiles = 1 if parts > 1 or weight_tiles <= 256 else 2
         blocks = -(-weight_tiles // tiles)
         stage = tile_nbytes * tiles
         room = min(_BLOCK_RING_NBYTES, _SM_RING_NBYTES // -(-blocks * row_blocks // self._num_sms))

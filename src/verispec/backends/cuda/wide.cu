@@ -11,7 +11,8 @@
 
 using namespace vs;
 
-constexpr int kThreads = 128, kRows = 32 * HALVES, kPart = K / PARTS, kSteps = kPart / (64 * STEP), kGroups = (N / 16 + TILES - 1) / TILES;
+constexpr int kThreads = 128, kRows = 32 * HALVES, kPart = K / PARTS, kSteps = kPart / (64 * STEP);
+constexpr int kGroups = (N / 16 + TILES - 1) / TILES;
 constexpr int kWeightBytes = TILES * 16 * kWideColumn, kRowBytes = kRows * kWideColumn;  // of 64 columns
 constexpr int kStageBytes = STEP * (kWeightBytes + kRowBytes);
 // Of 32 rows only every other eight of the step's 64 are there: what it takes for the others lies anywhere between.
@@ -134,7 +135,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) wide(const Args a) {
 #pragma unroll
       for (int i = 0; i < 2 * HALVES; ++i)
         if (x[i] != nullptr)
-          copy16(to + s * kRowBytes + (HALVES == 1 ? i * 16 : i % 2 * 32 + i / 2 * 8) * kWideColumn, x[i] + (row_step * STEP + s) * 64, true);
+          copy16(to + s * kRowBytes + (HALVES == 1 ? i * 16 : i % 2 * 32 + i / 2 * 8) * kWideColumn,
+                 x[i] + (row_step * STEP + s) * 64, true);
     row_stage = row_stage + 1 == STAGES ? 0 : row_stage + 1;
     row_step = row_step + 1 == kSteps ? 0 : row_step + 1;
   };
