@@ -184,6 +184,16 @@ inline void __syncthreads() {
   emulated::pause(emulated::kAtBlock);
   threadIdx = own;
 }
+inline int __syncthreads_or(int v) {
+  static int any;
+  any |= v != 0;
+  __syncthreads();
+  const int found = any;
+  __syncthreads();
+  any = 0;
+  __syncthreads();
+  return found;
+}
 inline void __syncwarp(unsigned = 0xffffffffu) {
   const Index own = threadIdx;
   emulated::pause(emulated::kAtWarp);

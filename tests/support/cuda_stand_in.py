@@ -1,7 +1,7 @@
 """A CPU in the place of the GPU: the same kernels in plain torch and numpy, so that the CUDA backend runs without one.
 
 What stands between passes is the kernels' own source (`cuda_emulated.py`). Products are summed in float64 and rounded
-once, which keeps rows pure; the bits are not those of a GPU.
+once, which keeps rows pure; the bits are not those of a GPU. What a pass without rows leaves as it was is poisoned.
 """
 
 from __future__ import annotations
@@ -26,6 +26,10 @@ torch.set_num_threads(1)  # tensors are tiny: threads would wait for each other
 def product(x: torch.Tensor, w: torch.Tensor | Quantized) -> torch.Tensor:
     w = w.dense() if isinstance(w, Quantized) else w
     return (x.double() @ w.double().T).float()
+
+
+def is_idle(busy: torch.Tensor | None) -> bool:
+    return busy is not None and not int(busy)
 
 
 class StandInKernels:
@@ -58,7 +62,10 @@ class StandInKernels:
         mean = nodes.double().sum(-1, keepdim=True) / self.shapes.width
         return (1 / torch.sqrt(mean + self.shapes.eps)).float()
 
-    def qkv(self, layer, k, v, inputs, b, rows, *, many) -> None:
+    def qkv(self, layer, k, v, inputs, b, rows, *, many, busy=None) -> None:
+        if is_idle(busy):
+            b.q[:rows] = torch.nan
+            return
         shapes = self.shapes
         y = product(b.scaled[:rows], layer.qkv).bfloat16()[:, self._qkv].float() * self._factor(b.nodes[:rows])
         if layer.qkv_bias is not None:
@@ -102,20 +109,29 @@ class StandInKernels:
         scores = torch.einsum("hd,jhd->hj", b.q[row].double(), keys) * (shapes.query_scalar or shapes.head_dim) ** -0.5
         b.attention[row] = torch.einsum("hj,jhd->hd", scores.softmax(-1), values).bfloat16()
 
-    def residual(self, x, w, gain, b, rows, *, many, post_gain=None) -> None:
+    def residual(self, x, w, gain, b, rows, *, many, post_gain=None, busy=None) -> None:
+        if is_idle(busy):
+            b.x[:rows] = b.scaled[:rows] = torch.nan
+            return
         y = product(x.reshape(len(x), -1)[:rows], w).bfloat16().float()
         if post_gain is not None:
             y = self._normed(y, post_gain)
         self._keep((b.x[:rows].float() + y).bfloat16(), gain, b, rows)
 
-    def gate_up(self, layer, b, rows, *, many) -> None:
+    def gate_up(self, layer, b, rows, *, many, busy=None) -> None:
+        if is_idle(busy):
+            b.h[:rows] = torch.nan
+            return
         y = product(b.scaled[:rows], layer.gate_up).bfloat16()[:, self._gate_up].float() * self._factor(b.nodes[:rows])
         gate, up = y.split(self.shapes.mlp, 1)
         functional, gate = torch.nn.functional, gate.double()
         gate = functional.gelu(gate, approximate="tanh") if self.shapes.gelu else functional.silu(gate)
         b.h[:rows] = (gate.float() * up).bfloat16()
 
-    def head(self, w, b, logits, row_ids, rows, *, many) -> None:
+    def head(self, w, b, logits, row_ids, rows, *, many, busy=None) -> None:
+        if is_idle(busy):
+            logits[:rows] = torch.nan
+            return
         at = torch.arange(rows) if row_ids is None else row_ids[:rows].long()
         logits[:rows] = product(b.scaled[at], w) * self._factor(b.nodes[at])
 
@@ -130,7 +146,10 @@ class StandInDraws:
         self.token_ids, self.logprobs = torch.zeros(rows, dtype=torch.int32), torch.zeros(rows)
         self.totals = torch.zeros(rows, 2)
 
-    def draw(self, logits, inputs, rows, *, filters, edited=None, allowed=None) -> None:
+    def draw(self, logits, inputs, rows, *, filters, edited=None, allowed=None, busy=None) -> None:
+        if is_idle(busy):
+            self.token_ids[:rows], self.logprobs[:rows] = 1 << 30, torch.nan
+            return
         sampling = self._sampling(inputs, rows, filters, allowed)
         raw = logits[:rows].numpy()
         with np.errstate(all="ignore"):
@@ -143,7 +162,11 @@ class StandInDraws:
         self.token_ids[:rows] = torch.from_numpy(drawn.token_ids.astype(np.int32))
         self.logprobs[:rows] = torch.from_numpy(drawn.logprobs)
 
-    def children(self, logits, inputs, rows, *, k, filters, edited=None, allowed=None, shares=None, kept=None):
+    def children(
+        self, logits, inputs, rows, *, k, filters, edited=None, allowed=None, shares=None, kept=None, busy=None
+    ):
+        if is_idle(busy):
+            return torch.full((3, rows, k), 1 << 30, dtype=torch.int32)
         sampling = self._sampling(inputs, rows, filters, allowed)
         values = (logits if edited is None else edited)[:rows].numpy()
         with np.errstate(all="ignore"):

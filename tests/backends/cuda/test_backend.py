@@ -185,6 +185,49 @@ def test_a_fault_in_the_chains_is_noticed() -> None:
             )
 
 
+FAULTS_OF_IDLING = {
+    "nobody has rows": ("chains.cu", "has_rows = __syncthreads_or(has_rows);", "has_rows = false;"),
+    "what verifies has no rows": ("chains.cu", "has_rows |= goes;", ""),
+    "drafts have no rows": ("chains.cu", "has_rows |= drafts;", ""),
+}
+
+
+def test_products_nobody_wants_are_left_out() -> None:
+    """A burst of more rounds than its sequences have tokens left: passes behind the last one, and those that would
+    draft behind an early end, have no rows, and what stands in the place of their results changes nothing. Faults are
+    noticed."""
+    near = [i for i, limit in enumerate(bursts.LIMIT_SETS["some near"]) if limit < max(bursts.LIMIT_SETS["some near"])]
+    for drafter in ("skip", "model"):
+        backend = alone()
+        seen = watched(backend)
+        found, expected = (
+            drafted.Drafted(made, drafter, names=drafted.NO_EDITS, limits="some near").rounds(near, 12)
+            for made in (backend, hosted())
+        )
+        assert found == expected
+        assert {0, 1} <= set(seen)
+        assert seen[-1] == 0, "somebody still went on: no control"
+    expected = by_the_host("skip", "some near")
+    for name, fault in FAULTS_OF_IDLING.items():
+        found = None
+        with suppress(IndexError):  # a token that was never drawn
+            found = four_rounds(alone(changes=(fault,)), "skip", "some near")
+        assert found != expected, name
+
+
+def watched(backend: CudaBackend) -> list[int]:
+    """What passes of this backend are told of their rows, one by one."""
+    seen, graphs = list[int](), backend._graphs
+    run = graphs._round
+
+    def observed(key: GraphKey) -> None:
+        run(key)
+        seen.append(int(backend._state.busy))
+
+    graphs._round = observed
+    return seen
+
+
 TREE_FAULTS = {
     "beam:2,3": {
         "every child is accepted": ("chains.cu", "token != drawn || parent", "parent"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import pytest
@@ -48,6 +48,7 @@ class Layer:
     heads: int = 2
     kv_heads: int = 1
     head_dim: int = 32
+    busy: int = 1
     tensors: dict[str, torch.Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -87,7 +88,8 @@ class Layer:
         }
         if self.kind is Kind.HEAD:
             given["row_ids"] = t["row_ids"]
-        args = filled(LinearArgs(), **given, **written, eps=1e-5, rows=rows)
+        busy = torch.tensor([self.busy], dtype=torch.int32)
+        args = filled(LinearArgs(), **given, **written, eps=1e-5, rows=rows, busy=busy)
         sizes = {"KIND": int(self.kind), "N": self.outputs, "K": self.columns, "PARTS": self.parts, "WIDTH": self.width}
         sizes |= {"HEADS": self.heads, "KV_HEADS": self.kv_heads, "HEAD_DIM": self.head_dim}
         defines = (*(f"{k}={v}" for k, v in sizes.items()), *how.pop("defines", ()))
@@ -171,6 +173,18 @@ def test_control_faults_are_noticed(name: str) -> None:
         for layer, form in sorted(LAYERS, key=lambda part: -part[0].parts)
     )
     assert not all(found)
+
+
+@pytest.mark.parametrize(("layer", "form"), LAYERS, ids=NAMES)
+def test_a_pass_without_rows_has_no_products(layer: Layer, form: dict[str, int]) -> None:
+    """Nothing is written, by either kernel; the control is the same with rows."""
+    idle = replace(layer, busy=0)
+    before = [torch.zeros_like(part) for part in layer.linear]
+    if layer.kind is Kind.RESIDUAL:
+        before[0] = layer.tensors["residual"].view(torch.int16)
+    assert same(idle.linear, before)
+    assert same(idle.wide(**form), before)
+    assert not same(layer.linear, before)
 
 
 def test_forms_give_every_sm_a_block_and_fit() -> None:

@@ -133,6 +133,10 @@ __device__ __forceinline__ void copy_wait() {
 __device__ __forceinline__ void release_next() { asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory"); }
 __device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;\n" ::: "memory"); }
 
+// Whether a pass has no row but padding, so that nobody wants its products and draws. The kernels that make the pass's rows say so
+// before its embedding, which everything behind waits for: it may be read before the wait.
+__device__ __forceinline__ bool is_idle(const int* busy) { return busy != nullptr && *busy == 0; }
+
 // All threads of the cluster's blocks that have not ended: what they wrote before, they may read of each other behind it.
 __device__ __forceinline__ void meet_cluster() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;\n" ::: "memory");

@@ -23,6 +23,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) begin_draft(const ChainAr
   const Members m(sent);
   const DraftPass pass(sent);
   const int rows_each = a.rows / a.head_rows;
+  bool has_rows = false;
   for (int i = threadIdx.x; i < a.head_rows; i += kThreads) {
     const int s = i < pass.count ? pass.members[i] : 0, seq_row = i < pass.count ? m.seq_rows[s] : 0;
     const int* record = record_of(a, seq_row);
@@ -41,7 +42,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) begin_draft(const ChainAr
     if (drafts) set_table_row(a, row, pass.token ? c.drafts[m.base[s] + pass.token] : record[kNext], position, seq_row, ready_len);
     else set_padding(a, row);
     set_offer(c, pass, i, row, drafts, pass.token - 1, drafts ? m.base[s] + pass.token : 0);
+    has_rows |= drafts;
   }
+  set_busy(a, has_rows);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads) end_draft(const ChainArgs c) {
@@ -135,6 +138,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) begin_verify(const ChainA
   const Args& a = c.step;
   const int *sent = a.sent, *owners = sent + sent[kOwnersAt], round = sent[kRound];
   const Members m(sent);
+  bool has_rows = false;
   for (int i = threadIdx.x; i < a.rows; i += kThreads) {
     const int s = i < sent[kOwners] ? owners[i] : 0, seq_row = i < sent[kOwners] ? m.seq_rows[s] : 0;
     const int *record = record_of(a, seq_row), n = seq_row ? i - m.base[s] : 0, position = record[kLength] - 1;
@@ -144,7 +148,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) begin_verify(const ChainA
     else set_padding(a, i);
     set_draw(a, i, i, a.seq_rows[i], -1, 0, 0);
     c.share_rows[i] = goes && m.by_probability[s] && is_weighed(c, m, s, i) ? i : -1;
+    has_rows |= goes;
   }
+  set_busy(a, has_rows);
 }
 
 // How much of a draft may be accepted.

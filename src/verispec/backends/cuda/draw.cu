@@ -6,6 +6,7 @@
 extern "C" __global__ void __launch_bounds__(kThreads) draw_top(const Args a) {
   release_next();
   wait_for_previous();
+  if (is_idle(a.busy)) return;
   const int row = blockIdx.y, end = min(a.vocab, (blockIdx.x + 1) * a.chunk);
   const float* raw = a.raw + static_cast<int64>(row) * a.vocab;
   uint64 best = 0, best_raw = 0;
@@ -24,6 +25,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) draw_top(const Args a) {
 extern "C" __global__ void __launch_bounds__(kThreads) draw_best(const Args a) {
   release_next();
   wait_for_previous();
+  if (is_idle(a.busy)) return;
   const int row = blockIdx.y, end = min(a.vocab, (blockIdx.x + 1) * a.chunk);
   const uint64* tops = a.tops + static_cast<int64>(row) * 2 * a.chunks;
   const uint64 top_key = best_of_chunks(tops, a.chunks), raw_key = best_of_chunks(tops + a.chunks, a.chunks);
@@ -71,6 +73,7 @@ __device__ __forceinline__ bool can_be_child(float z, int id, uint64 top_key, ui
 extern "C" __global__ void __launch_bounds__(kThreads) draw_children(const Args a) {
   release_next();
   wait_for_previous();
+  if (is_idle(a.busy)) return;
   const int row = blockIdx.y, first = blockIdx.x * a.chunk, end = min(a.vocab, first + a.chunk);
   const uint64 top_key = best_of_chunks(a.tops + static_cast<int64>(row) * 2 * a.chunks, a.chunks);
   const float top = value_of(static_cast<unsigned>(top_key >> 32)), temperature = a.temperature[row];
@@ -107,6 +110,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) draw_children(const Args 
 extern "C" __global__ void __launch_bounds__(kThreads) draw_offered(const Args a) {
   release_next();
   wait_for_previous();
+  if (is_idle(a.busy)) return;
   const int row = blockIdx.x, count = a.chunks * a.per_chunk;
   const uint64 *keys = a.keys + static_cast<int64>(row) * count;
   const uint64 top_key = best_of_chunks(a.tops + static_cast<int64>(row) * 2 * a.chunks, a.chunks);
@@ -140,6 +144,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) draw_offered(const Args a
 extern "C" __global__ void __launch_bounds__(kThreads) draw_shares(const Args a) {
   release_next();
   wait_for_previous();
+  if (is_idle(a.busy)) return;
   const int row = blockIdx.y, end = min(a.vocab, (blockIdx.x + 1) * a.chunk), to = a.share_rows ? a.share_rows[row] : row;
   if (to < 0) return;
   const uint64 top_key = best_of_chunks(a.tops + static_cast<int64>(row) * 2 * a.chunks, a.chunks);
@@ -164,6 +169,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) draw_masses(const Args a)
   __shared__ double of_warps[kThreads / 32];
   release_next();
   wait_for_previous();
+  if (is_idle(a.busy)) return;
   const int to = a.share_rows[blockIdx.y], first = (blockIdx.x * kThreads + threadIdx.x) * 4;
   if (to < 0) return;
   double v[4];
@@ -184,6 +190,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) draw_masses(const Args a)
 extern "C" __global__ void __launch_bounds__(32) draw_token(const Args a) {
   release_next();
   wait_for_previous();
+  if (is_idle(a.busy)) return;
   const int row = blockIdx.x;
   const uint64 best = best_of_chunks(a.best + static_cast<int64>(row) * a.chunks, a.chunks);
   const uint64 raw_key = best_of_chunks(a.tops + (static_cast<int64>(row) * 2 + 1) * a.chunks, a.chunks);

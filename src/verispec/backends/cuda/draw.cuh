@@ -34,6 +34,7 @@ struct Args {
   const int* share_rows;       // [rows]: where each row has them, -1: nowhere; null: where it is
   double* masses;              // as shares, [.., chunks of 1024 ids]: their sums, neighbours first
   float* totals;               // [rows, 2]: the largest raw logit, and the logarithm of the sum
+  const int* busy;             // 0: the pass has no row but padding, and nothing is drawn; or null
   int vocab;
   int mask_words;
   int chunk;                   // ids of one block, a multiple of 4: as suits the number of rows

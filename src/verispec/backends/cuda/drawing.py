@@ -25,7 +25,7 @@ _PARAMETERS = ("seeds", "counters", "temperature", "top_k", "top_p", "log_min_p"
 _DrawArgs = struct(
     "DrawArgs",
     *pointers("raw", "edited", *_PARAMETERS, "allowed", "tops", "best", "sums", "kept", "token_ids", "logprobs"),
-    *pointers("keys", "offered", "shares", "share_rows", "masses", "totals"),
+    *pointers("keys", "offered", "shares", "share_rows", "masses", "totals", "busy"),
     *((name, ctypes.c_int) for name in ("vocab", "mask_words", "chunk", "chunks", "k", "per_chunk")),
 )
 _FilterArgs = struct(
@@ -90,24 +90,24 @@ class DrawKernels:
 
     def draw(
         self, logits: torch.Tensor, inputs: DrawInputs, rows: int, *, filters: bool, edited: torch.Tensor | None = None,
-        allowed: torch.Tensor | None = None,
+        allowed: torch.Tensor | None = None, busy: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """Tokens of the first `rows` rows of logits [R, V]. Without `filters` no row may have one on, without
-        `allowed`, the mask table [masks, V / 32], no row a mask."""
-        args = self._tops(logits, inputs, rows, filters=filters, edited=edited, allowed=allowed)
+        `allowed`, the mask table [masks, V / 32], no row a mask. Nothing is drawn while `busy`, one word, is 0."""
+        args = self._tops(logits, inputs, rows, filters=filters, edited=edited, allowed=allowed, busy=busy)
         self._launch("draw_best", (self._chunks, rows, 1), 256, args)
         self._launch("draw_token", (rows, 1, 1), 32, args)
 
     def children(
         self, logits: torch.Tensor, inputs: DrawInputs, rows: int, *, k: int, filters: bool,
         edited: torch.Tensor | None = None, allowed: torch.Tensor | None = None, shares: torch.Tensor | None = None,
-        kept: Shares | None = None,
+        kept: Shares | None = None, busy: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """The k best children of each row: [3, R, k] int32, ids (-1: there are no more), and the bits of log p + noise
         and of log p. Probabilities are left in `shares` [R, V], or in `kept`, with their sums."""
         found = torch.empty(3, rows, k, dtype=torch.int32, device=logits.device)
         args = self._tops(
-            logits, inputs, rows, filters=filters, edited=edited, allowed=allowed, max_chunk=_CHILDREN_CHUNK
+            logits, inputs, rows, filters=filters, edited=edited, allowed=allowed, max_chunk=_CHILDREN_CHUNK, busy=busy
         )  # fmt: skip
         per_chunk = min(k, args.chunk)
         keys = torch.empty(rows, self._chunks, per_chunk, dtype=torch.int64, device=logits.device)
@@ -125,7 +125,7 @@ class DrawKernels:
 
     def _tops(
         self, logits: torch.Tensor, inputs: DrawInputs, rows: int, *, filters: bool, edited: torch.Tensor | None,
-        allowed: torch.Tensor | None, max_chunk: int = _MAX_CHUNK,
+        allowed: torch.Tensor | None, busy: torch.Tensor | None, max_chunk: int = _MAX_CHUNK,
     ) -> ctypes.Structure:  # fmt: skip
         """The largest logits, and what the filters keep: what every further kernel begins with."""
         chunk = _MIN_CHUNK
@@ -135,7 +135,7 @@ class DrawKernels:
         args = filled(
             _DrawArgs(), raw=logits, edited=logits if edited is None else edited, token_ids=self.token_ids,
             logprobs=self.logprobs, totals=self.totals, kept=self._kept if filters else self._all_kept,
-            vocab=self._vocab, chunk=chunk, chunks=chunks, allowed=allowed,
+            vocab=self._vocab, chunk=chunk, chunks=chunks, allowed=allowed, busy=busy,
             mask_words=0 if allowed is None else allowed.shape[1],
             **self._scratch, **{name: getattr(inputs, name) for name in _PARAMETERS},
         )  # fmt: skip

@@ -31,6 +31,7 @@ struct Args {
   bf16* scaled;           // residual: x times gain [rows, N]
   float* nodes_out;       // residual: [rows, N / 16]
   const int* row_ids;     // head: which rows of x, or null
+  const int* busy;        // 0: the pass has no row but padding, and nothing is done; or null
   float eps;
   int rows;
 };

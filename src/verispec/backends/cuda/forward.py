@@ -51,6 +51,7 @@ class Plan(NamedTuple):
     starts: Starts | None = None
     hidden: dict[int, torch.Tensor] | None = None  # by layer: where the residual stream before it goes [rows, width]
     drafts: bool = False  # by weights of fewer bits, where the model has them
+    busy: torch.Tensor | None = None  # [1] int32, 0 while all rows are padding: then products of few rows are left out
 
 
 class DeviceModel:
@@ -93,7 +94,7 @@ class DeviceModel:
 
     def forward(self, inputs: RowInputs, plan: Plan, row_ids: torch.Tensor | None = None) -> torch.Tensor:
         """Logits of the wanted rows. [head rows, V]"""
-        kernels, b, rows, forms = self.kernels, self.buffers, plan.rows, plan.forms
+        kernels, b, rows, forms, busy = self.kernels, self.buffers, plan.rows, plan.forms, plan.busy
         layers, head = (self.draft_layers, self.draft_head) if plan.drafts else (self.layers, self.head)
         parts = [
             (i, layer, is_attention) for i, layer in enumerate(layers) for is_attention in (True, False)
@@ -107,7 +108,7 @@ class DeviceModel:
         for (i, layer, is_attention), following in zip(parts, gains[1:], strict=True):
             _keep(hidden, i, b.x)
             if is_attention:
-                kernels.qkv(layer, self.k[i], self.v[i], inputs, b, rows, many=forms.qkv)
+                kernels.qkv(layer, self.k[i], self.v[i], inputs, b, rows, many=forms.qkv, busy=busy)
                 if i == last and head_rows < 0 and not hidden:
                     break
                 self.attend(i, inputs, plan)
@@ -115,15 +116,15 @@ class DeviceModel:
                 if i == last and row_ids is not None and 0 < _NARROW * head_rows <= rows and not hidden:
                     attention, rows, row_ids = self._narrowed(row_ids), head_rows, None
                     forms = self.forms(rows, rows, drafts=plan.drafts)
-                kernels.residual(attention, layer.o, following, b, rows, many=forms.o, post_gain=post_gain)
+                kernels.residual(attention, layer.o, following, b, rows, many=forms.o, post_gain=post_gain, busy=busy)
             else:
-                kernels.gate_up(layer, b, rows, many=forms.gate_up)
+                kernels.gate_up(layer, b, rows, many=forms.gate_up, busy=busy)
                 post_gain = layer.mlp_post_gain
-                kernels.residual(b.h, layer.down, following, b, rows, many=forms.down, post_gain=post_gain)
+                kernels.residual(b.h, layer.down, following, b, rows, many=forms.down, post_gain=post_gain, busy=busy)
         _keep(hidden, len(self.layers), b.x)
         if head_rows > 0:
             assert head is not None
-            kernels.head(head, b, self.logits, row_ids, head_rows, many=forms.head)
+            kernels.head(head, b, self.logits, row_ids, head_rows, many=forms.head, busy=busy)
         return self.logits[: max(0, head_rows)]
 
     def _narrowed(self, row_ids: torch.Tensor) -> torch.Tensor:

@@ -95,6 +95,7 @@ class Graphs:
             spans=key.spans, drafts=key.drafts,
             groups=state.groups[: sizes.num_groups] if sizes.num_groups else None, head_rows=sizes.head_rows or -1,
             view=key.view, starts=model.starts() if key.starts else None, hidden=self._hidden.get(key),
+            busy=state.busy,
         )  # fmt: skip
         if key.looks_up:
             self._steps.look_up(state, sizes)
@@ -105,7 +106,7 @@ class Graphs:
         if key.draw:
             how = {
                 "filters": key.draw is Draw.FILTERED, "allowed": state.allowed if key.masked else None,
-                "edited": self._steps.edit(state, sizes, logits) if key.edited else None,
+                "edited": self._steps.edit(state, sizes, logits) if key.edited else None, "busy": state.busy,
             }  # fmt: skip
             kept = None if weighed is None else weighed.target if verifies else weighed.proposal
             if not key.children:

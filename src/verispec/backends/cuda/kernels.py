@@ -66,7 +66,7 @@ class Kind(IntEnum):
 _KV = ("cosines", "sines", "positions", "slots", "k_store", "v_store", "not_finite")
 LinearArgs = struct(
     "LinearArgs",
-    *pointers("x", "w", "nodes_in", "out", "bias", *_KV, "gain", "scaled", "nodes_out", "row_ids"),
+    *pointers("x", "w", "nodes_in", "out", "bias", *_KV, "gain", "scaled", "nodes_out", "row_ids", "busy"),
     ("eps", ctypes.c_float),
     ("rows", ctypes.c_int),
 )
@@ -313,7 +313,7 @@ class Kernels:
         self._tile_nbytes = 2 * TILE * shapes.head_dim * 2  # of K and V
         self._num_sms: int = torch.cuda.get_device_properties("cuda").multi_processor_count
 
-    # Steps of a pass. `b` is written, `rows` is M.
+    # Steps of a pass. `b` is written, `rows` is M. Products of few rows are left out while `busy`, one word, is 0.
 
     def embed(
         self, table: torch.Tensor, gain: torch.Tensor, inputs: RowInputs, b: Buffers, rows: int,
@@ -328,8 +328,9 @@ class Kernels:
         self._rows_kernel("embed_rows", 1).launch(self._eighths(rows), 128, args, stream=current_stream())
 
     def qkv(
-        self, layer: Layer, k: torch.Tensor, v: torch.Tensor, inputs: RowInputs, b: Buffers, rows: int, *, many: bool
-    ) -> None:
+        self, layer: Layer, k: torch.Tensor, v: torch.Tensor, inputs: RowInputs, b: Buffers, rows: int, *, many: bool,
+        busy: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
         """q, and the rows' K and V into the stores [slots, KV, d]."""
         shapes = self.shapes
         common = {
@@ -338,12 +339,12 @@ class Kernels:
             "eps": shapes.eps, "cosines": layer.cos, "sines": layer.sin,
         }  # fmt: skip
         if not many and not shapes.qk_norm:
-            self._linear(Kind.QKV, layer.qkv, rows, filled(LinearArgs(), x=b.scaled, w=layer.qkv, **common))
+            self._linear(Kind.QKV, layer.qkv, rows, filled(LinearArgs(), x=b.scaled, w=layer.qkv, busy=busy, **common))
             return
         if many:
             y, parts = self._product(b.scaled[:rows], layer.qkv, b)
         else:  # a q/k norm needs whole heads
-            y, parts = self._plain(b.scaled, layer.qkv, b, rows)
+            y, parts = self._plain(b.scaled, layer.qkv, b, rows, busy)
         args = filled(RowArgs(), y=y, q_gain=layer.q_gain, k_gain=layer.k_gain, **common)
         self._row_by_row("qkv_rows", parts, rows, shapes.qkv // 16, args)
 
@@ -399,7 +400,7 @@ class Kernels:
 
     def residual(
         self, x: torch.Tensor, w: Matrix, gain: torch.Tensor, b: Buffers, rows: int, *, many: bool,
-        post_gain: torch.Tensor | None = None,
+        post_gain: torch.Tensor | None = None, busy: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """Output and down products of `x`, added to the residual stream; scaled and nodes for the norm that follows.
 
@@ -407,12 +408,12 @@ class Kernels:
         """
         common = {"out": b.x, "gain": gain, "scaled": b.scaled, "nodes_out": b.nodes, "rows": rows}
         if not many and post_gain is None:
-            self._linear(Kind.RESIDUAL, w, rows, filled(LinearArgs(), x=x, w=w, **common))
+            self._linear(Kind.RESIDUAL, w, rows, filled(LinearArgs(), x=x, w=w, busy=busy, **common))
             return
         if many:
             y, parts = self._product(x.view(-1, w.shape[1])[:rows], w, b)
         else:  # that norm needs whole rows
-            y, parts = self._plain(x, w, b, rows)
+            y, parts = self._plain(x, w, b, rows, busy)
         args = filled(RowArgs(), y=y, post_gain=post_gain, eps=self.shapes.eps, **common)
         if post_gain is None:
             self._rows_kernel("residual_rows", parts).launch(self._eighths(rows), 128, args, stream=current_stream())
@@ -420,11 +421,11 @@ class Kernels:
             threads = -(-self.shapes.width // (8 * 32)) * 32
             self._rows_kernel("post_norm_rows", parts).launch((rows, 1, 1), threads, args, stream=current_stream())
 
-    def gate_up(self, layer: Layer, b: Buffers, rows: int, *, many: bool) -> None:
+    def gate_up(self, layer: Layer, b: Buffers, rows: int, *, many: bool, busy: torch.Tensor | None = None) -> None:
         """h = activation(gate) up"""
         common = {"nodes_in": b.nodes, "out": b.h, "rows": rows, "eps": self.shapes.eps}
         if not many:
-            args = filled(LinearArgs(), x=b.scaled, w=layer.gate_up, **common)
+            args = filled(LinearArgs(), x=b.scaled, w=layer.gate_up, busy=busy, **common)
             self._linear(Kind.GATE_UP, layer.gate_up, rows, args)
             return
         y, parts = self._product(b.scaled[:rows], layer.gate_up, b)
@@ -441,12 +442,13 @@ class Kernels:
         return out
 
     def head(
-        self, w: Matrix, b: Buffers, logits: torch.Tensor, row_ids: torch.Tensor | None, rows: int, *, many: bool
-    ) -> None:
+        self, w: Matrix, b: Buffers, logits: torch.Tensor, row_ids: torch.Tensor | None, rows: int, *, many: bool,
+        busy: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
         """Logits [rows, V] float32 of these rows of the pass (all of them where `row_ids` is None)."""
         common = {"nodes_in": b.nodes, "out": logits, "row_ids": row_ids, "rows": rows, "eps": self.shapes.eps}
         if not many:
-            self._linear(Kind.HEAD, w, rows, filled(LinearArgs(), x=b.scaled, w=w, **common))
+            self._linear(Kind.HEAD, w, rows, filled(LinearArgs(), x=b.scaled, w=w, busy=busy, **common))
             return
         assert isinstance(w, torch.Tensor)
         x = b.scaled[:rows] if row_ids is None else b.scaled[row_ids.long()]
@@ -534,10 +536,12 @@ class Kernels:
         per_block = -(-threads // (32 * blocks)) * 32
         self._rows_kernel(name, parts).launch((rows, blocks, 1), per_block, args, stream=current_stream())
 
-    def _plain(self, x: torch.Tensor, w: Matrix, b: Buffers, rows: int) -> tuple[torch.Tensor, int]:
+    def _plain(
+        self, x: torch.Tensor, w: Matrix, b: Buffers, rows: int, busy: torch.Tensor | None
+    ) -> tuple[torch.Tensor, int]:
         """The product of few rows, where what follows it is a kernel of its own."""
         y = b.products.view(torch.bfloat16)
-        self._linear(Kind.PLAIN, w, rows, filled(LinearArgs(), x=x, w=w, out=y, rows=rows))
+        self._linear(Kind.PLAIN, w, rows, filled(LinearArgs(), x=x, w=w, out=y, rows=rows, busy=busy))
         return y, 1
 
     def _product(self, x: torch.Tensor, w: Matrix, b: Buffers) -> tuple[torch.Tensor, int]:

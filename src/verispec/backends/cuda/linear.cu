@@ -51,6 +51,10 @@ extern "C" __global__ void __launch_bounds__(kThreads) linear(const Args a) {
   Beside beside[ROW_TILES][2];  // of rows 8 i + 2 t + e
 
   release_next();
+  if (is_idle(a.busy)) {
+    wait_for_previous();
+    return;
+  }
   if (works) {
 #pragma unroll
     for (int step = 0; step < STAGES - 1; ++step) {

@@ -133,6 +133,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) quantized(const Args a
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, t = lane & 3;
   const int first_row = blockIdx.y * BLOCK_ROWS, num_tiles = (kTiles - blockIdx.x + gridDim.x - 1) / gridDim.x;
   if (!LATE) release_next();
+  if (is_idle(a.busy)) {
+    wait_for_previous();
+    return;
+  }
   if (warp < WARPS) {
     const int first_chunk = warp * kOwn;
     const unsigned char* ring = memory + warp * kRingBytes;

@@ -10,6 +10,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) begin_round(const Args a)
   if (round == 0) take_news(a);
   if (a.is_round) {
     const int members = sent[kMembers], *member = sent + sent[kMembersAt];
+    bool has_rows = false;
     for (int i = threadIdx.x; i < a.rows; i += kThreads) {
       const int seq_row = i < members ? member[i] : 0, token = i < members ? member[2 * members + i] : -1;
       const bool goes_on = i < members && round <= member[members + i];
@@ -19,11 +20,14 @@ extern "C" __global__ void __launch_bounds__(kThreads) begin_round(const Args a)
       }
       set_from_record(a, i, seq_row, goes_on);
       set_draw(a, i, i, a.seq_rows[i], -1, 0, 0);  // of this thread's own row
+      has_rows |= a.slots[i] != kDumpSlot;
     }
+    set_busy(a, has_rows);
     return;
   }
   const int* column = sent + sent[kRowsAt];  // tokens, positions, slots, sequences, lengths of prefixes and of what is ready
   const int width = sent[kTailWidth], n = a.rows;
+  set_busy(a, true);
   for (int i = threadIdx.x; i < n; i += kThreads) {
     const int seq_row = column[3 * n + i];
     if (column[i] < 0) set_from_record(a, i, seq_row, true);

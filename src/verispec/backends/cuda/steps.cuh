@@ -44,6 +44,7 @@ struct Args {
   int* num_broken;        // of all models
   int* broken_rows;       // [head_rows], whether such a slot is in the context of a row that draws
   int* out;               // [rounds, 2, out width]: tokens, then log-probabilities
+  int* busy;              // 0: the pass has no row but padding
   int64 table_width;
   int tail_width;
   int rows;
@@ -58,6 +59,12 @@ __device__ __forceinline__ void set_row(const Args& a, int row, int token, int p
   a.token_ids[row] = token, a.positions[row] = position, a.slots[row] = slot;
   a.seq_rows[row] = seq_row, a.prefix_lens[row] = prefix_len, a.ready_lens[row] = ready_len;
   a.slot_tokens[slot] = token;
+}
+
+// Behind the rows of a pass, by all threads of the block: whether any row of this one is not padding.
+__device__ __forceinline__ void set_busy(const Args& a, bool has_rows) {
+  has_rows = __syncthreads_or(has_rows);
+  if (threadIdx.x == 0) *a.busy = has_rows;
 }
 
 __device__ __forceinline__ void set_padding(const Args& a, int row) { set_row(a, row, 0, 0, kDumpSlot, 0, 1, 0); }

@@ -48,7 +48,7 @@ _DRAWS = ("seeds", "counters", "temperature", "top_k", "top_p", "log_min_p", "ma
 _StepArgs = struct(
     "StepArgs",
     *pointers("sent", "records", "table", "slot_tokens", *_ROWS, "groups", "row_ids", *_DRAWS),
-    *pointers("drawn", "logprobs", "not_finite", "broken", "num_broken", "broken_rows", "out"),
+    *pointers("drawn", "logprobs", "not_finite", "broken", "num_broken", "broken_rows", "out", "busy"),
     ("table_width", ctypes.c_longlong),
     *((name, ctypes.c_int) for name in ("tail_width", "rows", "num_groups", "head_rows", "is_round")),
 )
@@ -102,6 +102,7 @@ class StepState:
         self.num_broken, self.broken_rows = zeros(1), zeros(rows)
         self.groups = zeros(rows, 2)
         self.row_ids = zeros(rows)
+        self.busy = zeros(1)  # 0 while the pass has no row but padding
         self.allowed = zeros(limits.num_masks, -(-limits.vocab_size // 32))  # the mask table
         self.out = zeros((MAX_ROUNDS + 1) * 2 * rows)
         sizes = dict.fromkeys(_CHAINS, rows) | {"race": MAX_OFFERED}
@@ -213,7 +214,7 @@ def _arguments(state: StepState, sizes: StepSizes) -> ctypes.Structure:
     return filled(
         _StepArgs(), sent=state.sent, records=state.records, table=inputs.table, slot_tokens=state.slot_tokens,
         num_broken=state.num_broken, broken_rows=state.broken_rows, groups=state.groups, row_ids=state.row_ids,
-        out=state.out, table_width=inputs.table.shape[1],
+        out=state.out, busy=state.busy, table_width=inputs.table.shape[1],
         tail_width=inputs.tails.shape[1], **sizes._asdict(),
         **{name: getattr(inputs, name) for name in _ROWS}, **{name: getattr(draws, name) for name in _DRAWS},
     )  # fmt: skip

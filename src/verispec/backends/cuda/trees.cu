@@ -9,6 +9,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) begin_level(const ChainAr
   const Args& a = c.step;
   const Members m(a.sent);
   const DraftPass pass(a.sent);
+  bool has_rows = false;
   for (int i = threadIdx.x; i < a.head_rows; i += kThreads) {
     const bool is_member = i < pass.count * pass.width;
     const int s = is_member ? pass.members[i / pass.width] : 0, place = pass.before + i % pass.width;
@@ -16,7 +17,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) begin_level(const ChainAr
     if (drafts) set_node(c, m, s, i, place, record_of(a, m.seq_rows[s])[kLength], -1);
     else set_padding(a, i);
     set_offer(c, pass, i, i, drafts, drafts ? nodes_before(c, m, s, place) : 0, drafts ? m.base[s] + 1 + place : 0);
+    has_rows |= drafts;
   }
+  set_busy(a, has_rows);
 }
 
 constexpr double kNever = 1e300;  // later than any time of a race, which is a logarithm

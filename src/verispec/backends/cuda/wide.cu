@@ -142,6 +142,10 @@ extern "C" __global__ void __launch_bounds__(kThreads) wide(const Args a) {
   };
 
   release_next();
+  if (is_idle(a.busy)) {
+    wait_for_previous();
+    return;
+  }
   for (int i = 0; i < STAGES - 1; ++i) {
     if (i < count) fetch_weights();
     copy_commit();
