@@ -2,7 +2,9 @@
 [8b | 8b-int4 | 8b-int8]
 
 SmolLM2 (or any model file) with the prompts of a file, and the shapes of an 8B model with random weights. Each figure
-is the median of three runs; the first run of a size also captures its graphs and is not counted.
+is the median of three runs or more; the first run of a size also captures its graphs and is not counted. Beside them:
+what `deterministic=False` would give, memory, what the host's time and the device's goes to, and what products take
+that may be divided. `python -m bench.gpu_engine start MODEL` is one start, and how long it took.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import io
 import json
 import pstats
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -23,10 +26,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from bench.gpu import microseconds
+from bench.kernel_times import kernel_times
 from verispec.backends.calibration import calibrate
 from verispec.backends.cost import CostTable
 from verispec.backends.cuda.backend import CudaBackend, CudaModel
 from verispec.backends.cuda.device import Gpu
+from verispec.backends.cuda.kernels import _by_parts, undivided_products
+from verispec.backends.cuda.shapes import num_parts
 from verispec.backends.select import engine_defaults
 from verispec.engine import Engine, Request
 from verispec.llm import LLM
@@ -40,6 +47,9 @@ from verispec.types import SamplingParams
 RESULTS: list[dict[str, object]] = []
 LARGE = {"8b": 0, "8b-int4": 4, "8b-int8": 8}  # bits of the weights that draw windows
 NONE = Speculation.of("none")
+PRODUCTS_8B = {"q/k/v": (6144, 4096), "output": (4096, 4096), "gate-up": (28672, 4096), "down": (4096, 14336)}
+PRODUCT_ROWS = (128, 512, 2048)
+NUM_MATRICES = 4  # in turns, so that none is found in the cache
 
 
 class Timed:
@@ -124,6 +134,65 @@ def measure(name: str, make_engine: Callable[[], Engine], requests: list[Request
     )  # fmt: skip
 
 
+def compare(
+    name: str, deterministic: Callable[[], tuple[int, float]], free: Callable[[], tuple[int, float]], runs: int
+) -> None:
+    """Tokens per second of both, in turns, and their ratio. The first run of each is not counted."""
+    rates: tuple[list[float], list[float]] = [], []
+    for turn in range(runs + 1):
+        for arm in ((0, 1), (1, 0))[turn % 2]:
+            tokens, seconds = (deterministic, free)[arm]()
+            rates[arm].append(tokens / seconds)
+    ours, others = (arm[1:] for arm in rates)
+    ratio = statistics.median(ours) / statistics.median(others)
+    pairs = ", ".join(f"{a / b:.3f}" for a, b in zip(ours, others, strict=True))
+    RESULTS.append({"what": f"{name}, deterministic / not", "ratio": ratio, "deterministic": ours, "not": others})
+    print(
+        f"{name}: deterministic {statistics.median(ours):,.0f} tok/s, not {statistics.median(others):,.0f}, ratio "
+        f"{ratio:.3f} (pair by pair {pairs})", flush=True,
+    )  # fmt: skip
+
+
+def report_memory(name: str) -> None:
+    """What is allocated, the most that was ever reserved, and all that the device has in use, graphs included."""
+    free, total = torch.cuda.mem_get_info()
+    found = {
+        "allocated": torch.cuda.memory_allocated(), "most_reserved": torch.cuda.max_memory_reserved(),
+        "in_use": total - free,
+    }  # fmt: skip
+    RESULTS.append({"what": f"{name}: GiB", **{key: nbytes / 2**30 for key, nbytes in found.items()}})
+    print(f"{name}: GiB", ", ".join(f"{key} {nbytes / 2**30:.2f}" for key, nbytes in found.items()), flush=True)
+
+
+def library_products() -> None:
+    """Microseconds of the library's products in the shapes of 8B: as it likes, undivided, and where passes ask for
+    fixed parts of K, in these. Whether `deterministic=False` could be faster is the first against the last."""
+    for name, (outputs, columns) in PRODUCTS_8B.items():
+        w = [torch.randn(outputs, columns, device="cuda", dtype=torch.bfloat16) for _ in range(NUM_MATRICES)]
+        parts = num_parts(outputs, columns)
+        for rows in PRODUCT_ROWS:
+            x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
+            free = product_microseconds(lambda x=x, w=w: [torch.mm(x, one.t()) for one in w])
+            with undivided_products():
+                whole = product_microseconds(lambda x=x, w=w: [torch.mm(x, one.t()) for one in w])
+                entry = {"default": free, "undivided": whole}
+                if parts > 1:
+                    ours = product_microseconds(lambda x=x, w=w, parts=parts: [_by_parts(x, one, parts) for one in w])
+                    entry[f"in {parts} parts"] = ours
+            RESULTS.append({"what": f"product {name}, {rows} rows", **entry})
+            print(f"product {name}, {rows} rows, us:", ", ".join(f"{k} {v:.1f}" for k, v in entry.items()), flush=True)
+
+
+def product_microseconds(work: Callable[[], object]) -> float:
+    """Of one of them, in a graph that is captured as things are set: a device's own captures divide nothing."""
+    work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return microseconds(graph) / NUM_MATRICES
+
+
 def device_times(name: str, make_engine: Callable[[], Engine], requests: list[Request], timed: Timed) -> None:
     """What the device spends on passes of each kind, and how long it idles behind them."""
     timed.events = events = []
@@ -164,16 +233,29 @@ def profile(name: str, make_engine: Callable[[], Engine], requests: list[Request
     print("\n".join(line.replace(str(Path.cwd()), "") for line in kept), flush=True)
 
 
-def plain(ids: list[int], num_tokens: int, seed: int, temperature: float = 1.0) -> Request:
-    params = SamplingParams(temperature=temperature, max_tokens=num_tokens, seed=seed, ignore_eos=True)
+def plain(ids: list[int], num_tokens: int, seed: int, temperature: float = 1.0, *, free: bool = False) -> Request:
+    params = SamplingParams(
+        temperature=temperature, max_tokens=num_tokens, seed=seed, ignore_eos=True, deterministic=not free
+    )
     return Request(ids, params, NONE, is_streamed=False)
 
 
-def smol(model: str, prompts: Path) -> None:
+def started(model: str) -> LLM:
+    """The model, loaded; prints how long that took, and whether compiled kernels were there."""
+    folder = cache_dir() / "cuda"
+    is_warm = folder.exists() and any(folder.iterdir())
     begin = time.perf_counter()
     llm = LLM(model, backend="cuda", drafter="none", prefix_cache=False, max_running=512)
-    print(f"start {time.perf_counter() - begin:.1f} s, {torch.cuda.memory_allocated() / 2**30:.2f} GiB, "
-          f"{llm.engine._config.num_slots} slots", flush=True)  # fmt: skip
+    seconds = time.perf_counter() - begin
+    RESULTS.append({"what": "start", "seconds": seconds, "warm": is_warm})
+    cache, gib = "warm" if is_warm else "empty", torch.cuda.memory_allocated() / 2**30
+    print(f"start {seconds:.1f} s, disk cache {cache}, {gib:.2f} GiB, {llm.engine._config.num_slots} slots", flush=True)
+    return llm
+
+
+def smol(model: str, prompts: Path) -> None:
+    subprocess.run([sys.executable, "-m", "bench.gpu_engine", "start", model], check=True)  # so that the next is warm
+    llm = started(model)
     costs = zip(llm.calibration.cost.shapes, llm.calibration.cost.base, strict=True)
     print("cost ms", " ".join(f"{m}:{s * 1e3:.2f}" for m, s in costs))
     lines = [json.loads(line) for line in prompts.read_text().splitlines()]
@@ -181,11 +263,16 @@ def smol(model: str, prompts: Path) -> None:
     ids = [llm.tokenizer.encode(text)[-1024:] for text in texts]
     timed = Timed(llm.backend)
     llm._backend = timed  # the engines made from here on are timed
-    for count in (1, 8, 32):
-        requests = [plain(ids[i], 256, i) for i in range(count)]
-        measure(f"SmolLM2 batch {count}", llm.fresh_engine, requests, timed)
-        if count in (1, 32):
-            profile(f"batch {count}", llm.fresh_engine, requests)
+    for count in (1, 8, 32, 256):
+        requests = [plain(ids[i % len(ids)], 256, i) for i in range(count)]
+        measure(f"SmolLM2 batch {count}", llm.fresh_engine, requests, timed, runs=7 if count == 32 else 3)
+        if count == 32:
+            others = [plain(ids[i], 256, i, free=True) for i in range(count)]
+            both = (partial(run, llm.fresh_engine, each) for each in (requests, others))
+            compare(f"SmolLM2 batch {count}", *both, runs=7)
+        if count != 8:
+            profile(f"SmolLM2 batch {count}", llm.fresh_engine, requests)
+            kernel_times(f"SmolLM2 batch {count}", lambda r=requests: partial(run, llm.fresh_engine, r))
     requests = [plain(part, 256, i) for i, part in enumerate(ids * 2)]
     for budget, running in ((4096, 480), (2048, 480), (2048, 256)):
         engine = partial(llm.fresh_engine, max_running=running, row_budget=budget)
@@ -193,15 +280,21 @@ def smol(model: str, prompts: Path) -> None:
     engine = partial(llm.fresh_engine, max_running=480)
     device_times("480 requests", engine, requests, timed)
     profile("480 requests", engine, requests)
-    params = SamplingParams(temperature=1.0, max_tokens=256, seed=1, ignore_eos=True)
-    rates = []
-    for _ in range(4):
-        begin = time.perf_counter()
-        done = llm.generate(texts * 2, params)
-        rates.append(sum(len(c.token_ids) for c in done) / (time.perf_counter() - begin))
-    print(f"SmolLM2 480 requests, text to text: {statistics.median(rates[1:]):,.0f} tok/s ({rates})", flush=True)
-    RESULTS.append({"what": "SmolLM2 480 text to text", "tokens_per_second": statistics.median(rates[1:])})
+    text_to_text(llm, texts * 2)
+    report_memory("SmolLM2")
     llm.close()
+
+
+def text_to_text(llm: LLM, texts: list[str]) -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=256, seed=1, ignore_eos=True)
+
+    def generated(params: SamplingParams) -> tuple[int, float]:
+        begin = time.perf_counter()
+        done = llm.generate(texts, params)
+        return sum(len(c.token_ids) for c in done), time.perf_counter() - begin
+
+    both = (partial(generated, each) for each in (params, replace(params, deterministic=False)))
+    compare(f"SmolLM2 {len(texts)} requests, text to text", *both, runs=3)
 
 
 def large(draft_bits: int = 0) -> None:
@@ -246,11 +339,17 @@ def large(draft_bits: int = 0) -> None:
 
     for count in (1, 8, 32):
         requests = [plain(prompts[i], 256, i) for i in range(count)]
-        measure(f"8B batch {count}", make, requests, timed, runs=2)
+        measure(f"8B batch {count}", make, requests, timed, runs=7 if count == 32 else 3)
+        if count != 8:
+            kernel_times(f"8B batch {count}", lambda r=requests: partial(run, make, r))
     device_times("8B batch 32", make, requests, timed)
+    others = [plain(prompts[i], 256, i, free=True) for i in range(32)]
+    compare("8B batch 32", *(partial(run, make, each) for each in (requests, others)), runs=7)
     requests = [plain(prompts[i], 256, i) for i in range(256)]
-    measure("8B 256 requests 512 + 256", make, requests, timed, runs=2)
+    measure("8B 256 requests 512 + 256", make, requests, timed, runs=3)
     device_times("8B 256 requests", make, requests, timed)
+    report_memory("8B shapes")
+    library_products()
 
 
 def windows(timed: Timed, cost: CostTable, prompt: list[int], bits: int) -> None:
@@ -294,6 +393,9 @@ def windows(timed: Timed, cost: CostTable, prompt: list[int], bits: int) -> None
 
 
 def main() -> None:
+    if sys.argv[1] == "start":
+        started(sys.argv[2]).close()
+        return
     folder = Path(sys.argv[1])
     print(torch.cuda.get_device_name(), "torch", torch.__version__, "CUDA", torch.version.cuda, flush=True)
     if len(sys.argv) > 3:
