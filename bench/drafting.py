@@ -405,16 +405,46 @@ def speed_up(none: np.ndarray, arm: np.ndarray) -> Interval:
 
     The interval is by bootstrap over groups and rounds.
     """
+    return _averaged([(none, arm)])
 
-    def ratios(rounds: np.ndarray, groups: np.ndarray) -> np.ndarray:
-        picked = [seconds[rounds[:, :, None], groups[:, None]] for seconds in (none, arm)]  # [picks, rounds, groups]
+
+class Chosen(NamedTuple):
+    """How something compares with the best of others, each half of the rounds with the best of the other half."""
+
+    names: tuple[str, str]  # for the even rounds, and for the odd ones
+    speed_up: Interval
+
+
+def against_best(others: Mapping[str, np.ndarray], arm: np.ndarray) -> Chosen:
+    """Of seconds [rounds, groups]. Whoever is best was not chosen by the rounds that it is compared on, because the
+    luckiest of many equals would win there; only a single round judges itself."""
+    even, odd = (slice(0, None, 2), slice(1, None, 2)) if len(arm) > 1 else (slice(None), slice(None))
+
+    def best(half: slice) -> str:
+        return min(others, key=lambda name: np.median(others[name][half], axis=0).sum())
+
+    names = best(odd), best(even)
+    halves = [(others[name][half], arm[half]) for name, half in zip(names, (even, odd), strict=True)]
+    return Chosen(names, _averaged(halves))
+
+
+def _averaged(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> Interval:
+    """The mean speed-up of pairs (before, after) of seconds [rounds, groups]; groups are the same in all."""
+    rng, num_groups = np.random.default_rng(0), pairs[0][0].shape[1]
+
+    def ratios(pair: tuple[np.ndarray, np.ndarray], rounds: np.ndarray, groups: np.ndarray) -> np.ndarray:
+        picked = [seconds[rounds[:, :, None], groups[:, None]] for seconds in pair]  # [picks, rounds, groups]
         totals = [np.median(each, axis=1).sum(axis=1) for each in picked]
         return totals[0] / totals[1]
 
-    rng = np.random.default_rng(0)
-    drawn = ratios(*(rng.integers(0, n, (1000, n)) for n in none.shape))
-    (value,) = ratios(*(np.arange(n)[None] for n in none.shape)).tolist()
-    return Interval(value, *np.quantile(drawn, [0.025, 0.975]).tolist())
+    def drawn(count: int) -> np.ndarray:
+        return rng.integers(0, count, (1000, count))
+
+    lengths, some = [len(before) for before, _ in pairs], drawn(num_groups)
+    found = np.mean([ratios(p, drawn(n), some) for p, n in zip(pairs, lengths, strict=True)], axis=0)
+    every = np.arange(num_groups)[None]
+    value = np.mean([ratios(p, np.arange(n)[None], every) for p, n in zip(pairs, lengths, strict=True)])
+    return Interval(float(value), *np.quantile(found, [0.025, 0.975]).tolist())
 
 
 def block_efficiency(runs: Sequence[Run]) -> Interval:

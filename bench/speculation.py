@@ -8,7 +8,7 @@ decode-verify-rollback, `lookup` is what `ngram` was); *trees*: recursive specul
 tokens a second at fixed draft lengths and target budgets; *replay*: shares of deterministic requests, all there from
 the start and arriving as in a --trace; *recomputed*: what `decode` accepts and recomputes, by N (with --backend numpy
 also for fast passes that are rounded to bf16, or run on weights of 8 and 4 bits); *auto*: the policy's choice against
-every fixed one, by batch.
+every fixed one, by batch; the best of these is chosen on half of the rounds and compared on the others, both ways.
 
 Arms take turns. The tokens and log-probabilities of every arm are compared with those of `none`, and the run fails if
 any differs. (SD, RSD-C and RSD-S judge by probabilities, so theirs are others, equally distributed.) A part takes about
@@ -45,6 +45,7 @@ from drafting import (
     Prompts,
     Run,
     Stage,
+    against_best,
     block_efficiency,
     forced_drafts,
     speed_up,
@@ -377,10 +378,21 @@ def auto_part(bench: Bench) -> None:
         taken[key].go()
         runs = taken[key].runs
         cells = arm_cells(arms, runs)
-        best = max((a.name for a in arms[:-1]), key=lambda name: cells[name]["tokens_per_second"])
-        seconds = [np.array([[run.seconds for run in row] for row in runs[name]]) for name in (best, "auto")]
-        against = {"best": best, "auto_against_best": speed_up(*seconds)}
-        bench.results.add(key, {"part": "auto", "model": bench.name, **spot._asdict(), **against, "arms": cells})
+        bench.results.add(
+            key, {"part": "auto", "model": bench.name, **spot._asdict(), **compared_with_best(runs), "arms": cells}
+        )
+
+
+def compared_with_best(runs: Mapping[str, list[list[Run]]]) -> Cell:
+    """`auto` against the best fixed choice: that of other rounds, and that of the same ones, which luck has part in."""
+    fixed = {name: np.array([[run.seconds for run in row] for row in rows]) for name, rows in runs.items()}
+    auto = fixed.pop("auto")
+    chosen = against_best(fixed, auto)
+    best = min(fixed, key=lambda name: np.median(fixed[name].sum(axis=1)))
+    return {
+        "chosen": chosen.names, "auto_against_chosen": chosen.speed_up,
+        "best": best, "auto_against_best": speed_up(fixed[best], auto),
+    }  # fmt: skip
 
 
 PARTS: dict[str, Callable[[Bench], None]] = {

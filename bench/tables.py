@@ -25,6 +25,11 @@ SYSTEMS = {
     "skip, forced": ("draft and verify (layers skipped)", "#2166ac"),
     "decode": ("decode, verify, rollback", "#d6604d"),
 }
+# How `auto` compares with the best fixed choice: the figure and its names in a cell.
+AGAINST_BEST = {
+    "auto / best fixed, chosen on other rounds": ("auto_against_chosen", "chosen"),
+    "auto / luckiest fixed, on the same rounds": ("auto_against_best", "best"),
+}
 WIDTH, LEFT, RIGHT, BAR, GAP, TOP, BOTTOM = 860, 150, 70, 13, 14, 96, 62
 
 
@@ -66,14 +71,14 @@ def _names(cells: Cells) -> list[str]:
 def _by_task(cells: Cells) -> Iterator[str]:
     """Speed-ups against `none`, with what was predicted of forced drafts."""
     names = _names(cells)
-    more = ["auto / best fixed"] if "best" in cells[0] else []
+    more = list(AGAINST_BEST) if "best" in cells[0] else []
     yield from _table(
         ["task", "T", "batch", "none, tok/s", *names, *more],
         (
             [
                 cell["task"], f"{cell['temperature']:g}", str(cell["batch"]),
                 f"{cell['arms']['none']['tokens_per_second']:.0f}", *(_speed(cell["arms"].get(n)) for n in names),
-                *([f"{_interval(cell['auto_against_best'])}, {cell['best']}"] if more else []),
+                *(_against_best(cell, *AGAINST_BEST[title]) for title in more),
             ]
             for cell in cells
         ),
@@ -92,6 +97,14 @@ def _by_task(cells: Cells) -> Iterator[str]:
             for cell in cells
         ),
     )
+
+
+def _against_best(cell: Mapping[str, Any], figure: str, best: str) -> str:
+    """With whom it was compared; nothing in cells that have no such figure."""
+    if figure not in cell:
+        return ""
+    names = [cell[best]] if isinstance(cell[best], str) else dict.fromkeys(cell[best])
+    return f"{_interval(cell[figure])}, {' and '.join(names)}"
 
 
 def _drafts(arm: Mapping[str, Any] | None) -> str:

@@ -1,0 +1,69 @@
+"""What is said of times, on made-up ones: who is compared with whom, and how tables put it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+
+import drafting
+import speculation
+import tables
+
+FIXED = [f"arm {i}" for i in range(10)]
+
+
+def made_up(seed: int, faster: float = 1.0, rounds: int = 6) -> dict[str, np.ndarray]:
+    """Seconds [rounds, groups] of arms that are equal but for noise of 10 %; the first is so much faster."""
+    rng = np.random.default_rng(seed)
+    seconds = {name: 1 + 0.1 * rng.standard_normal((rounds, 3)) for name in (*FIXED, "auto")}
+    seconds[FIXED[0]] /= faster
+    return seconds
+
+
+def runs_of(seconds: dict[str, np.ndarray]) -> dict[str, list[list[SimpleNamespace]]]:
+    return {name: [[SimpleNamespace(seconds=s) for s in row] for row in rows] for name, rows in seconds.items()}
+
+
+def test_auto_is_as_good_as_its_equals() -> None:
+    """Compared on other rounds than those that chose; the luckiest of ten, on its own rounds, is clearly ahead."""
+    cells = [speculation.compared_with_best(runs_of(made_up(seed))) for seed in range(40)]
+    assert np.mean([cell["auto_against_chosen"].value for cell in cells]) == pytest.approx(1, abs=0.015)
+    assert np.mean([cell["auto_against_best"].value for cell in cells]) < 0.97
+    inside = [cell["auto_against_chosen"].low <= 1 <= cell["auto_against_chosen"].high for cell in cells]
+    assert np.mean(inside) > 0.8
+
+
+def test_a_fixed_choice_that_is_better_is_seen() -> None:
+    cell = speculation.compared_with_best(runs_of(made_up(1, faster=1.5)))
+    assert cell["chosen"] == (FIXED[0], FIXED[0])
+    assert cell["best"] == FIXED[0]
+    assert cell["auto_against_chosen"].value == pytest.approx(1 / 1.5, abs=0.05)
+    assert cell["auto_against_chosen"].high < 0.8
+
+
+def test_rounds_are_compared_with_who_was_best_in_the_others() -> None:
+    """`a` is fast in even rounds, `b` in odd ones: neither has its luck counted."""
+    fast, slow = np.array([[1.0], [3.0], [1.0], [3.0]]), np.array([[3.0], [1.0], [3.0], [1.0]])
+    found = drafting.against_best({"a": fast, "b": slow}, np.ones((4, 1)))
+    assert found == (("b", "a"), (3.0, 3.0, 3.0))
+
+
+def test_a_single_round_judges_itself() -> None:
+    found = drafting.against_best({"a": np.array([[2.0]]), "b": np.array([[1.0]])}, np.array([[1.0]]))
+    assert found == (("b", "b"), (1.0, 1.0, 1.0))
+
+
+def test_tables_name_those_that_auto_is_compared_with() -> None:
+    plain = {"speed_up": [1.0, 1.0, 1.0], "tokens_per_second": 5.0, "per_pass": [1.0], "accepted": 0.0, "drafted": 0.0}
+    spot = {"part": "auto", "model": "m", "task": "all", "temperature": 1.0, "batch": 8, "arms": {"none": plain}}
+    new = {"chosen": ["suffix", "decode"], "auto_against_chosen": [0.99, 0.97, 1.01]}
+    old = {"best": "suffix", "auto_against_best": [0.95, 0.93, 0.97]}
+    said = "\n".join(tables.tables({"about": {"m": {}}, "cells": {"a": spot | new | old, "b": spot | old}}))
+    assert "| 0.99 (0.97-1.01), suffix and decode | 0.95 (0.93-0.97), suffix |" in said
+    assert "| 5 |  | 0.95 (0.93-0.97), suffix |" in said  # of a file from before
