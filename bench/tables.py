@@ -30,6 +30,12 @@ AGAINST_BEST = {
     "auto / best fixed, chosen on other rounds": ("auto_against_chosen", "chosen"),
     "auto / luckiest fixed, on the same rounds": ("auto_against_best", "best"),
 }
+# Arms of the part trees by kind.
+TREE_KINDS = {
+    "match chain": "chains", **dict.fromkeys(("match branch", "match beam", "one-hot"), "trees"),
+    **dict.fromkeys(("SD", "RSD-C", "RSD-S"), "p/q rules"),
+}  # fmt: skip
+NEAR = 0.1  # an error of predictions that is counted as none
 WIDTH, LEFT, RIGHT, BAR, GAP, TOP, BOTTOM = 860, 150, 70, 13, 14, 96, 62
 
 
@@ -83,7 +89,7 @@ def _by_task(cells: Cells) -> Iterator[str]:
             for cell in cells
         ),
     )  # fmt: skip
-    yield from _errors(cells)
+    yield from _errors(cells, {})
     yield "\nTokens a pass, and accepted of drafted tokens:\n"
     yield from _table(
         ["task", "T", "batch", *names],
@@ -111,31 +117,47 @@ def _drafts(arm: Mapping[str, Any] | None) -> str:
     return "" if arm is None else f"{arm['per_pass'][0]:.2f}, {arm['accepted']:.0%} of {arm['drafted']:.2f} a token"
 
 
-def _errors(cells: Cells) -> Iterator[str]:
-    """How far predictions were off, of the steady part of answers where that is known."""
-    arms = [arm for cell in cells for arm in cell["arms"].values() if "predicted" in arm]
-    off = [abs(arm["predicted"] / arm.get("steady", arm["speed_up"][0]) - 1) for arm in arms]
-    if off:
-        near = sum(error <= 0.1 for error in off)
+def _errors(cells: Cells, kinds: Mapping[str, str]) -> Iterator[str]:
+    """How far predictions were off, of the steady part of answers where that is known; and how many were near, by kind
+    of arm. An arm without a kind is one by itself."""
+    off: dict[str, list[float]] = {}
+    for cell in cells:
+        for name, arm in cell["arms"].items():
+            if "predicted" in arm:
+                error = abs(arm["predicted"] / arm.get("steady", arm["speed_up"][0]) - 1)
+                off.setdefault(kinds.get(name, name), []).append(error)
+    every = [error for errors in off.values() for error in errors]
+    if every:
         yield (
-            f"\nPredicted against measured: median error {statistics.median(off):.1%}, largest {max(off):.1%}, "
-            f"{near} of {len(off)} within 10 %."
-        )
+            f"\nPredicted against measured: median error {statistics.median(every):.1%}, largest {max(every):.1%}, "
+            f"{_num_near(every)} of {len(every)} within {NEAR:.0%}: "
+            + ", ".join(f"{kind} {_num_near(errors)} of {len(errors)}" for kind, errors in off.items()) + "."
+        )  # fmt: skip
+
+
+def _num_near(errors: Sequence[float]) -> int:
+    return sum(error <= NEAR for error in errors)
 
 
 def _trees(cells: Cells) -> Iterator[str]:
     """Tokens a pass, and tokens a second against `none`."""
     columns = [cell["column"] for cell in cells]
     yield from _table(
-        ["tokens a pass", *columns],
+        ["tokens a pass (95 %)", *columns],
         ([name, *(_interval(cell["arms"][name]["per_pass"]) for cell in cells)] for name in _names(cells)),
     )
     yield ""
     yield from _table(
-        ["tokens a second against none", *columns],
-        ([name, *(_speed(cell["arms"][name]) for cell in cells)] for name in _names(cells)),
+        ["tokens a second against none (95 %) [steady part: predicted / measured]", *columns],
+        ([name, *(_bracketed(cell["arms"][name]) for cell in cells)] for name in _names(cells)),
     )
-    yield from _errors(cells)
+    yield from _errors(cells, TREE_KINDS)
+
+
+def _bracketed(arm: Mapping[str, Any]) -> str:
+    """The speed-up, and in brackets what was predicted and what it is a prediction of."""
+    steady = [f"{arm[name]:.2f}" for name in ("predicted", "steady") if name in arm]
+    return _interval(arm["speed_up"]) + (f" [{' / '.join(steady)}]" if "predicted" in arm else "")
 
 
 def _replay(cells: Cells) -> Iterator[str]:

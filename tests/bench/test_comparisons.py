@@ -67,3 +67,26 @@ def test_tables_name_those_that_auto_is_compared_with() -> None:
     said = "\n".join(tables.tables({"about": {"m": {}}, "cells": {"a": spot | new | old, "b": spot | old}}))
     assert "| 0.99 (0.97-1.01), suffix and decode | 0.95 (0.93-0.97), suffix |" in said
     assert "| 5 |  | 0.95 (0.93-0.97), suffix |" in said  # of a file from before
+
+
+def test_tables_of_trees_have_intervals_and_count_near_predictions_by_kind() -> None:
+    def arm(predicted: float, steady: float) -> dict[str, object]:
+        return {"speed_up": [1.24, 1.2, 1.28], "per_pass": [2.5, 2.25, 2.75], "predicted": predicted, "steady": steady}
+
+    arms = {
+        "none": {"speed_up": [1.0, 1.0, 1.0], "per_pass": [1.0, 1.0, 1.0]}, "SD": arm(1.2, 1.0),
+        "match chain": arm(1.29, 1.27), "match branch": arm(1.0, 1.05), "match beam": arm(1.0, 1.2),
+    }  # fmt: skip
+    cell = {"part": "trees", "model": "m", "column": "length 2", "arms": arms}
+    said = "\n".join(tables.tables({"about": {"m": {}}, "cells": {"a": cell}}))
+    assert "| match chain | 2.50 (2.25-2.75) |" in said
+    assert "| match chain | 1.24 (1.20-1.28) [1.29 / 1.27] |" in said
+    assert "2 of 4 within 10%: p/q rules 0 of 1, chains 1 of 1, trees 1 of 2." in said
+
+
+def test_tables_of_tasks_count_near_predictions_by_arm() -> None:
+    arm = {"speed_up": [1.0, 1.0, 1.0], "tokens_per_second": 5.0, "per_pass": [1.0], "accepted": 0.0, "drafted": 0.0}
+    arms = {"none": arm, "skip": arm | {"predicted": 1.05}, "model": arm | {"predicted": 1.2}}
+    cell = {"part": "tasks", "model": "m", "task": "qa", "temperature": 1.0, "batch": 1, "arms": arms}
+    said = "\n".join(tables.tables({"about": {"m": {}}, "cells": {"a": cell, "b": cell}}))
+    assert "2 of 4 within 10%: skip 2 of 2, model 0 of 2." in said
