@@ -36,8 +36,10 @@ from verispec.types import Draft
 if TYPE_CHECKING:
     from speculation import Bench
 
-SHARES = (10, 50, 100)  # per cent of deterministic requests
+SHARES = (0, 10, 50, 100)  # per cent of deterministic requests
 SIMULATED = ("bf16", "int8", "int4")  # arithmetics of fast passes that the numpy backend can stand in for
+NUM_ARRIVALS = 3  # runs of an arm in which requests arrive one by one
+ARMS = {"all non-deterministic": None, "none": "none", "decode": "decode", "auto": "auto"}  # what the others draft with
 UTILISATION = 0.7  # of what the engine can do, where requests arrive one by one
 GROUP = 32  # weights that share a scale, as in backends/cuda/quantize.py
 SHRINKS = (1.0, 0.93, 0.86)
@@ -76,36 +78,56 @@ def replay_part(bench: Bench) -> None:
     """Throughput and latency by the share of deterministic requests: `decode` in any case, and what `auto` chooses."""
     options = bench.options
     at_once = [0.0] * options.requests
+    tokens = options.requests * options.tokens
     exact: dict[int, str] = {}
-    arms = {"all non-deterministic": None, "none": "none", "decode": "decode", "auto": "auto"}
+    gap = 0.0  # seconds between arrivals, the same for all shares
     seconds: dict[str, dict[str, list[list[float]]]] = {}
-    latencies: dict[str, dict[str, dict[str, Any]]] = {}
+    arrived: dict[str, dict[str, dict[str, Any]]] = {}
     for key, share, turn in bench.turns("replay", {f"{share} %": share for share in SHARES}):
         if not exact:
             exact = digests_of(*played(bench, 100, "none", at_once))
-            for name in arms.values():  # graphs are captured in these
+            for name in ARMS.values():  # graphs are captured in these
                 played(bench, 100 if name else 0, name or "none", at_once)
+        arms = arms_of(share)
         taken = seconds.setdefault(key, {name: [] for name in arms})
         for name, drafter in arms.items():
             run, requests = played(bench, share if drafter else 0, drafter or "none", at_once)
             _compare(exact, run, requests, f"{name}, {share} %")
             taken[name].append([run.seconds])
         plain = np.array(taken["all non-deterministic"])
-        tokens = options.requests * options.tokens
-        gap = options.tokens / (tokens / float(np.median(plain))) / UTILISATION
+        gap = gap or options.tokens / (tokens / float(np.median(plain))) / UTILISATION
         if turn == 2 or options.rounds == 1:  # what arrives one by one takes longer: everything once at first
-            times = [t * gap for t in read_trace(options.trace, options.requests)]
-            latencies[key] = {}
-            for name, drafter in arms.items():
-                run, requests = played(bench, share if drafter else 0, drafter or "none", times)
-                _compare(exact, run, requests, f"{name}, {share} %, arrivals")
-                latencies[key][name] = _latencies(run, requests) | {"seconds_between_arrivals": gap}
+            arrived[key] = arriving(bench, share, gap, exact)
         cells = {}
         for name in arms:
             found = np.array(taken[name])
             speed = {"tokens_per_second": tokens / float(np.median(found)), "speed_up": speed_up(plain, found)}
-            cells[name] = speed | latencies.get(key, {}).get(name, {})
+            cells[name] = speed | ({"arrivals": arrived[key][name]} if key in arrived else {})
         bench.results.add(key, {"part": "replay", "model": bench.name, "share": share, "arms": cells})
+
+
+def arms_of(share: int) -> dict[str, str | None]:
+    """Where nobody is deterministic, nobody drafts."""
+    return {name: drafter for name, drafter in ARMS.items() if share or drafter is None}
+
+
+def arriving(bench: Bench, share: int, gap: float, exact: dict[int, str]) -> dict[str, dict[str, Any]]:
+    """What came of each arm where requests arrive as in the trace, `gap` seconds apart on average; arms take turns."""
+    times = [t * gap for t in read_trace(bench.options.trace, bench.options.requests)]
+    arms = arms_of(share)
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in arms}
+    for _ in range(NUM_ARRIVALS):
+        for name, drafter in arms.items():
+            run, requests = played(bench, share if drafter else 0, drafter or "none", times)
+            _compare(exact, run, requests, f"{name}, {share} %, arrivals")
+            found[name].append({"tokens_per_second": run.tokens_per_second} | _latencies(run, requests))
+    return {name: {"seconds_between": gap, **ranges(runs)} for name, runs in found.items()}
+
+
+def ranges(runs: list[dict[str, float]]) -> dict[str, list[float]]:
+    """Median, least and most of every figure; all runs have the same ones."""
+    values = {name: [run[name] for run in runs] for name in runs[0]}
+    return {name: [float(np.median(each)), min(each), max(each)] for name, each in values.items()}
 
 
 def _compare(exact: dict[int, str], run: RunResult, requests: list[Request], what: str) -> None:
@@ -113,15 +135,15 @@ def _compare(exact: dict[int, str], run: RunResult, requests: list[Request], wha
         raise SystemExit(f"{what}: a deterministic request has other tokens")
 
 
-def _latencies(run: RunResult, requests: list[Request]) -> dict[str, Any]:
-    """Seconds, p50 and p99: of whole requests by kind, and between the tokens of those that are not deterministic."""
-    latency: dict[bool, list[float]] = {True: [], False: []}
-    gaps: list[float] = []
+def _latencies(run: RunResult, requests: list[Request]) -> dict[str, float]:
+    """Seconds, p50 and p99, of deterministic requests and of others: from arrival to end, and between tokens."""
+    values: dict[str, list[float]] = {}
     for output, request in zip(run.outputs, requests, strict=True):
-        latency[request.params.deterministic].append((output.stats.finish_time or 0.0) - output.stats.arrival_time)
-        gaps += [] if request.params.deterministic else output.stats.gaps
-    named = {"latency": latency[False], "deterministic_latency": latency[True], "gap": gaps}
-    return {name: [percentile(values, q) for q in (0.5, 0.99)] for name, values in named.items() if values}
+        kind = "deterministic" if request.params.deterministic else "other"
+        finished = output.stats.finish_time or 0.0
+        values.setdefault(f"{kind} latency", []).append(finished - output.stats.arrival_time)
+        values.setdefault(f"{kind} gap", []).extend(output.stats.gaps)
+    return {f"{name} p{q}": percentile(each, q / 100) for name, each in values.items() if each for q in (50, 99)}
 
 
 def recomputed_part(bench: Bench) -> None:

@@ -161,18 +161,35 @@ def _bracketed(arm: Mapping[str, Any]) -> str:
 
 
 def _replay(cells: Cells) -> Iterator[str]:
-    def pair(arm: Mapping[str, Any], name: str, scale: float, digits: int) -> str:
-        return " / ".join(f"{value * scale:.{digits}f}" for value in arm[name]) if name in arm else ""
-
+    """All there from the start; then arriving one by one: medians of some runs, and their ranges."""
+    every = [(cell, name, arm) for cell in cells for name, arm in cell["arms"].items()]
     yield from _table(
-        ["deterministic", "drafter", "tok/s, all at once", "against all non-deterministic",
-         "arriving: latency s p50 / p99, non-deterministic", "deterministic", "ms between tokens, non-deterministic"],
+        ["deterministic", "drafter", "tok/s, all at once", "against all non-deterministic (95 %)"],
         (
-            [f"{cell['share']} %", name, f"{arm['tokens_per_second']:.0f}", _interval(arm["speed_up"]),
-             pair(arm, "latency", 1, 2), pair(arm, "deterministic_latency", 1, 2), pair(arm, "gap", 1e3, 1)]
-            for cell in cells for name, arm in cell["arms"].items()
+            [f"{cell['share']} %", name, f"{arm['tokens_per_second']:.0f}", _interval(arm["speed_up"])]
+            for cell, name, arm in every
+        ),
+    )
+    yield "\nArriving as in the trace, medians (least-most):\n"
+    kinds = ("deterministic", "other")
+    yield from _table(
+        ["deterministic", "drafter", "tok/s", *(f"latency of {kind}, s, {p}" for kind in kinds for p in ("p50", "p99")),
+         *(f"between tokens of {kind}, ms, {p}" for kind in kinds for p in ("p50", "p99"))],
+        (
+            [f"{cell['share']} %", name, _range(arm["arrivals"], "tokens_per_second", 1, 0),
+             *(_range(arm["arrivals"], f"{kind} latency {p}", 1, 2) for kind in kinds for p in ("p50", "p99")),
+             *(_range(arm["arrivals"], f"{kind} gap {p}", 1e3, 1) for kind in kinds for p in ("p50", "p99"))]
+            for cell, name, arm in every if "arrivals" in arm
         ),
     )  # fmt: skip
+
+
+def _range(figures: Mapping[str, Sequence[float]], name: str, scale: float, digits: int) -> str:
+    """A median with its range; nothing where nobody was of that kind."""
+    if name not in figures:
+        return ""
+    value, low, high = (f"{figure * scale:.{digits}f}" for figure in figures[name])
+    return f"{value} ({low}-{high})"
 
 
 def _recomputed(cells: Cells) -> Iterator[str]:

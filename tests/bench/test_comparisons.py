@@ -12,6 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 
 import drafting
+import replays
 import speculation
 import tables
 
@@ -90,3 +91,32 @@ def test_tables_of_tasks_count_near_predictions_by_arm() -> None:
     cell = {"part": "tasks", "model": "m", "task": "qa", "temperature": 1.0, "batch": 1, "arms": arms}
     said = "\n".join(tables.tables({"about": {"m": {}}, "cells": {"a": cell, "b": cell}}))
     assert "2 of 4 within 10%: skip 2 of 2, model 0 of 2." in said
+
+
+def test_arrivals_are_medians_with_their_range_by_kind_of_request() -> None:
+    runs = [{"tokens_per_second": tps, "other latency p50": late} for tps, late in ((90, 1.5), (100, 1.25), (110, 1.0))]
+    found = replays.ranges(runs)
+    assert found == {"tokens_per_second": [100, 90, 110], "other latency p50": [1.25, 1.0, 1.5]}
+    at_once = {"tokens_per_second": 120.0, "speed_up": [1.0, 0.9, 1.1]}
+    arms = {"all non-deterministic": at_once | {"arrivals": found}, "from before": at_once}
+    cell = {"part": "replay", "model": "m", "share": 0, "arms": arms}
+    said = "\n".join(tables.tables({"about": {"m": {}}, "cells": {"a": cell}}))
+    assert "| 0 % | all non-deterministic | 120 | 1.00 (0.90-1.10) |" in said
+    assert "| 0 % | all non-deterministic | 100 (90-110) |  |  | 1.25 (1.00-1.50) |" in said
+    assert said.count("from before") == 1
+
+
+def test_latencies_are_of_deterministic_requests_and_of_others() -> None:
+    def output(seconds: float) -> SimpleNamespace:
+        return SimpleNamespace(stats=SimpleNamespace(arrival_time=1.0, finish_time=1.0 + seconds, gaps=[seconds / 4]))
+
+    def request(deterministic: bool) -> SimpleNamespace:
+        return SimpleNamespace(params=SimpleNamespace(deterministic=deterministic))
+
+    run = SimpleNamespace(outputs=[output(2.0), output(4.0), output(8.0)])
+    found = replays._latencies(run, [request(True), request(False), request(False)])
+    assert found == {
+        "deterministic latency p50": 2.0, "deterministic latency p99": 2.0, "deterministic gap p50": 0.5,
+        "deterministic gap p99": 0.5, "other latency p50": 4.0, "other latency p99": 8.0, "other gap p50": 1.0,
+        "other gap p99": 2.0,
+    }  # fmt: skip

@@ -81,6 +81,22 @@ def test_one_command_measures_everything_and_goes_on_where_it_was(
     assert all(f"{arm['speed_up'][0]:.2f}" in shown for arm in _one_stream(found)["arms"].values())
 
 
+def test_replays_have_every_share_and_latencies_of_both_kinds(models: tuple[Path, Path], tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    speculation.main(command(models, file, "--parts", "replay", "--seconds", "60"))
+    cells = {cell["share"]: cell["arms"] for cell in json.loads(file.read_text())["cells"].values()}
+    assert list(cells) == [0, 10, 50, 100]
+    assert list(cells[0]) == ["all non-deterministic"]
+    arrivals = cells[50]["decode"]["arrivals"]
+    for name in ("tokens_per_second", "deterministic latency p99", "other latency p50", "other gap p99"):
+        median, low, high = arrivals[name]
+        assert 0 < low <= median <= high
+    assert low < high  # several runs
+    assert not any(name.startswith("other") for name in cells[100]["none"]["arrivals"])
+    between = {arm["arrivals"]["seconds_between"] for arms in cells.values() for arm in arms.values()}
+    assert len(between) == 1
+
+
 def _one_stream(found: dict[str, Any]) -> dict[str, Any]:
     """A cell of the chart, with the arms that it shows."""
     cell = next(c for c in found["cells"].values() if c["part"] == "tasks" and c["batch"] == 1)
