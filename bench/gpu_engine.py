@@ -4,7 +4,8 @@
 SmolLM2 (or any model file) with the prompts of a file, and the shapes of an 8B model with random weights. Each figure
 is the median of three runs or more; the first run of a size also captures its graphs and is not counted. Beside them:
 what `deterministic=False` would give, memory, what the host's time and the device's goes to, and what products take
-that may be divided. `python -m bench.gpu_engine start MODEL` is one start, and how long it took.
+that may be divided. The profiler of kernels stays once it has run: measure 8B in a process of its own.
+`python -m bench.gpu_engine start MODEL` is one start, and how long it took.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import numpy as np
 import torch
 
 from bench.gpu import microseconds
-from bench.kernel_times import kernel_times
+from bench.kernel_times import kernel_times, start_tracing
 from verispec.backends.calibration import calibrate
 from verispec.backends.cost import CostTable
 from verispec.backends.cuda.backend import CudaBackend, CudaModel
@@ -164,6 +165,18 @@ def report_memory(name: str) -> None:
     print(f"{name}: GiB", ", ".join(f"{key} {nbytes / 2**30:.2f}" for key, nbytes in found.items()), flush=True)
 
 
+def kernels_by_batch(
+    name: str, backend: CudaBackend, make_engine: Callable[[], Engine], sizes: dict[int, list[Request]]
+) -> None:
+    """Microseconds by kernel, behind everything else: the profiler stays in memory. All graphs are captured anew."""
+    start_tracing()
+    torch.cuda.synchronize()
+    backend._graphs._graphs.clear()
+    for count, requests in sizes.items():
+        groups = kernel_times(f"{name} batch {count}", lambda r=requests: partial(run, make_engine, r))
+        RESULTS.append({"what": f"kernels of {name} batch {count}", "kernels": [g._asdict() for g in groups]})
+
+
 def library_products() -> None:
     """Microseconds of the library's products in the shapes of 8B: as it likes, undivided, and where passes ask for
     fixed parts of K, in these. Whether `deterministic=False` could be faster is the first against the last."""
@@ -272,7 +285,6 @@ def smol(model: str, prompts: Path) -> None:
             compare(f"SmolLM2 batch {count}", *both, runs=7)
         if count != 8:
             profile(f"SmolLM2 batch {count}", llm.fresh_engine, requests)
-            kernel_times(f"SmolLM2 batch {count}", lambda r=requests: partial(run, llm.fresh_engine, r))
     requests = [plain(part, 256, i) for i, part in enumerate(ids * 2)]
     for budget, running in ((4096, 480), (2048, 480), (2048, 256)):
         engine = partial(llm.fresh_engine, max_running=running, row_budget=budget)
@@ -282,6 +294,8 @@ def smol(model: str, prompts: Path) -> None:
     profile("480 requests", engine, requests)
     text_to_text(llm, texts * 2)
     report_memory("SmolLM2")
+    sizes = {count: [plain(ids[i % len(ids)], 256, i) for i in range(count)] for count in (1, 32, 256)}
+    kernels_by_batch("SmolLM2", timed.backend, llm.fresh_engine, sizes)
     llm.close()
 
 
@@ -340,8 +354,6 @@ def large(draft_bits: int = 0) -> None:
     for count in (1, 8, 32):
         requests = [plain(prompts[i], 256, i) for i in range(count)]
         measure(f"8B batch {count}", make, requests, timed, runs=7 if count == 32 else 3)
-        if count != 8:
-            kernel_times(f"8B batch {count}", lambda r=requests: partial(run, make, r))
     device_times("8B batch 32", make, requests, timed)
     others = [plain(prompts[i], 256, i, free=True) for i in range(32)]
     compare("8B batch 32", *(partial(run, make, each) for each in (requests, others)), runs=7)
@@ -350,6 +362,8 @@ def large(draft_bits: int = 0) -> None:
     device_times("8B 256 requests", make, requests, timed)
     report_memory("8B shapes")
     library_products()
+    sizes = {count: [plain(prompts[i], 256, i) for i in range(count)] for count in (1, 32)}
+    kernels_by_batch("8B", backend, make, sizes)
 
 
 def windows(timed: Timed, cost: CostTable, prompt: list[int], bits: int) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bench.kernel_times import kernel_times
+from bench.kernel_times import kernel_times, start_tracing
 from tests.backends.cuda.backend_check import PROMPT
 from tests.backends.cuda.chains_check import milliseconds, prompted, random_backend, round_pass
 from tests.backends.cuda.trees_check import engine_of
@@ -123,6 +123,7 @@ def finish(engine: Engine) -> int:
 def main() -> None:
     folder, shapes = Path(sys.argv[1]), sys.argv[2:] or list(SECOND)
     print(torch.cuda.get_device_name(), "torch", torch.__version__, "CUDA", torch.version.cuda, flush=True)
+    start_tracing()
     device, found = Gpu(0, cache_dir() / "cuda"), list[RoundTimes]()
     with device.current():
         for shape in shapes:

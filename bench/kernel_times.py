@@ -8,6 +8,7 @@ waits for the host, stand in a line of their own. Only `traced` needs torch and 
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -18,6 +19,9 @@ PAUSE_US = 20.0  # a longer one is no kernel's
 PAUSES = "(no kernel runs)"
 MOST_LETTERS = 40
 Work = Callable[[], object]
+# With captured graphs the profiler of torch 2.10 may crash when it comes up a second time: it is not taken down.
+_KEPT = {"TEARDOWN_CUPTI": "0", "DISABLE_CUPTI_LAZY_REINIT": "1"}
+_FAILURES = (RuntimeError, AssertionError, ValueError, OSError)  # nobody may profile here, or no trace came
 _CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
@@ -63,6 +67,15 @@ def events_of(trace: dict[str, Any]) -> list[KernelEvent]:
     ]
 
 
+def start_tracing() -> None:
+    """Bring the profiler up, for the rest of the process. Graphs that were captured before may hide their kernels."""
+    os.environ |= _KEPT
+    try:
+        traced(lambda: None)
+    except _FAILURES as error:
+        print(f"the profiler does not start: {error}", flush=True)
+
+
 def traced(work: Work) -> tuple[list[KernelEvent], float]:
     """What ran on the device, those of captured graphs too, and the milliseconds that the work took meanwhile."""
     import torch
@@ -97,14 +110,16 @@ def lines_of(groups: list[KernelGroup], num_rounds: int, most: int = 18) -> list
 
 
 def kernel_times(name: str, ready: Callable[[], Work], num_rounds: int = 0) -> list[KernelGroup]:
-    """Of the work that `ready` returns, which runs twice; printed too. If the profiler has none, a line says so."""
+    """Of the work that `ready` returns, printed too; it runs three times, at first to capture its graphs. If the
+    profiler has none, a line says so."""
+    ready()()
     work = ready()
     begin = time.perf_counter()
     work()
     alone = (time.perf_counter() - begin) * 1e3
     try:
         events, took = traced(ready())
-    except RuntimeError as error:  # of a driver that lets nobody profile
+    except _FAILURES as error:
         print(f"kernels of {name}: the profiler failed: {error}", flush=True)
         return []
     if not events:

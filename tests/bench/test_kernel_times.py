@@ -2,6 +2,7 @@
 
 import pytest
 
+from bench import kernel_times
 from bench.kernel_times import MOST_LETTERS, PAUSE_US, PAUSES, KernelEvent, KernelGroup, events_of, grouped, lines_of
 
 
@@ -48,3 +49,22 @@ def test_the_table_is_cut_and_loses_no_time() -> None:
     assert lines[1].split()[1:] == ["0x1x1", "2", "50.00", "0.10", "20.0%", "10.0"]
     assert lines[3].split()[:2] == ["(others)", "6"]
     assert sum(float(line.split()[-2].rstrip("%")) for line in lines[1:]) == pytest.approx(100, abs=0.2)
+
+
+def test_a_profiler_that_fails_or_sees_nothing_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(work: object) -> None:
+        raise RuntimeError("not permitted")
+
+    monkeypatch.setattr(kernel_times, "_KEPT", {})
+    monkeypatch.setattr(kernel_times, "traced", refused)
+    assert kernel_times.kernel_times("it", lambda: list) == []
+    assert "the profiler failed: not permitted" in capsys.readouterr().out
+    kernel_times.start_tracing()
+    assert "not permitted" in capsys.readouterr().out
+    monkeypatch.setattr(kernel_times, "traced", lambda work: ([], 1.0))
+    assert kernel_times.kernel_times("it", lambda: list) == []
+    assert "saw none" in capsys.readouterr().out
+    monkeypatch.setattr(kernel_times, "traced", lambda work: ([KernelEvent("k", (), 0.0, 5.0)], 1.0))
+    assert kernel_times.kernel_times("it", lambda: list) == [KernelGroup("k", (), 1, 5.0)]
