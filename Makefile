@@ -7,10 +7,11 @@ JUDGES ?= --allow-missing
 VENV := .venv
 BIN := $(VENV)/bin
 HF_BIN := .venv-hf/bin
-GPU_CHECKS := draw backend quantized chains lookup trees weighing
+GPU_CHECKS := draw backend quantized chains lookup trees weighing sanitize
+SANITIZER ?= compute-sanitizer
 CHROMIUM := $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
 
-.PHONY: help run serve check test-page judges test test-hf test-scale test-scale-core test-cuda gpu-test gpu-times test-long test-wheel wheel native native-asan native-aarch64 native-digests lint goldens model setup clean
+.PHONY: help run serve check test-page judges test test-hf test-scale test-scale-core test-cuda gpu-test gpu-check-device gpu-check-oracle gpu-check-real gpu-sanitize gpu-times test-long test-wheel wheel native native-asan native-aarch64 native-digests lint goldens model setup clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -49,17 +50,33 @@ test-cuda: $(BIN)/.cuda-compiler ## Compile the CUDA kernels and look at their P
 	$(BIN)/pytest -n auto -m cuda tests/backends/cuda/test_compile.py
 
 gpu-test: gpu-check-device $(GPU_CHECKS:%=gpu-check-%) $(if $(PROMPTS),gpu-check-oracle) ## On a machine with an H200 and torch: every kernel, the backend and (PROMPTS=FILE MODEL=FILE) the equality oracle; quicker with -j8
-	@echo "gpu-test: all checks passed: device $(GPU_CHECKS) $(if $(PROMPTS),oracle)"
+	@awk 'match($$0, / of [0-9]+ differ/) { n += substr($$0, RSTART + 4) } match($$0, /comparisons of [0-9]+ rows/) { n += substr($$0, RSTART + 15) } \
+	  END { print "gpu-test: all checks passed, " n " comparisons: device $(GPU_CHECKS) $(if $(PROMPTS),oracle)" }' \
+	  $(patsubst %,"$(FOLDER)"/gpu-%.log,device $(GPU_CHECKS) $(if $(PROMPTS),oracle))
+
+# What a check prints is shown when it has ended, so that several at once do not mix, and kept for the sum.
+gpu_check = mkdir -p "$(FOLDER)" && log="$(FOLDER)/gpu-$(1).log"; PYTHONPATH=src:. $(PYTHON) -m tests.backends.cuda.$(1)_check $(2) > "$$log" 2>&1; status=$$?; cat "$$log"; exit $$status
 
 gpu-check-device:
-	mkdir -p "$(FOLDER)"
-	PYTHONPATH=src:. $(PYTHON) -m tests.backends.cuda.device_check "$(FOLDER)"
+	@$(call gpu_check,device,"$(FOLDER)")
 
 gpu-check-oracle:
-	PYTHONPATH=src:. $(PYTHON) -m tests.backends.cuda.oracle_check "$(MODEL)" "$(PROMPTS)"
+	@$(call gpu_check,oracle,"$(MODEL)" "$(PROMPTS)")
+
+gpu-check-real: ## The same machine with transformers: logits of real weights against float32 (MODEL=FILE TEXT=FILE)
+	@$(call gpu_check,real,"$(MODEL)" "$(TEXT)")
 
 gpu-check-%:
-	PYTHONPATH=src:. $(PYTHON) -m tests.backends.cuda.$*_check
+	@$(call gpu_check,$*)
+
+gpu-sanitize: ## The same machine with compute-sanitizer: every kernel in small cases, bad accesses and races; minutes
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH=src:. $(SANITIZER) --tool memcheck --report-api-errors no --error-exitcode 1 \
+	  $(PYTHON) -m tests.backends.cuda.sanitize_check attention passes wide quantized draws weighing
+	PYTHONPATH=src:. $(SANITIZER) --tool memcheck --report-api-errors no --error-exitcode 1 \
+	  $(PYTHON) -m tests.backends.cuda.sanitize_check rounds
+	PYTHONPATH=src:. $(SANITIZER) --tool racecheck --error-exitcode 1 \
+	  $(PYTHON) -m tests.backends.cuda.sanitize_check attention draws weighing
+	@echo "gpu-sanitize: no bad access in any kernel, and no race in those of attention, draws and weighing"
 
 gpu-times: ## The same checks one by one, with what rounds and products take; into FOLDER
 	mkdir -p "$(FOLDER)"

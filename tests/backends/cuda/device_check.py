@@ -23,6 +23,8 @@ from verispec.backends.cuda.kernels import ALL_FEW, ALL_MANY, RowInputs, tree_of
 from verispec.backends.cuda.shapes import SPAN, Positions, Shapes, num_parts, rope_tables
 
 RESULTS: list[dict[str, object]] = []
+LENS = (1, 63, 64, 65, 255, 256, 257, 511, 512, 513, 1000, 1999)
+WHOLE_LENS = (*range(1, 2000, 37), *LENS, 2000, 2048)
 
 
 def record(name: str, compared: int, different: int, *, control: bool = False) -> None:
@@ -186,18 +188,20 @@ def check_windows(name: str) -> None:
         compare(f"{name} logits of chosen rows", got, everything[some.long()])
 
 
-def check_whole_rows(heads: int, kv_heads: int, head_dim: int) -> None:
+def check_whole_rows(
+    heads: int, kv_heads: int, head_dim: int, *, row_lens: tuple[int, ...] = WHOLE_LENS,
+    tail_lens: tuple[int, ...] = (0, 5, 100), context_len: int = 2048,
+) -> None:  # fmt: skip
     """One block for all spans of a row against a block for each of them: contexts, tails and windows."""
-    rng, width, context_len = np.random.default_rng(heads), heads * head_dim, 2048
-    lens = np.array([*range(1, 2000, 37), *LENS, 2000, 2048])
+    rng, width, lens = np.random.default_rng(heads), heads * head_dim, np.array(row_lens)
     rows, size = len(lens), (len(lens) * context_len + 2, kv_heads, head_dim)
     shapes = Shapes(width, heads, kv_heads, head_dim, width, 256, 1e-5)
     launch, b = kernels.Kernels(shapes), kernels.Buffers.of(shapes, rows, rows * context_len // SPAN, "cuda")
     k, v = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     table = rng.permutation(rows * context_len).reshape(rows, context_len) + 2
     device_table = torch.tensor(table, dtype=torch.int32, device="cuda")
-    q = torch.randn(3, *b.q.shape, device="cuda", dtype=torch.bfloat16) * 2
-    for tail in (0, 5, 100):
+    q, spans = torch.randn(3, *b.q.shape, device="cuda", dtype=torch.bfloat16) * 2, context_len // SPAN
+    for tail in tail_lens:
         call = decode_rows(lens, np.zeros(rows, np.int64), np.arange(rows), table)
         prefix = np.maximum(0, lens - tail)
         tails = np.zeros((rows, max(1, tail)), np.int64)
@@ -211,7 +215,7 @@ def check_whole_rows(heads: int, kv_heads: int, head_dim: int) -> None:
                 launch.whole_rows, outs = whole, []
                 for values in q:
                     b.q.copy_(values), b.attention.fill_(float("nan"))
-                    launch.attend_rows(k, v, inputs, b, first_row=0, rows=rows, spans=8, window=window)
+                    launch.attend_rows(k, v, inputs, b, first_row=0, rows=rows, spans=spans, window=window)
                     outs.append(b.attention.clone())
                 found[whole] = torch.cat(outs)
             label = f"whole rows {heads}/{kv_heads} of {head_dim} tail {tail} window {window}"
@@ -313,7 +317,6 @@ def check_odd_wide_products() -> None:
 
 # Row purity in captured graphs
 
-LENS = (1, 63, 64, 65, 255, 256, 257, 511, 512, 513, 1000, 1999)
 # Heads, K/V heads and head size: groups of 1, 3, 4, 6, 7 and 9 heads.
 WHOLE_ROWS = ((4, 4, 128), (9, 3, 64), (32, 8, 128), (12, 2, 128), (14, 2, 64), (18, 2, 128), (8, 4, 256), (9, 1, 256))
 NAN_TOKEN, INF_TOKEN, HUGE_TOKEN = 10, 11, 12

@@ -1,5 +1,6 @@
 """The equality oracle on a GPU with a real model: every prompt alone, in crowds, in bursts and flights of any depth,
-with drafts, after preemption and from a warm cache gives the same tokens and log-probabilities.
+with every drafter, after preemption and from a warm cache gives the same tokens and log-probabilities; and what each
+way is there for did happen: preemptions, tokens from the cache, drafts that were accepted and drafts that were not.
 
 python -m tests.backends.cuda.oracle_check MODEL.gguf PROMPTS.jsonl [TOKENS [PROMPTS]]; prompts are lines with `turns`.
 """
@@ -9,23 +10,88 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
+from tests.support.skipping import menu_of
+from verispec.backends.protocol import View
 from verispec.engine import Engine, Request
 from verispec.llm import LLM
-from verispec.spec.speculation import Speculation
+from verispec.spec.drafter import Drafter
+from verispec.spec.registry import DraftSetup, make_drafters
+from verispec.spec.speculation import AUTO, Speculation
 from verispec.types import SampleOutput, SamplingParams
 
 SEEDS = (1, 2)
-DRAFTERS = ("suffix", "lookup", "decode", "auto")
-MAX_PROMPT = 300
+MAX_PROMPT = 1024
+ALONE = {"max_running": 1, "depth": 1, "max_burst": 1, "prefix_cache": False}
+SHORT_OF_SLOTS = 64 * 200
+EVERY = 4  # of the prompts, where few run at once and where drafts are forced
+DRAFTERS = ("suffix", "lookup", AUTO)
 
 
-def requests_of(llm: LLM, prompts: Path, num_tokens: int, count: int) -> list[Request]:
+class Way(NamedTuple):
+    """How requests run: sizes of the engine, who drafts, and which counters must not be 0 at the end.
+
+    `forced` drafters draft whatever that promises; those of the LLM do where it pays. Requests run `times` times in one
+    engine, and the last run is counted.
+    """
+
+    sizes: Mapping[str, Any]
+    method: str = "none"
+    tree: str | None = None
+    forced: bool = False
+    times: int = 1
+    needs: tuple[str, ...] = ()
+
+    @property
+    def speculation(self) -> Speculation:
+        return Speculation.of(self.method, tree=self.tree)
+
+
+def crowds(short_of_slots: int) -> dict[str, Way]:
+    """Without drafts; so few slots are too few for those that run."""
+    many = {"max_running": 256, "depth": 1, "prefix_cache": False}
+    short = {"max_running": 64, "depth": 2, "max_burst": 7, "num_slots": short_of_slots}
+    twice = {"max_running": 40, "depth": 2, "max_burst": 3}
+    return {
+        "in a batch": Way({**many, "max_burst": 1}),
+        "bursts of 16": Way({**many, "max_burst": 16}),
+        "bursts of 5": Way({**many, "max_burst": 5}),
+        "two flights, 480 at once": Way({"max_running": 480, "depth": 2, "max_burst": 16, "prefix_cache": False}),
+        "two flights, bursts of 3, from a warm cache": Way(twice, times=2, needs=("cached",)),
+        "after preemption": Way(short, needs=("preempted",)),
+        "prompts of 96 rows a pass": Way({"max_running": 33, "depth": 2, "row_budget": 96}),
+    }
+
+
+def drafts(most: int, *needs: str) -> dict[str, Way]:
+    """Of drafters that need nothing but the model, with so many at once. Every size is canonical on a GPU, so that
+    `decode` would never draft: its engine is told that only passes of 256 rows are."""
+    few = {"max_running": most, "depth": 2}
+    found = {f"drafts of {method}, {most} at once": Way(few, method, needs=needs) for method in DRAFTERS}
+    needs = tuple(counter for counter in needs if counter != "rejected")  # its passes have the bits of the others
+    return found | {f"drafts of decode, {most} at once": Way({**few, "family": (256,)}, "decode", needs=needs)}
+
+
+def forced_drafts(method: str, trees: Sequence[str | None]) -> dict[str, Way]:
+    """Thirty-two at once, and two: passes of few rows alone run on weights of fewer bits, and only they need reject
+    something."""
+    ways = {}
+    for tree in trees:
+        name = f"forced drafts of {method}{f' {tree}' if tree else ''}"
+        for most, needs in ((32, ("accepted",)), (2, ("accepted", "rejected"))):
+            ways[f"{name}, {most} at once"] = Way({"max_running": most, "depth": 2}, method, tree, True, needs=needs)
+    return ways
+
+
+def requests_of(llm: LLM, prompts: Path, num_tokens: int, count: int) -> dict[int, Request]:
+    """By number; with each temperature all prompts, with each seed."""
     lines = [json.loads(line) for line in prompts.read_text().splitlines()][:count]
     texts = [llm.chat_ids([{"role": "user", "content": line["turns"][0]}])[-MAX_PROMPT:] for line in lines]
-    return [
+    found = [
         Request(
             ids, SamplingParams(temperature=temperature, max_tokens=num_tokens, seed=100 * i + seed), is_streamed=False,
             eos_ids=llm.tokenizer.eos_ids,
@@ -34,14 +100,17 @@ def requests_of(llm: LLM, prompts: Path, num_tokens: int, count: int) -> list[Re
         for seed in SEEDS
         for i, ids in enumerate(texts)
     ]  # fmt: skip
+    return dict(enumerate(found))
 
 
-def outputs(engine: Engine, requests: Sequence[Request], method: str) -> dict[int, SampleOutput]:
-    """What each request gave, by its place in the list."""
-    from dataclasses import replace
+def some_of(requests: Mapping[int, Request], every: int) -> dict[int, Request]:
+    """Every so many prompts, at both temperatures, with the first seed."""
+    return {i: r for i, r in requests.items() if (r.params.seed or 0) % (100 * every) == SEEDS[0]}
 
-    speculation = Speculation.of(method)
-    ids = {engine.add(replace(r, speculation=speculation)): i for i, r in enumerate(requests)}
+
+def outputs(engine: Engine, requests: Mapping[int, Request], speculation: Speculation) -> dict[int, SampleOutput]:
+    """What each request gave, by its number."""
+    ids = {engine.add(replace(r, speculation=speculation)): i for i, r in requests.items()}
     done: dict[int, SampleOutput] = {}
     while engine.has_work:
         for event in engine.step():
@@ -51,65 +120,97 @@ def outputs(engine: Engine, requests: Sequence[Request], method: str) -> dict[in
     return done
 
 
+def forced_drafters(llm: LLM) -> dict[str, Drafter]:
+    """`skip`, `model` and `decode` on cheaper weights draft always; what is skipped is every fifth layer in between."""
+    skipped = range(5, llm.architecture.num_layers - 1, 5)
+    menu = menu_of(View.without(skipped, skipped))
+    setup = DraftSetup(
+        backend=llm.backend, cost=llm.calibration.cost, find_menu=lambda: menu, draft_cost=llm.calibration.draft_cost,
+        force=True,
+    )  # fmt: skip
+    return make_drafters(setup)
+
+
+def counted(found: Mapping[int, SampleOutput], method: str) -> dict[str, int]:
+    """What happened to all of them. Accepted is what this drafter drafted."""
+    stats = [output.stats for output in found.values()]
+    return {
+        "tokens": sum(len(output.token_ids) for output in found.values()),
+        "preempted": sum(s.preemptions for s in stats),
+        "cached": sum(s.cached_tokens for s in stats),
+        "accepted": sum(s.accepted if method == AUTO else s.accepted_by[method] for s in stats),
+        "rejected": sum(s.drafted - s.accepted for s in stats),
+    }
+
+
+def compare(
+    llm: LLM, ways: Mapping[str, Way], requests: Mapping[int, Request], reference: Mapping[int, SampleOutput]
+) -> list[str]:
+    """Run the requests in every way, and print what came of it; the names of those that differ from the reference, or
+    in which something did not happen that must."""
+    failed = []
+    for name, way in ways.items():
+        begin = time.perf_counter()
+        drafters = forced_drafters(llm) if way.forced else None
+        engine, different = llm.fresh_engine(drafters=drafters, **way.sizes), 0
+        for _ in range(way.times):
+            found = outputs(engine, requests, way.speculation)
+            different += sum(bool(o.error) or o.digest != reference[i].digest for i, o in found.items())
+        counts = counted(found, way.method)
+        missing = [counter for counter in way.needs if counts[counter] <= 0]
+        if different or missing:
+            failed.append(name)
+        seconds, told = time.perf_counter() - begin, ", ".join(f"{n} {what}" for what, n in counts.items())
+        bad = f"BAD, {' and '.join(missing) or 'bits'}: " if name in failed[-1:] else ""
+        print(f"{bad}{name}: {different} of {way.times * len(requests)} differ; {told}; {seconds:.1f} s", flush=True)
+    return failed
+
+
+def other_seeds(llm: LLM, requests: Mapping[int, Request], reference: Mapping[int, SampleOutput]) -> list[str]:
+    """The control: with other seeds nearly all that are sampled differ."""
+    sampled = {i: _other_seed(r) for i, r in requests.items() if r.params.temperature > 0}
+    found = outputs(llm.fresh_engine(), sampled, Speculation.of("none"))
+    different = sum(o.digest != reference[i].digest for i, o in found.items())
+    print(f"control, other seeds: {different} of {len(sampled)} differ", flush=True)
+    return [] if different >= len(sampled) * 19 / 20 else ["control"]
+
+
+def _other_seed(request: Request) -> Request:
+    return replace(request, params=replace(request.params, seed=(request.params.seed or 0) + 77777))
+
+
+def check(
+    model: str, prompts: Path, *, num_tokens: int, count: int, short_of_slots: int = SHORT_OF_SLOTS, every: int = EVERY,
+    **options: Any,
+) -> list[str]:  # fmt: skip
+    """Names of ways that failed. `options` are those of every LLM."""
+    begin = time.perf_counter()
+    with LLM(model, backend="cuda", drafter="none", **options) as llm:
+        print(f"start {time.perf_counter() - begin:.1f} s, profile {llm.profile}", flush=True)
+        requests = requests_of(llm, prompts, num_tokens, count)
+        longest = max(len(r.prompt_ids) for r in requests.values())
+        print(f"{len(requests)} requests with prompts of up to {longest} tokens", flush=True)
+        reference = outputs(llm.fresh_engine(**ALONE), requests, Speculation.of("none"))
+        print(f"alone: {time.perf_counter() - begin:.1f} s so far", flush=True)
+        some = some_of(requests, every)
+        failed = compare(llm, crowds(short_of_slots) | drafts(64), requests, reference)
+        failed += compare(llm, drafts(2, "accepted", "rejected"), some, reference)
+        failed += compare(llm, forced_drafts("skip", (None, "branch:2,2")), some, reference)
+        failed += other_seeds(llm, requests, reference)
+    with LLM(model, backend="cuda", drafter="none", draft_model=model, **options) as llm:
+        failed += compare(llm, forced_drafts("model", (None, "beam:3,3", "branch:2,2")), some, reference)
+    with LLM(model, backend="cuda", drafter="none", fast_weights="int4", **options) as llm:
+        failed += compare(llm, forced_drafts("decode", (None,)), some, reference)
+    return failed
+
+
 def main() -> None:
     num_tokens = int(sys.argv[3]) if len(sys.argv) > 3 else 64
     count = int(sys.argv[4]) if len(sys.argv) > 4 else 240
     begin = time.perf_counter()
-    llm = LLM(sys.argv[1], backend="cuda", drafter="none")
-    print(f"start {time.perf_counter() - begin:.1f} s, profile {llm.profile}", flush=True)
-    failed = check(llm, Path(sys.argv[2]), num_tokens, count)
-    print("FAILED" if failed else "all equal")
-    sys.exit(failed)
-
-
-def check(llm: LLM, prompts: Path, num_tokens: int, count: int) -> bool:
-    requests = requests_of(llm, prompts, num_tokens, count)
-    many = 256
-    ways = {
-        "alone": {"max_running": 1, "depth": 1, "max_burst": 1, "prefix_cache": False},
-        "in a batch": {"max_running": many, "depth": 1, "max_burst": 1, "prefix_cache": False},
-        "bursts of 16": {"max_running": many, "depth": 1, "max_burst": 16, "prefix_cache": False},
-        "bursts of 5": {"max_running": many, "depth": 1, "max_burst": 5, "prefix_cache": False},
-        "depth 2": {"max_running": 480, "depth": 2, "max_burst": 16, "prefix_cache": False},
-        "depth 2, bursts of 3, 40 at once": {"max_running": 40, "depth": 2, "max_burst": 3},
-        "after preemption": {"max_running": 64, "depth": 2, "max_burst": 7, "num_slots": 64 * 200},
-        "prompts of 96 rows a pass": {"max_running": 33, "depth": 2, "row_budget": 96},
-        **{f"drafts of {method}": {"max_running": 64, "depth": 2} for method in DRAFTERS},
-    }
-    reference: dict[int, SampleOutput] = {}
-    failed = False
-    for name, changes in ways.items():
-        begin = time.perf_counter()
-        engine = llm.fresh_engine(**changes)
-        found = outputs(engine, requests, name.removeprefix("drafts of ") if name.startswith("drafts") else "none")
-        reference = reference or found
-        different = sum(found[i].digest != reference[i].digest for i in range(len(requests)))
-        tokens = sum(len(o.token_ids) for o in found.values())
-        preempted = sum(o.stats.preemptions for o in found.values())
-        failed |= different > 0 or any(o.error for o in found.values())
-        seconds = time.perf_counter() - begin
-        print(
-            f"{name}: {different} of {len(requests)} differ; {tokens} tokens, {tokens / seconds:.0f} a second, "
-            f"{preempted} preempted",
-            flush=True,
-        )
-        if name.startswith("depth 2, bursts"):  # the same engine again: its cache is warm
-            warm = outputs(engine, requests, "none")
-            different = sum(warm[i].digest != reference[i].digest for i in range(len(requests)))
-            cached = sum(o.stats.cached_tokens for o in warm.values())
-            failed |= different > 0 or cached == 0
-            print(f"from a warm cache: {different} of {len(requests)} differ; {cached} tokens cached", flush=True)
-    other = outputs(llm.fresh_engine(), [_other_seed(r) for r in requests], "none")
-    half = len(requests) // 2
-    same = sum(other[i].digest == reference[i].digest for i in range(half, len(requests)))
-    print(f"control, other seeds: {half - same} of {half} differ", flush=True)
-    return failed or same > half // 20
-
-
-def _other_seed(request: Request) -> Request:
-    from dataclasses import replace
-
-    return replace(request, params=replace(request.params, seed=(request.params.seed or 0) + 77777))
+    failed = check(sys.argv[1], Path(sys.argv[2]), num_tokens=num_tokens, count=count)
+    print(f"{time.perf_counter() - begin:.0f} s;", "FAILED: " + "; ".join(failed) if failed else "all equal")
+    sys.exit(bool(failed))
 
 
 if __name__ == "__main__":

@@ -174,7 +174,7 @@ class DrawKernels:
 
     def noise(self, first: int, count: int) -> torch.Tensor:
         """The noise of `count` words from `first` on. float32"""
-        out = torch.empty(count, dtype=torch.float32, device="cuda")
+        out = torch.empty(count, dtype=torch.float32, device=self._device)
         self._launch("noise_of_words", (132 * 8, 1, 1), 256, filled(_NoiseArgs(), out=out, first=first, count=count))
         return out
 
