@@ -141,3 +141,19 @@ def test_gumbel_argmax_samples_the_distribution() -> None:
     num_draws = 20_000
     assert chi_square_p(draw_counts(p, num_draws), p * num_draws) > 1e-4
     assert chi_square_p(draw_counts(p, num_draws, reuse_noise=True), p * num_draws) < 1e-6
+
+
+def test_every_operation_is_rounded_once() -> None:
+    """The noise is what its definition gives, operation by operation; the last division done by a reciprocal changes
+    three words."""
+    words, one = np.arange(1 << 16), np.float32(1)
+    u = uniform_f32(np, words)
+    w = one - u
+    lost = (w - one) + u
+
+    def differing(quotient: np.ndarray) -> list[int]:
+        noise = -log_f32(np, -(log_f32(np, w) - quotient))
+        return np.flatnonzero(noise.view(np.int32) != gumbel_f32(np, words).view(np.int32)).tolist()
+
+    assert differing(lost / w) == []
+    assert differing(lost * (one / w)) == [129, 130, 142]

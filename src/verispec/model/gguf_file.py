@@ -36,6 +36,12 @@ _SCALARS: dict[int, struct.Struct] = {
 _U32, _U64 = _SCALARS[4], _SCALARS[10]
 
 _FORMAT_BY_ID = {fmt.type_id: name for name, fmt in FORMATS.items()}
+# What others are called, so that a refusal can say it.
+_OTHER_TYPES = {
+    9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
+    20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
+    29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0",
+}  # fmt: skip
 
 _MAX_ENTRIES = 1 << 16
 _MAX_NAME_LEN = (1 << 16) - 1
@@ -225,10 +231,7 @@ def _read_tensor_info(reader: _Reader, name: str) -> TensorInfo:
     type_id: int = reader.number(_U32, what)
     offset: int = reader.number(_U64, what)
     if type_id not in _FORMAT_BY_ID:
-        from gguf import GGMLQuantizationType
-
-        known = {int(member): member.name for member in GGMLQuantizationType}
-        found = known.get(type_id, f"unknown type {type_id}")
+        found = _OTHER_TYPES.get(type_id, f"unknown type {type_id}")
         raise UnsupportedModelError(f"{reader.file.path}: {what} is stored as {found}; supported: {', '.join(FORMATS)}")
     type_name = _FORMAT_BY_ID[type_id]
     fmt = FORMATS[type_name]
