@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from verispec.backends.cuda.compiler import CudaError, compile_cubin, compile_ptx
+from verispec.backends.cuda.compiler import CompileError, compile_cubin, compile_ptx
 
 pytestmark = pytest.mark.cuda
 
@@ -66,5 +66,8 @@ def test_code_for_the_device_is_made_without_one(architecture: str) -> None:
 
 
 def test_what_does_not_compile_says_why() -> None:
-    with pytest.raises(CudaError, match="KIND"):
+    """In one sentence with the first reason; a traceback has them all."""
+    with pytest.raises(CompileError, match=r"do not compile with NVRTC \d+\.\d+ \(.*KIND.*\): pip install") as found:
         compile_cubin("linear.cu", {})
+    assert "\n" not in str(found.value)
+    assert str(found.value.__notes__).count("error") > 1

@@ -14,27 +14,58 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from verispec.errors import VerispecError
+
 _SOURCES = Path(__file__).parent
 _HEADERS = ("arithmetic.cuh", "chains.cuh", "draw.cuh", "epilogues.cuh", "noise.cuh", "steps.cuh", "wide.cuh")
 ARCHITECTURE = "sm_90a"
 _OPTIONS = ("--fmad=false", "--prec-div=true", "--prec-sqrt=true", "--ftz=false", "--std=c++17")
 
 
-class CudaError(RuntimeError):
-    """A call of the driver or the compiler failed."""
+_NO_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
+INSTALL = "pip install 'verispec[cuda]'"
+
+
+class CompileError(VerispecError):
+    """The compiler refused a kernel. The device works; what is installed does not fit together."""
+
+
+class CudaError(VerispecError, RuntimeError):
+    """A call of the driver failed; `is_memory` if for want of the GPU's memory."""
+
+    def __init__(self, message: str, *, is_memory: bool = False) -> None:
+        super().__init__(message)
+        self.is_memory = is_memory
 
 
 def _checked(result: tuple[Any, ...]) -> Any:
     error, *values = result
     if int(error) != 0:
-        raise CudaError(str(error))
+        raise CudaError(f"CUDA refused a call with {error.name}", is_memory=error.name == _NO_MEMORY)
     return values[0] if values else None
 
 
-def include_folders() -> list[Path]:
-    """Where CUDA's headers lie: beside the NVRTC that pip installed."""
-    import nvidia
+def what_is_missing() -> str | None:
+    """What compiling needs and this machine lacks, and what to do, in one sentence; None if all is there."""
+    try:
+        from cuda.bindings import driver, nvrtc  # noqa: F401
+    except ImportError:
+        return f"cuda-bindings is missing, which comes with torch 2.10 or newer: {INSTALL}"
+    try:
+        compiler_version()
+    except (RuntimeError, OSError):  # of whatever looks for libraries
+        return f"NVRTC, CUDA's compiler, cannot be loaded: {INSTALL}"
+    if not include_folders():
+        return f"CUDA's headers are missing, which come with NVRTC: {INSTALL}"
+    return None
 
+
+def include_folders() -> list[Path]:
+    """Where CUDA's headers lie: beside the NVRTC that pip installed. Empty if they are not there."""
+    try:
+        import nvidia
+    except ImportError:
+        return []
     folders = [Path(base) / kind / "include" for base in nvidia.__path__ for kind in ("cu13", "cuda_runtime")]
     return [folder for folder in folders if (folder / "cuda_bf16.h").exists()]
 
@@ -53,12 +84,23 @@ def _compiled(source: str, defines: Mapping[str, int], architecture: str) -> Any
     if int(error) != 0:
         log = bytearray(_checked(nvrtc.nvrtcGetProgramLogSize(program)))
         nvrtc.nvrtcGetProgramLog(program, log)
-        raise CudaError(f"{source} does not compile for {dict(defines)}: {log.decode(errors='replace')}")
+        raise _not_compiled(source, defines, log.rstrip(b"\0").decode(errors="replace"))
     return program
 
 
+def _not_compiled(source: str, defines: Mapping[str, int], log: str) -> CompileError:
+    """One sentence with the log's first error; the whole log is a note, which a traceback shows."""
+    first = next((line for line in log.splitlines() if "error" in line), "no reason was given").strip()
+    found = CompileError(
+        f"the CUDA kernels do not compile with NVRTC {compiler_version()} ({first}): {INSTALL} --force-reinstall, or "
+        "use the native backend"
+    )
+    found.add_note(f"{source} for {dict(defines)}:\n{log}")
+    return found
+
+
 def compile_cubin(source: str, defines: Mapping[str, int], architecture: str = ARCHITECTURE) -> bytes:
-    """Machine code of one source file of this folder. Raises CudaError with the compiler's log."""
+    """Machine code of one source file of this folder. Raises CompileError."""
     from cuda.bindings import nvrtc
 
     program = _compiled(source, defines, architecture)

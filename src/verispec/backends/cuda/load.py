@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from verispec.backends.audit import Progress
 from verispec.backends.cuda.backend import CudaBackend, CudaModel
 from verispec.backends.cuda.device import Gpu
-from verispec.backends.gpu import loading
+from verispec.backends.gpu import all_of, loading
 from verispec.backends.options import DRAFT_BITS, CudaOptions
 from verispec.model.architecture import expected_tensors
 from verispec.model.checkpoint import Checkpoint
@@ -26,7 +26,7 @@ def load(checkpoints: Sequence[Checkpoint], options: CudaOptions, *, progress: P
 
         return CudaModel(checkpoint.architecture, read)
 
-    with loading(options.num_slots):
+    with loading(all_of(options.num_slots)):
         return CudaBackend(
             [reader(c) for c in checkpoints], device=Gpu(options.device, options.cache_folder),
             num_slots=options.num_slots, num_seq_rows=options.num_seq_rows, context_len=options.context_len,
