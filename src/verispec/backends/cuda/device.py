@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -46,6 +46,18 @@ class Device(Protocol):
     def describe(self) -> dict[str, str]: ...
 
 
+@contextmanager
+def _ended_by(end: Callable[[], object]) -> Iterator[None]:
+    """Calls `end` in any case. Where the block failed that may fail, too, and the block's own error is what is told."""
+    try:
+        yield
+    except BaseException:
+        with suppress(RuntimeError):
+            end()
+        raise
+    end()
+
+
 class Gpu:
     """One CUDA device; compiled kernels are kept in `cache_folder`."""
 
@@ -76,14 +88,11 @@ class Gpu:
         here = torch.cuda.current_stream()
         graph: Any = torch.cuda.CUDAGraph()
         self._side.wait_stream(here)
-        with undivided_products(), torch.cuda.stream(self._side):
+        with _ended_by(lambda: here.wait_stream(self._side)), undivided_products(), torch.cuda.stream(self._side):
             work()
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
+            with _ended_by(graph.capture_end):
                 work()
-            finally:
-                graph.capture_end()
-        here.wait_stream(self._side)
         self._first = self._first or graph
         captured: Graph = graph
         return captured
