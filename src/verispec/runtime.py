@@ -30,6 +30,7 @@ from verispec.backends.select import (
     fitting_slots,
     make_backend,
     uses_gpu,
+    what_is_lost,
 )
 from verispec.config import DEFAULTS, MAX_SIZE, EngineConfig
 from verispec.constraints import Compiler
@@ -120,7 +121,10 @@ class Runtime:
         for name, flag in (("force", force), ("full_audit", full_audit), ("fresh_audit", fresh_audit)):
             check_bool(name, flag)
         family = None if family is None else _checked_family(family)
-        backend = default_backend() if backend is None else backend
+        if backend is None:
+            backend = default_backend()
+            if (lost := what_is_lost(backend)) is not None:
+                logger.warning("%s", lost)
         check_name(backend, check_int("device", device, 0, MAX_SIZE))
         if fast_weights not in DRAFT_BITS:
             raise InputError(f"fast_weights must be {', '.join(DRAFT_BITS)}, not {fast_weights!r}")
