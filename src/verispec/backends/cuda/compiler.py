@@ -70,22 +70,28 @@ def include_folders() -> list[Path]:
     return [folder for folder in folders if (folder / "cuda_bf16.h").exists()]
 
 
-def _compiled(source: str, defines: Mapping[str, int], architecture: str) -> Any:
+def _compiled(source: str, defines: Mapping[str, int], architecture: str, *more: str) -> Any:
     from cuda.bindings import nvrtc
 
     text = (_SOURCES / source).read_bytes()
     headers = [(_SOURCES / name).read_bytes() for name in _HEADERS]
-    options = [f"--gpu-architecture={architecture}", *_OPTIONS]
+    options = [f"--gpu-architecture={architecture}", *_OPTIONS, *more]
     options += [f"-D{name}={value}" for name, value in defines.items()]
     options += [f"-I{folder}" for folder in include_folders()]
     names = [name.encode() for name in _HEADERS]
     program = _checked(nvrtc.nvrtcCreateProgram(text, source.encode(), len(headers), headers, names))
     (error,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
     if int(error) != 0:
-        log = bytearray(_checked(nvrtc.nvrtcGetProgramLogSize(program)))
-        nvrtc.nvrtcGetProgramLog(program, log)
-        raise _not_compiled(source, defines, log.rstrip(b"\0").decode(errors="replace"))
+        raise _not_compiled(source, defines, _log_of(program))
     return program
+
+
+def _log_of(program: Any) -> str:
+    from cuda.bindings import nvrtc
+
+    log = bytearray(_checked(nvrtc.nvrtcGetProgramLogSize(program)))
+    _checked(nvrtc.nvrtcGetProgramLog(program, log))
+    return log.rstrip(b"\0").decode(errors="replace")
 
 
 def _not_compiled(source: str, defines: Mapping[str, int], log: str) -> CompileError:
@@ -101,13 +107,23 @@ def _not_compiled(source: str, defines: Mapping[str, int], log: str) -> CompileE
 
 def compile_cubin(source: str, defines: Mapping[str, int], architecture: str = ARCHITECTURE) -> bytes:
     """Machine code of one source file of this folder. Raises CompileError."""
+    return _cubin(source, defines, architecture)[0]
+
+
+def compile_verbose(source: str, defines: Mapping[str, int]) -> tuple[bytes, str]:
+    """The same, and what the assembler says of each kernel: its registers, and how much of them it spills."""
+    return _cubin(source, defines, ARCHITECTURE, "--ptxas-options=-v")
+
+
+def _cubin(source: str, defines: Mapping[str, int], architecture: str, *more: str) -> tuple[bytes, str]:
     from cuda.bindings import nvrtc
 
-    program = _compiled(source, defines, architecture)
+    program = _compiled(source, defines, architecture, *more)
     code = bytearray(_checked(nvrtc.nvrtcGetCUBINSize(program)))
     _checked(nvrtc.nvrtcGetCUBIN(program, code))
+    log = _log_of(program)
     _checked(nvrtc.nvrtcDestroyProgram(program))
-    return bytes(code)
+    return bytes(code), log
 
 
 def compile_ptx(source: str, defines: Mapping[str, int], architecture: str = ARCHITECTURE) -> str:
