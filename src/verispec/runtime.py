@@ -65,6 +65,20 @@ LoadProgress = Callable[[str, float], None]
 logger = logging.getLogger(__name__)
 
 
+class _Report:
+    """Hands on how far loading is, until it has ended: a backend may go on to report, from another thread."""
+
+    def __init__(self, progress: LoadProgress | None) -> None:
+        self._progress = progress
+
+    def __call__(self, stage: str, share: float) -> None:
+        if self._progress is not None:
+            self._progress(stage, share)
+
+    def end(self) -> None:
+        self._progress = None
+
+
 class Runtime:
     """A loaded model.
 
@@ -114,7 +128,7 @@ class Runtime:
         fast_weights: str = "same",
         progress: LoadProgress | None = None,
     ) -> None:
-        report = progress or (lambda stage, share: None)
+        report = _Report(progress)
         if draft_len is not None:
             check_int("draft_len", draft_len, 0, MAX_SIZE)
         threads = None if threads is None else check_int("threads", threads, 1, 1024)
@@ -185,6 +199,7 @@ class Runtime:
         self._menu: SkipMenu | None = None
         if drafter == SKIP_DRAFTER:
             self._tune_quickly(report)
+        report.end()
         self.thread = EngineThread(self.fresh_engine())
         weakref.finalize(self, self.thread.stop, drains=_nothing)
 

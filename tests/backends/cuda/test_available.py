@@ -147,3 +147,20 @@ def test_what_compiling_lacks_is_one_sentence(monkeypatch: pytest.MonkeyPatch, t
     (tmp_path / "cu13" / "include").mkdir(parents=True)
     (tmp_path / "cu13" / "include" / "cuda_bf16.h").touch()
     assert compiler.what_is_missing() is None
+
+
+def test_only_what_is_compiled_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Once per source and sizes where there is a folder; every time without one."""
+    compiled: list[str] = []
+    monkeypatch.setattr(compiler, "compiler_version", lambda: "13.0")
+    monkeypatch.setattr(compiler, "compile_cubin", lambda source, defines: f"{source}{defines}".encode())
+
+    def get(folder: Path | None, **defines: int) -> bytes:
+        return compiler.Cubins(folder, lambda: compiled.append("")).get("steps.cu", defines)
+
+    assert get(tmp_path / "new", A=1) == get(tmp_path / "new", A=1) == b"steps.cu{'A': 1}"
+    assert len(compiled) == 1
+    assert get(tmp_path / "new", A=2) == b"steps.cu{'A': 2}"
+    assert len(compiled) == 2
+    assert get(None, A=1) == get(None, A=1)
+    assert len(compiled) == 4

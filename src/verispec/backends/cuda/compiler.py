@@ -10,7 +10,7 @@ import ctypes
 import hashlib
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -146,22 +146,37 @@ def compiler_version() -> str:
     return f"{major}.{minor}"
 
 
-def cached_cubin(source: str, defines: Mapping[str, int], folder: Path | None) -> bytes:
-    """The same, kept in `folder` under a hash of everything it depends on."""
-    if folder is None:
-        return compile_cubin(source, defines)
-    parts = [(_SOURCES / name).read_bytes() for name in (source, *_HEADERS)]
-    key = hashlib.sha256(b"\0".join([*parts, repr((sorted(defines.items()), ARCHITECTURE, _OPTIONS)).encode()]))
-    key.update(compiler_version().encode())
-    path = folder / f"{Path(source).stem}-{key.hexdigest()[:32]}.cubin"
-    if path.exists():
-        return path.read_bytes()
-    code = compile_cubin(source, defines)
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
-        file.write(code)
-    os.replace(file.name, path)  # two processes may compile at once; either's file is whole
-    return code
+class Cubins:
+    """Machine code by source and sizes, kept in `folder` (None: nowhere) under a hash of everything it depends on.
+
+    `compiling` is called before anything is compiled, which takes up to seconds.
+    """
+
+    def __init__(self, folder: Path | None = None, compiling: Callable[[], object] = lambda: None) -> None:
+        self._folder, self._compiling = folder, compiling
+
+    def get(self, source: str, defines: Mapping[str, int]) -> bytes:
+        """What `compile_cubin` gives, from the folder if it is there."""
+        path = None if self._folder is None else self._folder / self._name(source, defines)
+        if path is not None and path.exists():
+            return path.read_bytes()
+        self._compiling()
+        code = compile_cubin(source, defines)
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+                file.write(code)
+            os.replace(file.name, path)  # two processes may compile at once; either's file is whole
+        return code
+
+    def _name(self, source: str, defines: Mapping[str, int]) -> str:
+        parts = [(_SOURCES / name).read_bytes() for name in (source, *_HEADERS)]
+        key = hashlib.sha256(b"\0".join([*parts, repr((sorted(defines.items()), ARCHITECTURE, _OPTIONS)).encode()]))
+        key.update(compiler_version().encode())
+        return f"{Path(source).stem}-{key.hexdigest()[:32]}.cubin"
+
+
+NOT_KEPT = Cubins()
 
 
 class Kernel:
@@ -210,8 +225,8 @@ class Kernel:
 class Modules:
     """Kernels by source, sizes and name, compiled when first asked for."""
 
-    def __init__(self, folder: Path | None) -> None:
-        self._folder = folder
+    def __init__(self, cubins: Cubins) -> None:
+        self._cubins = cubins
         self._modules: dict[tuple[str, tuple[tuple[str, int], ...]], Any] = {}
 
     def kernel(self, source: str, name: str, defines: Mapping[str, int]) -> Kernel:
@@ -220,5 +235,5 @@ class Modules:
 
         key = (source, tuple(sorted(defines.items())))
         if key not in self._modules:
-            self._modules[key] = _checked(driver.cuModuleLoadData(cached_cubin(source, defines, self._folder)))
+            self._modules[key] = _checked(driver.cuModuleLoadData(self._cubins.get(source, defines)))
         return Kernel(self._modules[key], name)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from verispec.backends.cuda.compiler import Cubins
 from verispec.backends.cuda.drawing import DrawKernels
 from verispec.backends.cuda.kernels import Kernels, undivided_products
 from verispec.backends.cuda.shapes import Shapes
@@ -59,11 +60,13 @@ def _ended_by(end: Callable[[], object]) -> Iterator[None]:
 
 
 class Gpu:
-    """One CUDA device; compiled kernels are kept in `cache_folder`."""
+    """One CUDA device. Compiled kernels are kept in `cache_folder`; `compiling` hears of those that are not there."""
 
-    def __init__(self, index: int = 0, cache_folder: Path | None = None) -> None:
+    def __init__(
+        self, index: int = 0, cache_folder: Path | None = None, compiling: Callable[[], object] = lambda: None
+    ) -> None:
         self._index = index
-        self._folder = cache_folder
+        self._cubins = Cubins(cache_folder, compiling)
         self.name = f"cuda:{index}"
         self._side: Any = None  # the stream and the memory of captures, made when first needed
         self._pool: Any = None
@@ -71,15 +74,15 @@ class Gpu:
 
     def kernels(self, shapes: Shapes) -> Kernels:
         """Those of a model's passes."""
-        return Kernels(shapes, self._folder)
+        return Kernels(shapes, self._cubins)
 
     def draws(self, vocab_size: int, rows: int) -> DrawKernels:
         """Those of the draw."""
-        return DrawKernels(vocab_size, rows, self._folder)
+        return DrawKernels(vocab_size, rows, self._cubins)
 
     def steps(self) -> StepKernels:
         """Those at both ends of a round."""
-        return StepKernels(self._folder)
+        return StepKernels(self._cubins)
 
     def capture(self, work: Callable[[], object]) -> Graph:
         """A graph of what `work` launches. It runs once before, so that everything is compiled and loaded."""

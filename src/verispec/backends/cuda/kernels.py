@@ -12,14 +12,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
-from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 import torch
 
 from verispec.backends.cuda.arguments import current_stream, filled, pointers, struct
 from verispec.backends.cuda.bit_model import softmax_scale
-from verispec.backends.cuda.compiler import Kernel, Modules
+from verispec.backends.cuda.compiler import NOT_KEPT, Cubins, Kernel, Modules
 from verispec.backends.cuda.quantize import Quantized
 from verispec.backends.cuda.shapes import SPAN, TILE, Shapes, num_parts
 
@@ -318,11 +317,11 @@ def tree_of_parts(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 class Kernels:
-    """All kernels of one model on the current device; compiled when first used, kept in `cache_folder`."""
+    """All kernels of one model on the current device; compiled when first used, if `cubins` does not have them."""
 
-    def __init__(self, shapes: Shapes, cache_folder: Path | None = None) -> None:
+    def __init__(self, shapes: Shapes, cubins: Cubins = NOT_KEPT) -> None:
         self.shapes = shapes
-        self._modules = Modules(cache_folder)
+        self._modules = Modules(cubins)
         self._kernels: dict[tuple[object, ...], Kernel] = {}
         self._sizes = {"WIDTH": shapes.width, "HEADS": shapes.heads, "KV_HEADS": shapes.kv_heads}
         self._sizes |= {"HEAD_DIM": shapes.head_dim, **({"GELU": 1} if shapes.gelu else {})}
