@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,9 +14,10 @@ torch = pytest.importorskip("torch")
 from tests.support.cuda_stand_in import StandIn, StandInKernels  # noqa: E402
 from tests.support.tiny_models import TinyConfig, make_tensors  # noqa: E402
 from verispec.backends.audit import Audit, ProbeOutcome, audit  # noqa: E402
-from verispec.backends.cuda import answers, tiny  # noqa: E402
+from verispec.backends.cuda import answers, kernels, tiny  # noqa: E402
 from verispec.backends.cuda.backend import CudaBackend, CudaModel  # noqa: E402
 from verispec.backends.cuda.kernels import product_form  # noqa: E402
+from verispec.backends.cuda.shapes import Shapes  # noqa: E402
 
 pytestmark = pytest.mark.cuda
 
@@ -121,3 +123,31 @@ def test_known_answers_are_asked_of_groups(name: str, tmp_path: Path, monkeypatc
     assert answers.wrong_answers(StandIn(), name) == ()
     wrong = answers.wrong_answers(Faulty("groups"), name)
     assert wrong == (f"{name}, pass 0, rows in groups", f"{name}, pass 1, rows in groups")
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_name_of_a_form_is_that_of_what_is_launched(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the real kernels' host side, for a GPU of 132 SMs."""
+    launched: list[str] = []
+
+    class Launch:
+        def __init__(self, name: str, *, two_buffers: bool = False, cluster: bool = False) -> None:
+            self._told = name, two_buffers, cluster
+
+        def launch(self, *args: object, cluster: int = 1, **how: object) -> None:
+            name, two_buffers, has_cluster = self._told
+            assert has_cluster == (cluster > 1)
+            span = "a cluster for each row" if has_cluster else f"a block for each span{', two buffers' * two_buffers}"
+            launched.append("a block for each row" if name == "attention_whole" else span)
+
+    sms = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda name: sms)
+    monkeypatch.setattr(kernels, "current_stream", lambda: 0)
+    real = kernels.Kernels(Shapes(4096, 32, 8, head_dim, 14336, 128256, 1e-5))
+    monkeypatch.setattr(real, "_attention_kernel", Launch)
+    monkeypatch.setattr(real, "_attention_args", lambda *args: kernels.AttentionArgs())
+    for spans in (1, 4, 8, 16):
+        for rows in (1, 2, 4, 8, 33, 64, 4096):
+            real.attend_rows(None, None, None, None, first_row=0, rows=rows, spans=spans, window=1)
+            assert launched[-1] == real.rows_form(rows, spans), (rows, spans)
+    assert len(set(launched)) == 4
