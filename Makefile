@@ -46,7 +46,7 @@ test-scale: $(BIN)/.ray model ## Replicas on a cluster of local Ray nodes that a
 test-scale-core: $(BIN)/.ray model ## The core of it: two nodes are lost; and parquet files, since Ray brings pyarrow
 	$(BIN)/pytest -W ignore -s --times 0.2 tests/scale tests/cli/test_batch.py -k "mid_stream or fingerprint or options or parquet"
 
-test-cuda: $(BIN)/.cuda-compiler ## Compile the CUDA kernels and look at their PTX (installs NVRTC, 64 MB; no GPU)
+test-cuda: $(BIN)/.cuda-compiler ## Compile the CUDA kernels, look at their PTX and registers (installs NVRTC, 64 MB; no GPU)
 	$(BIN)/pytest -n auto -m cuda tests/backends/cuda/test_compile.py
 
 gpu-test: gpu-check-device $(GPU_CHECKS:%=gpu-check-%) $(if $(PROMPTS),gpu-check-oracle) ## On a machine with an H200 and torch: every kernel, the backend and (PROMPTS=FILE MODEL=FILE) the equality oracle; quicker with -j8

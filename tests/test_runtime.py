@@ -10,6 +10,9 @@ import pytest
 
 from tests.support.skipping import SOME_SKIPPED, menu_of
 from tests.support.tiny_llm import write_model
+from verispec import runtime
+from verispec.backends.select import default_backend
+from verispec.cli import options
 from verispec.llm import LLM
 from verispec.model import cache_dir
 from verispec.model.file_digest import FileDigest
@@ -47,6 +50,23 @@ def test_skip_sets_are_found_at_load_and_never_in_a_step(model: Path, monkeypatc
         for drafter in ("auto", "skip"):
             llm.generate([[1, 2, 3]], PARAMS, drafter=drafter)
         assert read == [model]
+
+
+@pytest.mark.parametrize("lost", ["the CUDA backend is missing: this machine has none", None])
+def test_what_is_lost_with_the_default_backend_is_logged(
+    model: Path, lost: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once; and not of a backend that was named, nor where the command line has said it."""
+    monkeypatch.setattr(runtime, "default_backend", lambda: "numpy")
+    monkeypatch.setattr(runtime, "what_is_lost", lambda name: lost if name == "numpy" else None)
+    with LLM(model, drafter="none"):
+        assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [lost] * bool(
+            lost
+        )
+    caplog.clear()
+    with LLM(model, backend="numpy", drafter="none"):
+        assert not caplog.records
+    assert options.llm_arguments(options.Loading(), None, quiet=True)["backend"] == default_backend()
 
 
 def test_a_model_that_is_dropped_ends_its_thread(model: Path) -> None:

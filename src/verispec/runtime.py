@@ -30,6 +30,7 @@ from verispec.backends.select import (
     fitting_slots,
     make_backend,
     uses_gpu,
+    what_is_lost,
 )
 from verispec.config import DEFAULTS, MAX_SIZE, EngineConfig
 from verispec.constraints import Compiler
@@ -62,6 +63,20 @@ from verispec.types import Accept, SamplingParams
 Message = Mapping[str, Any]
 LoadProgress = Callable[[str, float], None]
 logger = logging.getLogger(__name__)
+
+
+class _Report:
+    """Hands on how far loading is, until it has ended: a backend may go on to report, from another thread."""
+
+    def __init__(self, progress: LoadProgress | None) -> None:
+        self._progress = progress
+
+    def __call__(self, stage: str, share: float) -> None:
+        if self._progress is not None:
+            self._progress(stage, share)
+
+    def end(self) -> None:
+        self._progress = None
 
 
 class Runtime:
@@ -113,14 +128,17 @@ class Runtime:
         fast_weights: str = "same",
         progress: LoadProgress | None = None,
     ) -> None:
-        report = progress or (lambda stage, share: None)
+        report = _Report(progress)
         if draft_len is not None:
             check_int("draft_len", draft_len, 0, MAX_SIZE)
         threads = None if threads is None else check_int("threads", threads, 1, 1024)
         for name, flag in (("force", force), ("full_audit", full_audit), ("fresh_audit", fresh_audit)):
             check_bool(name, flag)
         family = None if family is None else _checked_family(family)
-        backend = default_backend() if backend is None else backend
+        if backend is None:
+            backend = default_backend()
+            if (lost := what_is_lost(backend)) is not None:
+                logger.warning("%s", lost)
         check_name(backend, check_int("device", device, 0, MAX_SIZE))
         if fast_weights not in DRAFT_BITS:
             raise InputError(f"fast_weights must be {', '.join(DRAFT_BITS)}, not {fast_weights!r}")
@@ -181,6 +199,7 @@ class Runtime:
         self._menu: SkipMenu | None = None
         if drafter == SKIP_DRAFTER:
             self._tune_quickly(report)
+        report.end()
         self.thread = EngineThread(self.fresh_engine())
         weakref.finalize(self, self.thread.stop, drains=_nothing)
 

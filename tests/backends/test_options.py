@@ -65,6 +65,7 @@ def test_on_another_gpu_torch_serves_and_says_so(
 ) -> None:
     monkeypatch.setattr(available, "why_not", lambda index=0: "device 0 has compute capability 8.0")
     monkeypatch.setattr(available, "num_devices", lambda: num_devices)
+    monkeypatch.setattr(available, "why_no_torch", lambda: None if has_torch else "torch is missing")
     monkeypatch.setattr(select, "_has_torch", lambda: has_torch)
     name = select.default_backend()
     assert (name == "torch") is bool(num_devices and has_torch)

@@ -74,12 +74,18 @@ def test_audit_shows_purity_family_cost_and_profile(
     text = bare_cli("audit", "--model", str(path)).out
     assert text.count("pure: {") == 1, "one row, because the same was found of every kernel"
     for part in (
-        "attention", "  pure: {", "Known answers: all right", "Canonical family: ", "T(M, context)", f"hash  {profile}",
+        "Device:\n", "attention", "  pure: {", "Known answers: all right", "Canonical family: ", "T(M, context)",
+        f"hash  {profile}",
     ):  # fmt: skip
         assert part in text
     found = bare_cli("audit", "--json", "--model", str(path)).json()
     assert (found["profile"], found["family"], found["wrong_answers"]) == (profile, list(family), [])
-    assert {"rows", "seconds", "seconds_per_context_token"} == set(found["cost"][0])
+    assert {"rows", "seconds", "seconds_per_context_token", "is_timed"} == set(found["cost"][0])
+    assert [cost["rows"] for cost in found["cost"] if not cost["is_timed"]] == [256]
+    assert text.count("not timed: as predicted") == 1
+    assert {f"  {value}\n" in text for value in found["device"].values()} == {True}
+    assert {str(kernel["forms"]) for kernel in found["kernels"]} == {"{}"}
+    assert "Implementations" not in text, "there is one of each"
 
 
 def test_version_names_backend_and_profile(bare_cli: Cli, smollm2: LLM) -> None:

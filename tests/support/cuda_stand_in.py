@@ -42,6 +42,9 @@ class StandInKernels:
     def attends_whole(self, num_groups, spans) -> bool:
         return spans == 1
 
+    def rows_form(self, rows, spans) -> str:
+        return f"rows of {spans} spans"
+
     def plain(self, x, w, *, many) -> torch.Tensor:
         return product(x, w).bfloat16()
 

@@ -5,7 +5,7 @@ moved and its neighbours replaced (random, huge, zero, NaN, Inf), and compares b
 form a family. One family is chosen by a fixed rule, never by timing; timing chooses only within it.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,21 +27,40 @@ def no_progress(stage: str, share: float) -> None:
     """The progress callback that shows nothing."""
 
 
+def _only_form(num_rows: int) -> str:
+    return ""
+
+
 @dataclass(frozen=True, slots=True)
 class KernelProbe:
-    """One kind of row kernel: `run` maps inputs [M, width] to outputs [M, ...], each row on its own if it is pure."""
+    """One kind of row kernel: `run` maps inputs [M, width] to outputs [M, ...], each row on its own if it is pure.
+
+    `form` names the implementation that `run` takes for so many rows, where it has several.
+    """
 
     name: str
     width: int
     run: Callable[[NDArray[np.float32]], NDArray[np.generic]]
+    form: Callable[[int], str] = _only_form
+
+
+class Form(NamedTuple):
+    """An implementation, and the shapes in which it was measured."""
+
+    name: str
+    shapes: tuple[int, ...]
 
 
 class ProbeOutcome(NamedTuple):
-    """What the audit saw of one kernel: shapes whose bits agree, class by class, and shapes that are not pure."""
+    """What the audit saw of one kernel: shapes whose bits agree, class by class, and shapes that are not pure.
+
+    `forms` are the implementations that were measured: those whose shapes share a class give the same bits.
+    """
 
     name: str
     classes: tuple[tuple[int, ...], ...]
     impure: tuple[int, ...]
+    forms: tuple[Form, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +88,33 @@ class Audit:
             classes = " ".join("{" + ",".join(map(str, c)) + "}" for c in outcome.classes) or "none"
             impure = f"  impure: {','.join(map(str, outcome.impure))}" if outcome.impure else ""
             names.setdefault(f"pure: {classes}{impure}", []).append(outcome.name)
-        lines = [f"{', '.join(alike):>12}  {found}" for found, alike in names.items()]
         families = " ".join("{" + ",".join(map(str, f)) + "}" for f in self.families) or "none"
-        return "\n".join([*lines, f"{'families':>12}  {families}"])
+        return "\n".join([*_lines(names), f"{'families':>12}  {families}"])
+
+    def forms_table(self) -> str:
+        """Which implementations were compared, by number of rows, in the same way; empty if there is one of each."""
+        names: dict[str, list[str]] = {}
+        for outcome in self.outcomes:
+            if outcome.forms:
+                every = sorted(shape for form in outcome.forms for shape in form.shapes)
+                shown = [f"{form.name} ({_ranges(form.shapes, every)})" for form in outcome.forms]
+                names.setdefault("; ".join(shown), []).append(outcome.name)
+        return "\n".join(_lines(names))
+
+
+def _lines(names: Mapping[str, Sequence[str]]) -> list[str]:
+    return [f"{', '.join(alike):>12}  {found}" for found, alike in names.items()]
+
+
+def _ranges(shapes: Sequence[int], every: Sequence[int]) -> str:
+    """Shapes as ranges of those there are: of 1, 2, 4, 8 and 16, "1-4, 16"."""
+    runs: list[list[int]] = []
+    for shape in shapes:
+        if runs and every.index(shape) == every.index(runs[-1][-1]) + 1:
+            runs[-1].append(shape)
+        else:
+            runs.append([shape])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def audit(
@@ -91,14 +134,18 @@ def _audit_kernel(probe: KernelProbe, shapes: Sequence[int]) -> ProbeOutcome:
     noise = rng.standard_normal(probe.width + _NOISE_SHIFTS).astype(np.float32)
     classes: dict[bytes, list[int]] = {}
     impure = []
+    forms: dict[str, list[int]] = {}
     for shape in shapes:
+        if name := probe.form(shape):
+            forms.setdefault(name, []).append(shape)
         seen = {_probe_bits(probe, row, noise, shape, index, kind) for index, kind in _placements(shape)}
         seen |= _bits_everywhere(probe, row, shape)
         if len(seen) > 1:
             impure.append(shape)
         else:
             classes.setdefault(seen.pop(), []).append(shape)
-    return ProbeOutcome(probe.name, tuple(tuple(c) for c in classes.values()), tuple(impure))
+    compared = tuple(Form(name, tuple(found)) for name, found in forms.items())
+    return ProbeOutcome(probe.name, tuple(tuple(c) for c in classes.values()), tuple(impure), compared)
 
 
 def _placements(shape: int) -> Iterable[tuple[int, str]]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from verispec.backends import kept
-from verispec.backends.audit import Audit, ProbeOutcome, Progress, audit, common_families, no_progress
+from verispec.backends.audit import Audit, Form, ProbeOutcome, Progress, audit, common_families, no_progress
 from verispec.backends.cost import BUDGET_SECONDS, CostTable, measure_cost
 from verispec.backends.protocol import Backend
 from verispec.kv import DRAFT_STORE, TARGET_STORE
@@ -25,7 +25,7 @@ from verispec.kv import DRAFT_STORE, TARGET_STORE
 Items = tuple[tuple[str, str], ...]
 _TIMED = frozenset((1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128))  # others are interpolated or extrapolated
 _MIN_OBSERVED = 16  # passes: fewer teach a table too little to be worth a file
-FORMAT = 6  # raised when the audit or the file changes meaning
+FORMAT = 7  # raised when the audit or the file changes meaning
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,4 +216,5 @@ def _read(path: Path | None, fingerprint: Items, shapes: Sequence[int]) -> _Reco
 
 
 def _outcome(data: Mapping[str, Any]) -> ProbeOutcome:
-    return ProbeOutcome(str(data["name"]), tuple(map(tuple, data["classes"])), tuple(data["impure"]))
+    forms = tuple(Form(str(name), tuple(shapes)) for name, shapes in data["forms"])
+    return ProbeOutcome(str(data["name"]), tuple(map(tuple, data["classes"])), tuple(data["impure"]), forms)

@@ -33,12 +33,12 @@ OPTIONS: Mapping[str, type[BackendOptions]] = {
 
 def default_backend() -> str:
     """The fastest backend there is here."""
-    from verispec.backends.cuda.available import num_devices, why_not
+    from verispec.backends.cuda.available import num_devices, why_no_torch, why_not
     from verispec.backends.native_library import why_missing
 
     if why_not() is None:
         return "cuda"
-    if num_devices() and _has_torch():
+    if num_devices() and why_no_torch() is None:
         return "torch"
     return "numpy" if why_missing() else "native"
 
@@ -59,11 +59,13 @@ def _has_torch() -> bool:
 
 def what_is_lost(backend: str) -> str | None:
     """One line about the backend that this one stands in for, if it does."""
-    from verispec.backends.cuda.available import why_not
+    from verispec.backends.cuda.available import why_no_device, why_not
     from verispec.backends.native_library import why_missing
 
     if backend == "torch" and (reason := why_not()) is not None:
         return f"the CUDA backend is missing: {reason}. torch serves, slower, in the shapes that the audit finds pure"
+    if backend == "native" and why_no_device(0) is None and (reason := why_not()) is not None:
+        return f"the CUDA backend is missing: {reason}. The CPU serves, many times slower"
     if backend == "numpy" and (reason := why_missing()) is not None:
         return f"the native backend is missing: {reason}. numpy serves, several times slower"
     return None
@@ -129,10 +131,10 @@ def make_backend(
         return load(checkpoints, options, progress=progress)
     models = [LoadedModel(c.architecture, c.tensor, c.stored) for c in checkpoints]
     if isinstance(options, TorchOptions):
-        from verispec.backends.gpu import loading
+        from verispec.backends.gpu import all_of, loading
         from verispec.backends.torch_backend import TorchBackend
 
-        with loading(options.num_slots):
+        with loading(all_of(options.num_slots)):
             return TorchBackend(models, options)
     if isinstance(options, NativeOptions):
         from verispec.backends.native_backend import NativeBackend

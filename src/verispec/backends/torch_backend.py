@@ -104,11 +104,13 @@ class TorchBackend:
                 found = attend(arch.layers[layer], heads, k_store, v_store, *model.placed(rows, table))
             return np.asarray(found.cpu().numpy())
 
-        return [
-            *model.probes(),
-            attention_probe(arch, self.limits, _PROBED_LENGTHS, attention, num_turns=len(_PROBED_LENGTHS)),
-            draw_probe(vocab_size, partial(draw.draw, np)),
-        ]
+        return self._health.guarding(
+            [
+                *model.probes(),
+                attention_probe(arch, self.limits, _PROBED_LENGTHS, attention, num_turns=len(_PROBED_LENGTHS)),
+                draw_probe(vocab_size, partial(draw.draw, np)),
+            ]
+        )
 
     def close(self) -> None:
         """Drop weights and stores."""

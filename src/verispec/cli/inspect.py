@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from verispec.cli import options, terminal
 from verispec.cli.parser import argument, option
 from verispec.errors import InputError
 
 if TYPE_CHECKING:
+    from verispec.backends.audit import Audit
     from verispec.llm import LLM
     from verispec.types import TokenLogprob
 
@@ -77,12 +78,13 @@ class Auditing:
 
 
 def audit(what: Auditing, loading: options.Loading) -> None:
-    """Show which pass shapes are row-pure here, what passes cost, and the profile.
+    """Show the device, which pass shapes are row-pure on it, what passes cost, and the profile.
 
-    Loading checks the native backend's kernels by known answers; this measures every kernel at every shape, which takes
-    minutes for a large model, and is kept.
+    Loading checks the kernels of the native and the CUDA backend by known answers; this measures every kernel at every
+    shape, which takes minutes for a large model, and is kept.
     A shape is a number of rows that a pass computes at once. It is row-pure if the bits of a row do not depend on the
-    other rows; shapes in one pair of braces give the same bits. Outputs can be equal only where the profile's hash is.
+    other rows; shapes in one pair of braces give the same bits, and so do the implementations that serve them. Outputs
+    can be equal only where the profile's hash is.
     """
     llm = options.load_llm(loading, full_audit=True, fresh_audit=what.fresh)
     if what.json:
@@ -93,21 +95,54 @@ def audit(what: Auditing, loading: options.Loading) -> None:
 
 def _audit_text(llm: LLM) -> str:
     found = llm.calibration
-    cost = zip(found.cost.shapes, found.cost.base, found.cost.per_context_token, strict=True)
     lines = [
-        "Shapes whose bits agree, kernel by kernel:",
+        "Device:",
+        *(f"{name:>10}  {value}" for name, value in llm.backend.device().items()),
+        "\nShapes whose bits agree, kernel by kernel:",
         found.audit.table(),
+        *_forms(found.audit),
         *_answers(found.wrong_answers),
         f"\nCanonical family: {', '.join(map(str, found.family)) or 'none'}",
         "\nCost of a pass, T(M, context):",
         f"{'rows':>8} {'ms':>7} + us per context token",
-        *(f"{shape:8} {base * 1e3:7.1f} {slope * 1e6:7.2f}" for shape, base, slope in cost),
+        *map(_cost_line, _costs(llm)),
         "\nProfile:",
         *(f"{name:>10}  {value}" for name, value in found.profile.fingerprint),
         f"{'version':>10}  {found.profile.weights_version} of the weights",
         f"{'hash':>10}  {found.profile.hash}",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _forms(audit: Audit) -> list[str]:
+    table = audit.forms_table()
+    return [f"\nImplementations that were compared, by number of rows:\n{table}"] if table else []
+
+
+class _Cost(NamedTuple):
+    """T of a shape: seconds without context, and per context token."""
+
+    rows: int
+    seconds: float
+    seconds_per_context_token: float
+    is_timed: bool
+
+
+def _costs(llm: LLM) -> list[_Cost]:
+    """Of the shapes that were timed; and as predicted, from the largest of these, of larger ones, doubling."""
+    cost, largest = llm.calibration.cost, max(llm.backend.shapes)
+    lines = zip(cost.shapes, cost.base, cost.per_context_token, strict=True)
+    found, rows = [_Cost(*line, is_timed=True) for line in lines], 2 * cost.shapes[-1]
+    while rows <= largest:
+        base = cost.seconds(rows, 0)
+        found.append(_Cost(rows, base, cost.seconds(rows, 1) - base, is_timed=False))
+        rows *= 2
+    return found
+
+
+def _cost_line(cost: _Cost) -> str:
+    shown = f"{cost.rows:8} {cost.seconds * 1e3:7.1f} {cost.seconds_per_context_token * 1e6:7.2f}"
+    return shown if cost.is_timed else f"{shown}  not timed: as predicted from the largest that was"
 
 
 def _answers(wrong: tuple[str, ...] | None) -> list[str]:
@@ -117,14 +152,12 @@ def _answers(wrong: tuple[str, ...] | None) -> list[str]:
 def _audit_object(llm: LLM) -> dict[str, Any]:
     found = llm.calibration
     return {
-        "kernels": [outcome._asdict() for outcome in found.audit.outcomes],
+        "device": dict(llm.backend.device()),
+        "kernels": [{**outcome._asdict(), "forms": dict(outcome.forms)} for outcome in found.audit.outcomes],
         "families": found.audit.families,
         "wrong_answers": found.wrong_answers,
         "family": found.family,
-        "cost": [
-            {"rows": shape, "seconds": base, "seconds_per_context_token": slope}
-            for shape, base, slope in zip(found.cost.shapes, found.cost.base, found.cost.per_context_token, strict=True)
-        ],
+        "cost": [cost._asdict() for cost in _costs(llm)],
         "fingerprint": dict(found.profile.fingerprint),
         "weights_version": found.profile.weights_version,
         "profile": found.profile.hash,

@@ -197,11 +197,14 @@ def load_llm(
 def llm_arguments(
     loading: Loading, drafting: Drafting | None, *, deterministic: bool = True, quiet: bool
 ) -> dict[str, Any]:
-    """What a command's options say to LLM, with notes on what a user would want to know of it."""
+    """What a command's options say to LLM, with notes on what a user would want to know of it. The backend is named, so
+    that LLM does not log what the notes say."""
+    from verispec.backends.select import default_backend
+
     chosen = {**asdict(loading), **(drafting.for_llm(deterministic, quiet=quiet) if drafting is not None else {})}
     if not quiet:
         _note_backend(loading)
-    return chosen
+    return {**chosen, "backend": loading.backend or default_backend()}
 
 
 def check_system(system: str | None, *, raw: bool = False) -> None:

@@ -114,6 +114,7 @@ class Engine:
             clock=clock,
         )
         self._flights: deque[Flight] = deque()
+        self._given_up: list[Sequence] = []  # who was in the air when a step failed
         self._ended_totals = Totals()
         self._live: dict[int, list[Sequence]] = {}
         self._ended: list[TokenEvent] = []
@@ -243,6 +244,7 @@ class Engine:
     def _abandon(self) -> None:
         while self._flights:
             self._flights.popleft().abandon()
+        self._given_up = [s for s in self._roster.running if s.kv.num_flights]
         self._roster.void()
 
     def _note_host_seconds(self, start: float, waited: float, step: Step) -> None:
@@ -280,9 +282,11 @@ class Engine:
         return bool(samples)
 
     def fail(self, error: str) -> list[TokenEvent]:
-        """End what was in the step that failed, with an error; returns what became visible. The others can go on."""
-        running = self._roster.running
-        failed = [s for s in running if s.kv.num_flights] or list(running) or list(self._roster.waiting)
+        """End what was in the air when a step failed, with an error; returns what became visible. The others can go
+        on."""
+        running = list(self._roster.running)
+        failed = [s for s in running if s in self._given_up] or running or list(self._roster.waiting)
+        self._given_up = []
         self._roster.void()
         for sequence in failed:
             sequence.fail(error)

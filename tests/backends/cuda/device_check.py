@@ -96,13 +96,7 @@ def tiny_rows(rows: tiny.TinyRows, first: int, count: int, *, tail: int) -> dict
 
 
 def tiny_groups(rows: dict[str, np.ndarray], most: int) -> torch.Tensor:
-    groups, first = [], 0
-    seqs = rows["seq_rows"]
-    for i in range(1, len(seqs) + 1):
-        if i == len(seqs) or seqs[i] != seqs[first] or i - first == most:
-            groups.append((first, i - first))
-            first = i
-    return torch.tensor(groups, dtype=torch.int32, device="cuda")
+    return torch.tensor(tiny.groups_of(rows["seq_rows"], most), dtype=torch.int32, device="cuda")
 
 
 def check_tiny(name: str, goldens: dict[str, dict[str, str]]) -> None:

@@ -19,6 +19,7 @@ import torch
 from tests.backends.cuda.backend_check import FAILED, report
 from tests.backends.cuda.device_check import SHAPES, decode_rows, device_inputs, random_model
 from verispec.backends.cuda.arguments import filled
+from verispec.backends.cuda.compiler import Cubins
 from verispec.backends.cuda.device import Gpu
 from verispec.backends.cuda.forward import DeviceModel, Plan
 from verispec.backends.cuda.kernels import ALL_FEW, Kernels, Kind, Layer, LinearArgs
@@ -44,7 +45,7 @@ def far(got: torch.Tensor, wanted: torch.Tensor, most: float) -> int:
 
 def check_products(name: str) -> None:
     shapes, _ = DRAFTS[name]
-    kernels = Kernels(shapes, cache_dir() / "cuda")
+    kernels = Kernels(shapes, Cubins(cache_dir() / "cuda"))
     sizes = ((shapes.qkv, shapes.width), (shapes.width, shapes.attention), (2 * shapes.mlp, shapes.width))
     generator = torch.Generator(device="cuda").manual_seed(1)
     compared = wrong = unlike = 0

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from verispec.backends.cuda.compiler import CudaError, compile_cubin, compile_ptx
+from verispec.backends.cuda.compiler import CompileError, compile_cubin, compile_ptx, compile_verbose
 
 pytestmark = pytest.mark.cuda
 
@@ -60,11 +60,44 @@ def test_ptx_has_no_approximations_and_only_k16_products(
     assert not re.findall(r"\b(?:add|sub|mul|fma)\.f32", ptx)
 
 
-@pytest.mark.parametrize("architecture", ["sm_90a", "sm_100"])  # before these there is no launch-ahead
-def test_code_for_the_device_is_made_without_one(architecture: str) -> None:
-    assert compile_cubin(*SOURCES[0], architecture)[:4] == b"\x7fELF"
+# One of each source, and what takes most registers: heads of 256.
+ASSEMBLED = [*{source: (source, defines) for source, defines in reversed(SOURCES)}.values()]
+ASSEMBLED += [("attention.cu", ATTENTION | {"HEAD_DIM": 256, "WHOLE": 1})]
+# Bytes that a kernel may spill; all others spill nothing. Those between passes run in one block.
+SPILLED = {"begin_level": 64, "end_level": 512}
+SPILLED_AT_256 = {"attention_groups": 2560}
+
+
+def spilled(log: str) -> dict[str, int]:
+    """Bytes that are stored for want of registers, by kernel."""
+    found = re.findall(r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores", log, re.DOTALL)
+    return {name: int(nbytes) for name, nbytes in found}
+
+
+@pytest.mark.parametrize(("source", "defines"), ASSEMBLED)
+def test_code_for_the_device_keeps_to_its_registers(source: str, defines: dict[str, int]) -> None:
+    """Made without a device. Whoever spills waits for memory."""
+    code, log = compile_verbose(source, defines)
+    assert code[:4] == b"\x7fELF"
+    limits, found = SPILLED | (SPILLED_AT_256 if defines.get("HEAD_DIM") == 256 else {}), spilled(log)
+    assert found
+    assert {name: nbytes for name, nbytes in found.items() if nbytes > limits.get(name, 0)} == {}
+
+
+def test_registers_that_do_not_suffice_are_noticed() -> None:
+    """The control: blocks of so many warps that two of them leave a thread too few."""
+    defines = {"KIND": 1, "N": 576, "K": 1536, "BITS": 8, "BLOCK_ROWS": 8, **DRAFTS}
+    assert spilled(compile_verbose("quantized.cu", defines)[1]) == {"quantized": 0}
+    assert spilled(compile_verbose("quantized.cu", defines | {"WARPS": 24})[1])["quantized"] > 0
+
+
+def test_code_for_a_later_device_is_made() -> None:
+    assert compile_cubin(*SOURCES[0], "sm_100")[:4] == b"\x7fELF"
 
 
 def test_what_does_not_compile_says_why() -> None:
-    with pytest.raises(CudaError, match="KIND"):
+    """In one sentence with the first reason; a traceback has them all."""
+    with pytest.raises(CompileError, match=r"do not compile with NVRTC \d+\.\d+ \(.*KIND.*\): pip install") as found:
         compile_cubin("linear.cu", {})
+    assert "\n" not in str(found.value)
+    assert str(found.value.__notes__).count("error") > 1

@@ -1,4 +1,4 @@
-"""The known-answer test of the kernels: logits of a tiny model must have the digests an H200 gave, in both forms."""
+"""The known-answer test of the kernels: logits of a tiny model must have the digests an H200 gave, by every form."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from verispec.backends.cuda import tiny
 from verispec.backends.cuda.device import Device
 from verispec.backends.cuda.forward import DeviceModel, Plan
 from verispec.backends.cuda.kernels import ALL_FEW, ALL_MANY, RowInputs
+
+# Products of few rows and of many; attention of single rows, and of groups.
+_WAYS = (("few rows", ALL_FEW, False), ("many rows", ALL_MANY, False), ("rows in groups", ALL_MANY, True))
 
 
 def wrong_answers(device: Device, family: str) -> tuple[str, ...]:
@@ -27,14 +30,18 @@ def wrong_answers(device: Device, family: str) -> tuple[str, ...]:
         table = tiny.slot_table()
         given = torch.from_numpy(table[1, : tiny.GIVEN_A]).to(device.name)
         kv = [torch.from_numpy(part).to(device.name, torch.bfloat16) for part in tiny.given_kv(source)]
-        for forms, form in ((ALL_FEW, "few"), (ALL_MANY, "many")):
+        for form, forms, grouped in _WAYS:
             model.k[:, given], model.v[:, given] = kv
             for number, rows in enumerate(tiny.passes()):
-                plan = Plan(len(rows.positions), forms, len(rows.positions), spans=2)
+                count = len(rows.positions)
+                plan = Plan(count, forms, count, spans=2)
+                if grouped:
+                    groups = tiny.groups_of(rows.seq_rows, model.kernels.rows_per_group)
+                    plan = plan._replace(single_rows=0, groups=torch.from_numpy(groups).to(device.name))
                 with device.exact_products():
                     logits = model.forward(_inputs(rows, table, device.name), plan)
                 if tiny.digest(logits.cpu().numpy()) != goldens[f"{number}/logits"]:
-                    wrong.append(f"{name}, pass {number}, {form} rows")
+                    wrong.append(f"{name}, pass {number}, {form}")
     return tuple(wrong)
 
 

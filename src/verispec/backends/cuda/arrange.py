@@ -34,7 +34,7 @@ _MIXED_SIZES = (
 _HEAD_SIZES = (8, 32, 64, 128, 256, 512, 1024)
 MAX_ROWS, MAX_HEAD_ROWS = ROW_SIZES[-1], _HEAD_SIZES[-1]
 MAX_PLACES = _MIXED_SIZES[-1]
-_MIN_RUN = 24  # rows: a shorter run, as drafts are, is attended to row by row: fewer sizes to capture
+MIN_RUN = 24  # rows: a shorter run, as drafts are, is attended to row by row: fewer sizes to capture
 PADDING = np.array([0, 0, DUMP_SLOT, 0, 1, 0], np.int32)  # its context is the first entry of the padding's table row
 
 
@@ -69,7 +69,7 @@ def arrange(rows: Rows, num_head: int, rows_per_group: int) -> Arranged:
     linked = plain[1:] & plain[:-1] & (seq_rows[1:] == seq_rows[:-1]) & (positions[1:] == positions[:-1] + 1)
     starts = np.flatnonzero(np.concatenate([[True], ~linked])) if len(real) else np.zeros(0, np.int64)
     lengths = np.diff(starts, append=len(real))
-    is_long = lengths >= _MIN_RUN
+    is_long = lengths >= MIN_RUN
     in_group = np.repeat(is_long, lengths)
     order = np.concatenate([np.flatnonzero(~in_group), np.flatnonzero(in_group)])
     num_single = len(real) - int(in_group.sum())
@@ -99,7 +99,7 @@ def arrange(rows: Rows, num_head: int, rows_per_group: int) -> Arranged:
     if (rows.tail_lens[real] > 0).any():
         tails = np.zeros((single + grouped, rows.tails.shape[1]), np.int32)
         tails[at] = rows.tails[source]
-    num_groups = -(-grouped // rows_per_group) + grouped // _MIN_RUN if grouped else 0
+    num_groups = -(-grouped // rows_per_group) + grouped // MIN_RUN if grouped else 0
     return Arranged(columns, places, _groups(lengths[is_long], single, rows_per_group), single, num_groups, head, tails)
 
 

@@ -476,11 +476,12 @@ class CudaBackend:
 
     def wrong_answers(self) -> tuple[str, ...]:
         """The cases of the known-answer test that fail on this device."""
-        return answers.wrong_answers(self._device, self._architectures[TARGET_STORE].family)
+        with self._health.guarded():
+            return answers.wrong_answers(self._device, self._architectures[TARGET_STORE].family)
 
     def probes(self) -> list[KernelProbe]:
         """The products, attention and draw of the target's model, each in the form that the number of rows asks for."""
-        return probes(self._models[TARGET_STORE], self._device, self.limits)
+        return self._health.guarding(probes(self._models[TARGET_STORE], self._device, self.limits))
 
     def close(self) -> None:
         """Drop weights, stores and graphs."""

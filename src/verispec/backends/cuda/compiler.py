@@ -10,9 +10,11 @@ import ctypes
 import hashlib
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from verispec.errors import VerispecError
 
 _SOURCES = Path(__file__).parent
 _HEADERS = ("arithmetic.cuh", "chains.cuh", "draw.cuh", "epilogues.cuh", "noise.cuh", "steps.cuh", "wide.cuh")
@@ -20,52 +22,108 @@ ARCHITECTURE = "sm_90a"
 _OPTIONS = ("--fmad=false", "--prec-div=true", "--prec-sqrt=true", "--ftz=false", "--std=c++17")
 
 
-class CudaError(RuntimeError):
-    """A call of the driver or the compiler failed."""
+_NO_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
+INSTALL = "pip install 'verispec[cuda]'"
+
+
+class CompileError(VerispecError):
+    """The compiler refused a kernel. The device works; what is installed does not fit together."""
+
+
+class CudaError(VerispecError, RuntimeError):
+    """A call of the driver failed; `is_memory` if for want of the GPU's memory."""
+
+    def __init__(self, message: str, *, is_memory: bool = False) -> None:
+        super().__init__(message)
+        self.is_memory = is_memory
 
 
 def _checked(result: tuple[Any, ...]) -> Any:
     error, *values = result
     if int(error) != 0:
-        raise CudaError(str(error))
+        raise CudaError(f"CUDA refused a call with {error.name}", is_memory=error.name == _NO_MEMORY)
     return values[0] if values else None
 
 
-def include_folders() -> list[Path]:
-    """Where CUDA's headers lie: beside the NVRTC that pip installed."""
-    import nvidia
+def what_is_missing() -> str | None:
+    """What compiling needs and this machine lacks, and what to do, in one sentence; None if all is there."""
+    try:
+        from cuda.bindings import driver, nvrtc  # noqa: F401
+    except ImportError:
+        return f"cuda-bindings is missing, which comes with torch 2.10 or newer: {INSTALL}"
+    try:
+        compiler_version()
+    except (RuntimeError, OSError):  # of whatever looks for libraries
+        return f"NVRTC, CUDA's compiler, cannot be loaded: {INSTALL}"
+    if not include_folders():
+        return f"CUDA's headers are missing, which come with NVRTC: {INSTALL}"
+    return None
 
+
+def include_folders() -> list[Path]:
+    """Where CUDA's headers lie: beside the NVRTC that pip installed. Empty if they are not there."""
+    try:
+        import nvidia
+    except ImportError:
+        return []
     folders = [Path(base) / kind / "include" for base in nvidia.__path__ for kind in ("cu13", "cuda_runtime")]
     return [folder for folder in folders if (folder / "cuda_bf16.h").exists()]
 
 
-def _compiled(source: str, defines: Mapping[str, int], architecture: str) -> Any:
+def _compiled(source: str, defines: Mapping[str, int], architecture: str, *more: str) -> Any:
     from cuda.bindings import nvrtc
 
     text = (_SOURCES / source).read_bytes()
     headers = [(_SOURCES / name).read_bytes() for name in _HEADERS]
-    options = [f"--gpu-architecture={architecture}", *_OPTIONS]
+    options = [f"--gpu-architecture={architecture}", *_OPTIONS, *more]
     options += [f"-D{name}={value}" for name, value in defines.items()]
     options += [f"-I{folder}" for folder in include_folders()]
     names = [name.encode() for name in _HEADERS]
     program = _checked(nvrtc.nvrtcCreateProgram(text, source.encode(), len(headers), headers, names))
     (error,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
     if int(error) != 0:
-        log = bytearray(_checked(nvrtc.nvrtcGetProgramLogSize(program)))
-        nvrtc.nvrtcGetProgramLog(program, log)
-        raise CudaError(f"{source} does not compile for {dict(defines)}: {log.decode(errors='replace')}")
+        raise _not_compiled(source, defines, _log_of(program))
     return program
 
 
-def compile_cubin(source: str, defines: Mapping[str, int], architecture: str = ARCHITECTURE) -> bytes:
-    """Machine code of one source file of this folder. Raises CudaError with the compiler's log."""
+def _log_of(program: Any) -> str:
     from cuda.bindings import nvrtc
 
-    program = _compiled(source, defines, architecture)
+    log = bytearray(_checked(nvrtc.nvrtcGetProgramLogSize(program)))
+    _checked(nvrtc.nvrtcGetProgramLog(program, log))
+    return log.rstrip(b"\0").decode(errors="replace")
+
+
+def _not_compiled(source: str, defines: Mapping[str, int], log: str) -> CompileError:
+    """One sentence with the log's first error; the whole log is a note, which a traceback shows."""
+    first = next((line for line in log.splitlines() if "error" in line), "no reason was given").strip()
+    found = CompileError(
+        f"the CUDA kernels do not compile with NVRTC {compiler_version()} ({first}): {INSTALL} --force-reinstall, or "
+        "use the native backend"
+    )
+    found.add_note(f"{source} for {dict(defines)}:\n{log}")
+    return found
+
+
+def compile_cubin(source: str, defines: Mapping[str, int], architecture: str = ARCHITECTURE) -> bytes:
+    """Machine code of one source file of this folder. Raises CompileError."""
+    return _cubin(source, defines, architecture)[0]
+
+
+def compile_verbose(source: str, defines: Mapping[str, int]) -> tuple[bytes, str]:
+    """The same, and what the assembler says of each kernel: its registers, and how much of them it spills."""
+    return _cubin(source, defines, ARCHITECTURE, "--ptxas-options=-v")
+
+
+def _cubin(source: str, defines: Mapping[str, int], architecture: str, *more: str) -> tuple[bytes, str]:
+    from cuda.bindings import nvrtc
+
+    program = _compiled(source, defines, architecture, *more)
     code = bytearray(_checked(nvrtc.nvrtcGetCUBINSize(program)))
     _checked(nvrtc.nvrtcGetCUBIN(program, code))
+    log = _log_of(program)
     _checked(nvrtc.nvrtcDestroyProgram(program))
-    return bytes(code)
+    return bytes(code), log
 
 
 def compile_ptx(source: str, defines: Mapping[str, int], architecture: str = ARCHITECTURE) -> str:
@@ -88,22 +146,37 @@ def compiler_version() -> str:
     return f"{major}.{minor}"
 
 
-def cached_cubin(source: str, defines: Mapping[str, int], folder: Path | None) -> bytes:
-    """The same, kept in `folder` under a hash of everything it depends on."""
-    if folder is None:
-        return compile_cubin(source, defines)
-    parts = [(_SOURCES / name).read_bytes() for name in (source, *_HEADERS)]
-    key = hashlib.sha256(b"\0".join([*parts, repr((sorted(defines.items()), ARCHITECTURE, _OPTIONS)).encode()]))
-    key.update(compiler_version().encode())
-    path = folder / f"{Path(source).stem}-{key.hexdigest()[:32]}.cubin"
-    if path.exists():
-        return path.read_bytes()
-    code = compile_cubin(source, defines)
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
-        file.write(code)
-    os.replace(file.name, path)  # two processes may compile at once; either's file is whole
-    return code
+class Cubins:
+    """Machine code by source and sizes, kept in `folder` (None: nowhere) under a hash of everything it depends on.
+
+    `compiling` is called before anything is compiled, which takes up to seconds.
+    """
+
+    def __init__(self, folder: Path | None = None, compiling: Callable[[], object] = lambda: None) -> None:
+        self._folder, self._compiling = folder, compiling
+
+    def get(self, source: str, defines: Mapping[str, int]) -> bytes:
+        """What `compile_cubin` gives, from the folder if it is there."""
+        path = None if self._folder is None else self._folder / self._name(source, defines)
+        if path is not None and path.exists():
+            return path.read_bytes()
+        self._compiling()
+        code = compile_cubin(source, defines)
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+                file.write(code)
+            os.replace(file.name, path)  # two processes may compile at once; either's file is whole
+        return code
+
+    def _name(self, source: str, defines: Mapping[str, int]) -> str:
+        parts = [(_SOURCES / name).read_bytes() for name in (source, *_HEADERS)]
+        key = hashlib.sha256(b"\0".join([*parts, repr((sorted(defines.items()), ARCHITECTURE, _OPTIONS)).encode()]))
+        key.update(compiler_version().encode())
+        return f"{Path(source).stem}-{key.hexdigest()[:32]}.cubin"
+
+
+NOT_KEPT = Cubins()
 
 
 class Kernel:
@@ -152,8 +225,8 @@ class Kernel:
 class Modules:
     """Kernels by source, sizes and name, compiled when first asked for."""
 
-    def __init__(self, folder: Path | None) -> None:
-        self._folder = folder
+    def __init__(self, cubins: Cubins) -> None:
+        self._cubins = cubins
         self._modules: dict[tuple[str, tuple[tuple[str, int], ...]], Any] = {}
 
     def kernel(self, source: str, name: str, defines: Mapping[str, int]) -> Kernel:
@@ -162,5 +235,5 @@ class Modules:
 
         key = (source, tuple(sorted(defines.items())))
         if key not in self._modules:
-            self._modules[key] = _checked(driver.cuModuleLoadData(cached_cubin(source, defines, self._folder)))
+            self._modules[key] = _checked(driver.cuModuleLoadData(self._cubins.get(source, defines)))
         return Kernel(self._modules[key], name)

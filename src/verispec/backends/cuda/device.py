@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from verispec.backends.cuda.compiler import Cubins
 from verispec.backends.cuda.drawing import DrawKernels
 from verispec.backends.cuda.kernels import Kernels, undivided_products
 from verispec.backends.cuda.shapes import Shapes
@@ -46,12 +47,26 @@ class Device(Protocol):
     def describe(self) -> dict[str, str]: ...
 
 
-class Gpu:
-    """One CUDA device; compiled kernels are kept in `cache_folder`."""
+@contextmanager
+def _ended_by(end: Callable[[], object]) -> Iterator[None]:
+    """Calls `end` in any case. Where the block failed that may fail, too, and the block's own error is what is told."""
+    try:
+        yield
+    except BaseException:
+        with suppress(RuntimeError):
+            end()
+        raise
+    end()
 
-    def __init__(self, index: int = 0, cache_folder: Path | None = None) -> None:
+
+class Gpu:
+    """One CUDA device. Compiled kernels are kept in `cache_folder`; `compiling` hears of those that are not there."""
+
+    def __init__(
+        self, index: int = 0, cache_folder: Path | None = None, compiling: Callable[[], object] = lambda: None
+    ) -> None:
         self._index = index
-        self._folder = cache_folder
+        self._cubins = Cubins(cache_folder, compiling)
         self.name = f"cuda:{index}"
         self._side: Any = None  # the stream and the memory of captures, made when first needed
         self._pool: Any = None
@@ -59,15 +74,15 @@ class Gpu:
 
     def kernels(self, shapes: Shapes) -> Kernels:
         """Those of a model's passes."""
-        return Kernels(shapes, self._folder)
+        return Kernels(shapes, self._cubins)
 
     def draws(self, vocab_size: int, rows: int) -> DrawKernels:
         """Those of the draw."""
-        return DrawKernels(vocab_size, rows, self._folder)
+        return DrawKernels(vocab_size, rows, self._cubins)
 
     def steps(self) -> StepKernels:
         """Those at both ends of a round."""
-        return StepKernels(self._folder)
+        return StepKernels(self._cubins)
 
     def capture(self, work: Callable[[], object]) -> Graph:
         """A graph of what `work` launches. It runs once before, so that everything is compiled and loaded."""
@@ -76,14 +91,11 @@ class Gpu:
         here = torch.cuda.current_stream()
         graph: Any = torch.cuda.CUDAGraph()
         self._side.wait_stream(here)
-        with undivided_products(), torch.cuda.stream(self._side):
+        with _ended_by(lambda: here.wait_stream(self._side)), undivided_products(), torch.cuda.stream(self._side):
             work()
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
+            with _ended_by(graph.capture_end):
                 work()
-            finally:
-                graph.capture_end()
-        here.wait_stream(self._side)
         self._first = self._first or graph
         captured: Graph = graph
         return captured

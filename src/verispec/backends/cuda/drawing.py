@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from verispec.backends.cuda.arguments import current_stream, filled, pointers, struct
-from verispec.backends.cuda.compiler import Kernel, Modules
+from verispec.backends.cuda.compiler import NOT_KEPT, Cubins, Kernel, Modules
 from verispec.backends.cuda.kernels import RowInputs
 
 _MIN_CHUNK, _MAX_CHUNK = 1024, 16384  # ids of one block
@@ -73,8 +72,8 @@ class DrawKernels:
     """The draw of up to `rows` rows. `token_ids` (-1: nothing to draw) and `logprobs` hold the last results, `totals`
     what makes log-probabilities of raw logits: the largest of each row, and the logarithm of their sum."""
 
-    def __init__(self, vocab: int, rows: int, cache_folder: Path | None = None, device: str = "cuda") -> None:
-        self._modules, self._kernels = Modules(cache_folder), dict[tuple[str, ...], Kernel]()
+    def __init__(self, vocab: int, rows: int, cubins: Cubins = NOT_KEPT, device: str = "cuda") -> None:
+        self._modules, self._kernels = Modules(cubins), dict[tuple[str, ...], Kernel]()
         self._vocab, most, self._chunks, self._device = vocab, -(-vocab // _MIN_CHUNK), 0, device
         self._filtering: dict[str, torch.Tensor] = {}
         empty = self._empty

@@ -12,14 +12,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
-from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 import torch
 
 from verispec.backends.cuda.arguments import current_stream, filled, pointers, struct
 from verispec.backends.cuda.bit_model import softmax_scale
-from verispec.backends.cuda.compiler import Kernel, Modules
+from verispec.backends.cuda.compiler import NOT_KEPT, Cubins, Kernel, Modules
 from verispec.backends.cuda.quantize import Quantized
 from verispec.backends.cuda.shapes import SPAN, TILE, Shapes, num_parts
 
@@ -270,6 +269,24 @@ def _wide_rows(rows: int) -> int:
     return 32 if rows <= 32 else 64
 
 
+def is_wide(w: torch.Tensor, rows: int) -> bool:
+    """Whether wide.cu serves them: more rows than a step of `mma` has, weights that do not stay in the cache."""
+    return rows > _ROWS_PER_TILE and w.shape[0] * w.shape[1] * 2 > CACHED_NBYTES and w.shape[1] % TILE == 0
+
+
+def product_form(w: torch.Tensor, rows: int, *, many: bool) -> str:
+    """What computes a product of so many rows in this form."""
+    return "library" if many else "wide.cu" if is_wide(w, rows) else "linear.cu"
+
+
+class SpanForm(NamedTuple):
+    """How blocks share the spans of single rows: attention.cu says what these are."""
+
+    two_buffers: bool
+    cluster: int
+    shared: int  # bytes
+
+
 @contextmanager
 def undivided_products() -> Iterator[None]:
     """cuBLASLt without split-K: its products then are the canonical chains. Process-wide, so restored at the end."""
@@ -300,11 +317,11 @@ def tree_of_parts(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 class Kernels:
-    """All kernels of one model on the current device; compiled when first used, kept in `cache_folder`."""
+    """All kernels of one model on the current device; compiled when first used, if `cubins` does not have them."""
 
-    def __init__(self, shapes: Shapes, cache_folder: Path | None = None) -> None:
+    def __init__(self, shapes: Shapes, cubins: Cubins = NOT_KEPT) -> None:
         self.shapes = shapes
-        self._modules = Modules(cache_folder)
+        self._modules = Modules(cubins)
         self._kernels: dict[tuple[object, ...], Kernel] = {}
         self._sizes = {"WIDTH": shapes.width, "HEADS": shapes.heads, "KV_HEADS": shapes.kv_heads}
         self._sizes |= {"HEAD_DIM": shapes.head_dim, **({"GELU": 1} if shapes.gelu else {})}
@@ -363,14 +380,27 @@ class Kernels:
             )
             return
         grid = (spans, self.shapes.kv_heads, rows)  # short spans run beside whole ones
+        form = self._span_form(rows, spans)
+        kernel = self._attention_kernel("attention_rows", two_buffers=form.two_buffers, cluster=form.cluster > 1)
+        kernel.launch(grid, 256, args, stream=current_stream(), shared=form.shared, cluster=form.cluster)
+
+    def _span_form(self, rows: int, spans: int) -> SpanForm:
         store, weights = SPAN * self.shapes.head_dim * 2, 16 * (SPAN + 8) * 2
         two_buffers = rows * self.shapes.kv_heads * spans <= 2 * self._num_sms
         two_buffers &= 2 * store + weights <= _MAX_BLOCK_NBYTES
         shared = (2 if two_buffers else 1) * store + weights
         fits = spans <= _FREE_CLUSTER or rows * self.shapes.kv_heads * spans * shared <= self._num_sms * _ALONE_NBYTES
         cluster = spans if two_buffers and fits and 1 < spans <= _MAX_CLUSTER else 1
-        kernel = self._attention_kernel("attention_rows", two_buffers=two_buffers, cluster=cluster > 1)
-        kernel.launch(grid, 256, args, stream=current_stream(), shared=shared, cluster=cluster)
+        return SpanForm(two_buffers, cluster, shared)
+
+    def rows_form(self, rows: int, spans: int) -> str:
+        """How `attend_rows` shares the work of so many rows."""
+        if self._takes_whole_rows(rows, spans):
+            return "a block for each row"
+        form = self._span_form(rows, spans)
+        if form.cluster > 1:
+            return "a cluster for each row"
+        return f"a block for each span{', two buffers' if form.two_buffers else ''}"
 
     @property
     def rows_per_group(self) -> int:
@@ -471,11 +501,6 @@ class Kernels:
         kernel = self._kernel("quantized.cu", "quantized", defines)
         kernel.launch(grid, 32 * (form.warps + 1), args, stream=current_stream(), shared=form.shared)
 
-    @staticmethod
-    def _is_wide(w: torch.Tensor, rows: int) -> bool:
-        """Whether wide.cu serves them: more rows than a step of `mma` has, weights that do not stay in the cache."""
-        return rows > _ROWS_PER_TILE and w.shape[0] * w.shape[1] * 2 > CACHED_NBYTES and w.shape[1] % TILE == 0
-
     def _wide(self, kind: Kind, w: torch.Tensor, parts: int, rows: int, args: ctypes.Structure) -> None:
         assert rows <= MAX_FEW_ROWS
         outputs, columns = w.shape
@@ -496,7 +521,7 @@ class Kernels:
             return
         outputs, columns = w.shape
         parts = 1 if kind is Kind.HEAD else num_parts(outputs, columns)
-        if self._is_wide(w, rows):
+        if is_wide(w, rows):
             self._wide(kind, w, parts, rows, args)
             return
         row_tiles = min(_MAX_ROW_TILES, -(-rows // _ROWS_PER_TILE))

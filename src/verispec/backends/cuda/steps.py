@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 from enum import Enum
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from verispec.backends.cuda.arguments import current_stream, filled, pointers, struct
-from verispec.backends.cuda.compiler import Kernel, Modules
+from verispec.backends.cuda.compiler import NOT_KEPT, Cubins, Kernel, Modules
 from verispec.backends.cuda.drawing import MASS_CHUNK, DrawInputs, Shares
 from verispec.backends.cuda.kernels import RowInputs
 from verispec.backends.protocol import BackendLimits
@@ -136,8 +135,8 @@ class Kept(NamedTuple):
 class StepKernels:
     """`begin` and `end` of a round, and `edit` before its draw, put on the current stream."""
 
-    def __init__(self, cache_folder: Path | None = None) -> None:
-        self._modules, self._kernels = Modules(cache_folder), dict[str, Kernel]()
+    def __init__(self, cubins: Cubins = NOT_KEPT) -> None:
+        self._modules, self._kernels = Modules(cubins), dict[str, Kernel]()
         self._counts: dict[tuple[int, ...], torch.Tensor] = {}  # of tokens, zero between draws
 
     def begin(self, state: StepState, sizes: StepSizes, stage: Stage = Stage.PASS) -> None:

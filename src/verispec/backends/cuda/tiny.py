@@ -3,7 +3,7 @@
 import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -127,6 +127,16 @@ def passes() -> list[TinyRows]:
         rows = [(int(prompts[seq][j]), j, seq, int(table[seq, j])) for seq, positions in chunk for j in positions]
         result.append(TinyRows(*(np.array(column, np.int64) for column in zip(*rows, strict=True))))
     return result
+
+
+def groups_of(seq_rows: NDArray[np.integer[Any]], most: int) -> NDArray[np.int32]:
+    """Rows of one sequence that follow each other, as (first row, number of rows), `most` at once. [G, 2]"""
+    groups, first = [], 0
+    for i in range(1, len(seq_rows) + 1):
+        if i == len(seq_rows) or seq_rows[i] != seq_rows[first] or i - first == most:
+            groups.append((first, i - first))
+            first = i
+    return np.array(groups, np.int32)
 
 
 def bit_model_steps(model: TinyModel) -> list[dict[str, Float32]]:

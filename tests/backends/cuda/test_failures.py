@@ -1,0 +1,260 @@
+"""What becomes of requests when the device fails: memory that ran out ends what was in the air, all else ends all."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from queue import SimpleQueue
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from tests.backends import test_conformance as conformance  # noqa: E402
+from tests.support.cuda_stand_in import StandIn, StandInEvent, StandInGraph  # noqa: E402
+from tests.support.tiny_models import TinyConfig, make_tensors  # noqa: E402
+from verispec.backends import gpu  # noqa: E402
+from verispec.backends.cuda import device as devices  # noqa: E402
+from verispec.backends.cuda.backend import CudaBackend, CudaModel  # noqa: E402
+from verispec.backends.cuda.compiler import CompileError, CudaError  # noqa: E402
+from verispec.config import EngineConfig  # noqa: E402
+from verispec.engine import Engine, Request  # noqa: E402
+from verispec.engine.thread import EngineThread  # noqa: E402
+from verispec.errors import BackendDeadError, DeviceMemoryError, InputError  # noqa: E402
+from verispec.spec.registry import DRAFTERS, DraftSetup  # noqa: E402
+from verispec.types import FinishReason, SampleOutput, SamplingParams, TokenEvent  # noqa: E402
+
+pytestmark = pytest.mark.cuda
+
+MEMORY = {
+    "torch's own": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+    "a graph that is made": torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be"),
+    "a module that is loaded": CudaError("CUDA refused a call with CUDA_ERROR_OUT_OF_MEMORY", is_memory=True),
+    "a library": RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+}
+FATAL = {
+    "torch's own": torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nCUDA kernel"),
+    "a launch": CudaError("CUDA refused a call with CUDA_ERROR_ILLEGAL_ADDRESS"),
+    "a library": RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasLtMatmul`"),
+}
+TIMEOUT_S = 60
+
+
+class Failing(StandIn):
+    """Fails once, where it is told to, when `fails_at` passes are in the air."""
+
+    def __init__(self, error: Exception | None, *, where: str, fails_at: int) -> None:
+        super().__init__()
+        self.num_aloft, self.most_aloft = 0, 0
+        self._error, self._where, self._fails_at = error, where, fails_at
+        self._num_read = 0
+
+    def at(self, where: str) -> None:
+        if self._error is not None and (where, self.num_aloft) == (self._where, self._fails_at) and self._num_read > 2:
+            error, self._error = self._error, None
+            raise error
+
+    def capture(self, work) -> StandInGraph:
+        work()
+
+        def replay() -> None:
+            self.at("replay")
+            work()
+
+        return StandInGraph(replay)
+
+    def event(self) -> StandInEvent:
+        device = self
+
+        class Event(StandInEvent):
+            def record(self) -> None:
+                device.num_aloft += 1
+                device.most_aloft = max(device.most_aloft, device.num_aloft)
+
+            def synchronize(self) -> None:
+                device.at("read")
+                device.num_aloft, device._num_read = device.num_aloft - 1, device._num_read + 1
+
+        return Event()
+
+
+def requests(count: int) -> list[Request]:
+    return [
+        Request(conformance.PROMPT[i:][:6], SamplingParams(max_tokens=30, temperature=1.0, seed=i), is_streamed=False)
+        for i in range(count)
+    ]
+
+
+def backend_on(device: StandIn) -> CudaBackend:
+    config = TinyConfig(context_len=256)
+    model = CudaModel(config.architecture, make_tensors(config).__getitem__)
+    return CudaBackend([model], device=device, num_slots=200, num_seq_rows=8)
+
+
+def thread_on(device: StandIn) -> EngineThread:
+    """Two run at once, in bursts of which two are in the air."""
+    config = EngineConfig(num_slots=200, max_running=2, max_burst=2, depth=2, prefix_cache=False)
+    drafters = {"none": DRAFTERS["none"](DraftSetup())}
+    return EngineThread(Engine(backend_on(device), family=(1, 4, 16, 64), drafters=drafters, config=config))
+
+
+class Served:
+    """Requests that are given to a thread at once, and how each of them ends."""
+
+    def __init__(self, thread: EngineThread) -> None:
+        self._ended: SimpleQueue[SampleOutput] = SimpleQueue()
+        self._thread = thread
+
+    def __call__(self, events: list[TokenEvent]) -> None:
+        for event in events:
+            if event.output is not None:
+                self._ended.put(event.output)
+
+    def outputs(self, asked: list[Request]) -> dict[int, SampleOutput]:
+        """By seed."""
+        with self._thread.alone():
+            pass
+        for request in asked:
+            self._thread.submit(request, self)
+        found = [self._ended.get(timeout=TIMEOUT_S) for _ in asked]
+        return {output.seed: output for output in found}
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[int, str]:
+    """Digests where nothing fails."""
+    device = Failing(None, where="", fails_at=0)
+    thread = thread_on(device)
+    found = Served(thread).outputs(requests(5))
+    thread.stop()
+    assert device.most_aloft == 2
+    assert {output.finish_reason for output in found.values()} == {FinishReason.LENGTH}
+    return {seed: output.digest for seed, output in found.items()}
+
+
+@pytest.mark.parametrize(("where", "fails_at"), [("replay", 1), ("read", 2)])
+@pytest.mark.parametrize("error", MEMORY.values(), ids=MEMORY.keys())
+def test_memory_that_ran_out_ends_what_was_in_the_air(
+    error: Exception, where: str, fails_at: int, expected: dict[int, str]
+) -> None:
+    """Those who waited are served, and so is who comes later; nothing else is lost."""
+    device = Failing(error, where=where, fails_at=fails_at)
+    thread = thread_on(device)
+    served = Served(thread)
+    found = served.outputs(requests(4))
+    failed = {seed: output for seed, output in found.items() if output.finish_reason is FinishReason.ERROR}
+    assert 1 <= len(failed) <= 2
+    assert all("DeviceMemoryError: the GPU's memory ran out in a pass" in str(o.error) for o in failed.values())
+    assert {seed: o.digest for seed, o in found.items() if seed not in failed} == {
+        seed: digest for seed, digest in expected.items() if seed in found and seed not in failed
+    }
+    later = served.outputs(requests(5)[4:])
+    assert later[4].digest == expected[4]
+    thread.engine.check()
+    thread.stop()
+
+
+@pytest.mark.parametrize(("where", "fails_at"), [("replay", 1), ("read", 2)])
+@pytest.mark.parametrize("error", FATAL.values(), ids=FATAL.keys())
+def test_a_device_that_failed_ends_everything(error: Exception, where: str, fails_at: int) -> None:
+    """Whoever runs or waits hears why, and whoever comes later is refused for the same reason."""
+    thread = thread_on(Failing(error, where=where, fails_at=fails_at))
+    found = Served(thread).outputs(requests(4))
+    reason = str(error).split("\n")[0]
+    assert {output.finish_reason for output in found.values()} == {FinishReason.ERROR}
+    assert {output.error for output in found.values()} == {
+        f"the GPU failed and cannot be used by this process any more: {reason}"
+    }
+    with pytest.raises(BackendDeadError, match="cannot be used by this process any more"):
+        thread.submit(requests(1)[0], lambda events: None)
+    thread.stop()
+
+
+def test_what_is_not_the_devices_fault_does_not_kill_it() -> None:
+    """A mistake of ours, or a kernel that does not compile."""
+    health = gpu.Health()
+    for error in (RuntimeError("shapes do not match"), CompileError("the CUDA kernels do not compile"), ValueError()):
+        with pytest.raises(type(error)), health.guarded():
+            raise error
+    with health.guarded():
+        pass
+
+
+@pytest.mark.parametrize("error", [*MEMORY.values(), *FATAL.values()])
+def test_what_fails_while_a_model_is_loaded_is_one_sentence(error: Exception) -> None:
+    class Broken(StandIn):
+        def kernels(self, shapes):
+            raise error
+
+    is_memory = any(error is each for each in MEMORY.values())
+    with pytest.raises(InputError if is_memory else BackendDeadError) as found, gpu.loading(gpu.all_of(200)):
+        backend_on(Broken())
+    says = "K/V of 200 tokens do not fit into the GPU's memory: lower" if is_memory else "nvidia-smi, then try again"
+    assert says in str(found.value)
+    assert "\n" not in str(found.value)
+    with pytest.raises(CompileError), gpu.loading(""):
+        raise CompileError("the CUDA kernels do not compile")
+
+
+@pytest.mark.parametrize("error", [*MEMORY.values(), *FATAL.values()])
+def test_what_fails_while_kernels_are_checked_has_a_type(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known answers and the audit's probes."""
+    backend = backend_on(StandIn())
+    kind = DeviceMemoryError if any(error is each for each in MEMORY.values()) else BackendDeadError
+
+    def broken(*args: object, **how: object) -> None:
+        raise error
+
+    probe = backend.probes()[0]
+    monkeypatch.setattr(backend._models[0].kernels, "plain", broken)
+    with pytest.raises(kind):
+        probe.run(torch.zeros(2, probe.width).numpy())
+    monkeypatch.setattr("verispec.backends.cuda.answers.wrong_answers", broken)
+    with pytest.raises(kind):
+        backend_on(StandIn()).wrong_answers()
+
+
+class FakeGraph:
+    """A capture that cannot be ended once something in it has failed."""
+
+    def __init__(self) -> None:
+        self.is_ended = False
+
+    def capture_begin(self, **how: object) -> None:
+        pass
+
+    def capture_end(self) -> None:
+        self.is_ended = True
+        if self.has_failed:
+            raise torch.AcceleratorError("CUDA error: operation failed due to a previous error during capture")
+
+
+class FakeStream:
+    def __init__(self) -> None:
+        self.waited_for: list[object] = []
+
+    def wait_stream(self, other: object) -> None:
+        self.waited_for.append(other)
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_failing_capture_ends_and_tells_its_first_error(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, here, side, runs = FakeGraph(), FakeStream(), FakeStream(), list[int]()
+    graph.has_failed = fails
+    for name, found in (("Stream", side), ("current_stream", here), ("graph_pool_handle", 0), ("CUDAGraph", graph)):
+        monkeypatch.setattr(devices.torch.cuda, name, lambda found=found: found)
+    monkeypatch.setattr(devices.torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(devices, "undivided_products", nullcontext)
+
+    def work() -> None:
+        runs.append(1)
+        if fails and len(runs) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    device = devices.Gpu()
+    if fails:
+        with pytest.raises(torch.OutOfMemoryError):
+            device.capture(work)
+    else:
+        assert device.capture(work) is graph
+    assert graph.is_ended
+    assert here.waited_for == [side], "what ran before the capture may still write"
