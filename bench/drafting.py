@@ -26,11 +26,9 @@ from verispec.backends.protocol import (
 from verispec.engine import Engine, Request
 from verispec.kv import DRAFT_STORE, TARGET_STORE
 from verispec.spec.drafter import Curve, Drafter, Refusal
-from verispec.spec.model_drafter import ModelDrafterConfig
 from verispec.spec.none import NoDrafter
 from verispec.spec.rate import Rate
 from verispec.spec.registry import DRAFTERS, DraftSetup, make_drafters
-from verispec.spec.skip import skip_drafter
 from verispec.spec.speculation import AUTO, Speculation
 from verispec.spec.suffix import SuffixConfig, SuffixDrafter
 from verispec.spec.tree import TreeShape
@@ -266,10 +264,8 @@ def drafters_of(llm: LLM) -> dict[str, Drafter]:
     for name, drafts in forced_drafts(llm).items():
 
         def forced(backend: Backend, name: str = name) -> Callable[[], Drafter]:
-            if name == "model":
-                return lambda: DRAFTERS[name](replace(setup, backend=backend, force=True))
-            config = ModelDrafterConfig(max_draft=30, force=True)  # without its exit: drafts of full length
-            return lambda: skip_drafter(backend, lambda: menu, config, cost=cost)
+            """Drafts of full length."""
+            return lambda: DRAFTERS[name](replace(setup, backend=backend, force=True, exits=False, draft_len=30))
 
         found[f"{name}, full"] = Renewed(forced(llm.backend))
         found[f"{name}, one-hot"] = Renewed(forced(OneHot(llm.backend)))

@@ -224,10 +224,7 @@ def test_a_linear_tree_is_the_chain_bit_for_bit(
     params = SamplingParams(max_tokens=40, temperature=temperature, top_k=9, seed=4, ignore_eos=True, logprobs=2)
 
     def drafted(tree: str) -> tuple[list[tuple[int, ...]], list[object]]:
-        setup = fake_setup(native.backend)
-        drafters = make_drafters(setup)
-        drafters["skip"]._config = replace(drafters["skip"]._config, exits=False)  # type: ignore[attr-defined]
-        engine = native.engine(drafters)
+        engine = native.engine(make_drafters(fake_setup(native.backend, exits=False)))
         drafts = recorded(engine)
         (output,) = run(
             engine, [Request([5, 9, 5], params, speculation=Speculation(drafter, tree=TreeShape.parse(tree)))]

@@ -24,19 +24,21 @@ def menu_of(
     return SkipMenu(profile, (MenuEntry(view, agreement, agreement),), "made up", 0)
 
 
-def fake_setup(backend: Backend, *, draft_len: int | None = None) -> DraftSetup:
+def fake_setup(backend: Backend, *, draft_len: int | None = None, exits: bool = True) -> DraftSetup:
     """Every drafter drafts, whatever that promises; the backend needs a second store for `model`."""
     draft_cost = CostTable((1, 64), (0.1, 0.1), (0.0, 0.0)) if backend.limits.num_stores > 1 else None
-    return replace(skip_setup(backend, draft_len=draft_len), draft_cost=draft_cost)
+    return replace(skip_setup(backend, draft_len=draft_len), draft_cost=draft_cost, exits=exits)
 
 
 CHEAP = CostTable((1, 64), (1e-6, 1e-6), (0.0, 0.0))
 
 
-def cheap_setup(backend: Backend, draft_len: int) -> DraftSetup:
+def cheap_setup(backend: Backend, draft_len: int, *, exits: bool = True) -> DraftSetup:
     """Drafts take so little time that a stream may wait for several rounds of them."""
     menu = menu_of(SOME_SKIPPED, full=1e-6, attention=1e-7, mlp=1e-7)
-    return DraftSetup(draft_len=draft_len, backend=backend, find_menu=lambda: menu, draft_cost=CHEAP, force=True)
+    return DraftSetup(
+        draft_len=draft_len, backend=backend, find_menu=lambda: menu, draft_cost=CHEAP, force=True, exits=exits
+    )
 
 
 def skip_setup(

@@ -46,10 +46,12 @@ class Held(NamedTuple):
 
 
 class Level(NamedTuple):
-    """Nodes that come and go together, and the tokens they are expected to add."""
+    """Nodes that come and go together, the tokens they are expected to add, and the chance that they are drafted at
+    all: behind an early end there are none."""
 
     num_nodes: int
     tokens: float
+    share: float = 1.0
 
 
 class Curve(NamedTuple):
@@ -270,11 +272,11 @@ def _in_range(curve: Curve) -> Curve | None:
     """The curve with at most MAX_NODES nodes and chances for tokens; None where nothing is left of it."""
     levels: list[Level] = []
     room = MAX_NODES
-    for num_nodes, tokens in curve.levels:
+    for num_nodes, tokens, share in curve.levels:
         if not isinstance(num_nodes, int):
             raise ValueError("a curve counts whole nodes")
         room -= num_nodes
         if room < 0 or num_nodes < 1 or not tokens > 0:  # also NaN
             break
-        levels.append(Level(num_nodes, min(1.0, tokens)))
+        levels.append(Level(num_nodes, min(1.0, tokens), min(1.0, share) if share > 0 else 1.0))
     return curve._replace(levels=tuple(levels)) if levels else None

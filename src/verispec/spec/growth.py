@@ -88,6 +88,7 @@ class _Growth:
 
     turn: Turn
     shape: TreeShape
+    stops: Exit
     token_ids: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     probabilities: list[float] = field(default_factory=list)
@@ -112,7 +113,7 @@ class _Growth:
     def slot(self, node: int) -> int:
         return self.turn.slots[self.turn.num_pending + node]
 
-    def add(self, children: Sequence[_Child], paths: Paths | None, stops: Exit) -> None:
+    def add(self, children: Sequence[_Child], paths: Paths | None) -> None:
         """Hang a level into the tree; the next one grows under those that do not end it."""
         stopping_ids = self.turn.sequence.stopping_ids
         self.computed.update(node for node in self.frontier if node != NO_PARENT)
@@ -124,7 +125,7 @@ class _Growth:
             self.parents.append(child.parent)
             self.probabilities.append(child.probability)
             ends = child.token_id in stopping_ids or (before and (place is None or place.is_exhausted))
-            if not ends and not stops(child.probability):
+            if not ends and not (self.shape.is_chain and self.stops(child.probability)):
                 self.frontier.append(len(self.token_ids) - 1)
                 going.append(i)
                 if place is not None:
@@ -143,12 +144,12 @@ class _Growth:
         )
 
 
-def grow(model: DraftModel, turns: Sequence[Turn], shapes: Sequence[TreeShape], *, stops: Exit = never) -> list[Draft]:
-    """One draft per turn, of its shape; a chain also ends behind a token whose raw probability `stops` it.
+def grow(model: DraftModel, turns: Sequence[Turn], shapes: Sequence[TreeShape], stops: Sequence[Exit]) -> list[Draft]:
+    """One draft per turn, of its shape; a chain also ends behind a token whose raw probability stops it.
 
     The model's first pass computes what its store lacks of the committed tokens.
     """
-    growths = [_Growth(turn, shape) for turn, shape in zip(turns, shapes, strict=True)]
+    growths = [_Growth(*made) for made in zip(turns, shapes, stops, strict=True)]
     for level in range(max((shape.depth for shape in shapes), default=0)):
         live = [g for g in growths if g.frontier and level < g.shape.depth]
         if not live:
@@ -162,7 +163,7 @@ def grow(model: DraftModel, turns: Sequence[Turn], shapes: Sequence[TreeShape], 
                 rows = enumerate(growth.frontier, first_shown)
                 growth.proposals += [Proposal(node, result.distribution, row) for row, node in rows]
             children, paths = _children(growth, level, result, slice(first, first + len(growth.frontier)))
-            growth.add(children, paths, stops if growth.shape.is_chain else never)
+            growth.add(children, paths)
     return [g.draft(model.store) for g in growths]
 
 

@@ -14,7 +14,7 @@ from verispec.backends.protocol import first_draft_rows
 from verispec.errors import InputError
 from verispec.spec.drafter import Curve, Level, NotYet, Refusal
 from verispec.spec.growth import DraftModel, compute, grow, never
-from verispec.spec.rate import Acceptance
+from verispec.spec.rate import Acceptance, EarlyEnds
 from verispec.spec.speculation import AUTO
 from verispec.spec.tree import MAX_NODES, TreeShape
 from verispec.spec.turn import Recipe, SequenceView, Turn
@@ -40,7 +40,8 @@ class _Key(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelDrafterConfig:
-    """The most tokens of a chain; whether chains end early by the adaptive exit; whether to draft in any case."""
+    """The most tokens of a chain; whether chains end early by the adaptive exit, where nobody asked for a shape;
+    whether to draft in any case."""
 
     max_draft: int
     exits: bool = False
@@ -109,7 +110,7 @@ class ModelDrafter:
 
     @property
     def version(self) -> int:
-        return 0 if isinstance(self._source, str) else sum(a.version for a in self._acceptances)
+        return 0 if isinstance(self._source, str) else sum(a.version for a in (*self._acceptances, *self._early_ends))
 
     @cached_property
     def _source(self) -> Source | str:
@@ -124,6 +125,12 @@ class ModelDrafter:
         """Greedy and sampled."""
         assert isinstance(self._source, Source)
         return Acceptance(self._source.agreement), Acceptance(self._source.sampled_agreement)
+
+    @cached_property
+    def _early_ends(self) -> tuple[EarlyEnds, EarlyEnds]:
+        """The same of chains that may end early."""
+        assert isinstance(self._source, Source)
+        return EarlyEnds(self._source.agreement), EarlyEnds(self._source.sampled_agreement)
 
     def state(self, sequence: SequenceView) -> _Key | Refusal:
         """What it asks for; whoever leaves the choice is offered trees beside the chain."""
@@ -143,20 +150,30 @@ class ModelDrafter:
         offered = key.tree or TreeShape.chain(self._config.max_draft)
         deepest = self._source.model.backend.limits.max_tail
         shapes = dict.fromkeys(t.within(MAX_NODES, deepest) for t in ((offered, *TREES) if key.is_free else (offered,)))
-        return tuple(self._curve(self._acceptances[key.is_sampled], shape, key.is_forced) for shape in shapes)
+        return tuple(self._curve(shape, key) for shape in shapes)
 
-    def _curve(self, acceptance: Acceptance, shape: TreeShape, is_forced: bool) -> Curve:
-        assert isinstance(self._source, Source)
-        levels, tokens = [], 1.0
+    def _exits(self, tree: TreeShape | None) -> bool:
+        """Whether chains of a sequence that asks for this shape may end early."""
+        return self._config.exits and tree is None
+
+    def _levels(self, shape: TreeShape, key: _Key) -> list[Level]:
+        if shape.is_chain and self._exits(key.tree):
+            ends = self._early_ends[key.is_sampled]
+            return [Level(1, ends.tokens(depth), ends.share(depth)) for depth in range(1, 1 + shape.depth)]
+        acceptance, levels, tokens = self._acceptances[key.is_sampled], list[Level](), 1.0
         for depth, (children, count) in enumerate(zip(shape.branching, shape.keep, strict=True)):
             # A beam's slots are shared by all its paths; the one that matters has the better half of them.
             tokens *= acceptance.reach(-(-children // 2) if shape.kind == "beam" and depth else children)
             levels.append(Level(count, tokens))
+        return levels
+
+    def _curve(self, shape: TreeShape, key: _Key) -> Curve:
+        assert isinstance(self._source, Source)
         return Curve(
-            tuple(levels),
+            tuple(self._levels(shape, key)),
             shape,
             self._source.model.cost,
-            is_forced=is_forced,
+            is_forced=key.is_forced,
             by_backend=shape.is_chain or self._source.model.backend.limits.trees,
             what=self._what,
         )
@@ -181,7 +198,7 @@ class ModelDrafter:
             is_close = last - first < first_rows  # the first pass of a chain has these rows anyway
             missing = range(first, min(last, first + room))
             if turn.is_resident and first_rows <= last + 1 and (is_close or (is_far and missing.stop == last)):
-                drafts[i] = self._recipe(_shape(turn, deepest), by_probability=turn.sequence.uses_probabilities)
+                drafts[i] = self._recipe(turn, _shape(turn, deepest))
             elif last - first < _CAUGHT_UP_AT_ONCE:
                 ready.append(i)
                 continue
@@ -194,18 +211,20 @@ class ModelDrafter:
         if behind:
             compute(model, behind)
         shapes = [_shape(turns[i], deepest) for i in ready]
-        stops = self._exit.stops if self._config.exits else never
-        for i, draft in zip(ready, grow(model, [turns[i] for i in ready], shapes, stops=stops), strict=True):
+        stops = [self._exit.stops if self._exits(turns[i].sequence.speculation.tree) else never for i in ready]
+        for i, draft in zip(ready, grow(model, [turns[i] for i in ready], shapes, stops), strict=True):
             drafts[i] = draft
         for turn in turns:
-            if self._config.exits:
+            if self._exits(turn.sequence.speculation.tree):
                 turn.exit_state = self._exit.gamma, self._exit.rate
         return drafts
 
-    def _recipe(self, shape: TreeShape, *, by_probability: bool) -> Recipe:
+    def _recipe(self, turn: Turn, shape: TreeShape) -> Recipe:
         assert isinstance(self._source, Source)
-        least = self._exit.gamma if self._config.exits else 0.0
-        return Recipe(shape.num_nodes, self._source.model.rule(shape, least, by_probability=by_probability))
+        sequence = turn.sequence
+        least = self._exit.gamma if self._exits(sequence.speculation.tree) else 0.0
+        rule = self._source.model.rule(shape, least, by_probability=sequence.uses_probabilities)
+        return Recipe(shape.num_nodes, rule)
 
     def observe(self, turn: Turn) -> None:
         """Move the acceptance, and for chains the exit."""
@@ -213,15 +232,18 @@ class ModelDrafter:
         assert isinstance(draft, Draft)
         if verdict is None:
             return
-        self._acceptances[turn.sequence.params.temperature > 0].observe(draft, verdict)
-        if self._config.exits and draft.is_chain:
-            self._exit.observe(matched=len(verdict.path), drafted=len(draft), most=turn.choice.num_nodes)
+        is_sampled = turn.sequence.params.temperature > 0
+        self._acceptances[is_sampled].observe(draft, verdict)
+        if draft.is_chain and self._exits(turn.sequence.speculation.tree):
+            what = {"matched": len(verdict.path), "drafted": len(draft), "most": turn.choice.num_nodes}
+            self._exit.observe(**what)
+            self._early_ends[is_sampled].observe(**what)
 
     def forget(self, sequence: SequenceView) -> None:
         """What was learned fades: the next text may be of another kind. The exit's state is carried on."""
         if isinstance(self._source, Source):
-            for acceptance in self._acceptances:
-                acceptance.fade()
+            for learned in (*self._acceptances, *self._early_ends):
+                learned.fade()
 
 
 def _shape(turn: Turn, deepest: int) -> TreeShape:

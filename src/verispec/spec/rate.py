@@ -9,6 +9,8 @@ from verispec.types import NO_PARENT, Draft, Verdict
 _NOTICEABLE = 0.02  # a change of acceptance that may change what pays
 _LATER_SHARE = 0.35  # believed of each further child: its share of what the ones before it miss
 _MOST_RANKS = 16
+_SURE = 0.75  # believed: the chance that a chain goes on behind a token
+_SURE_AND_RIGHT = 0.95  # believed: of the less likely of both, how often the other is the case too
 
 
 @dataclass(slots=True)
@@ -88,4 +90,41 @@ class Acceptance:
 
     def fade(self) -> None:
         for rate in self._ranks:
+            rate.fade()
+
+
+class EarlyEnds:
+    """What becomes of chains that may end early: how often a token is accepted, how often the chain goes on behind it,
+    and how often both. Chains go on behind tokens they are sure of, so the three are no product."""
+
+    def __init__(self, prior: float, *, weight: float = 32.0, memory: float = 0.98) -> None:
+        self._accepted = Rate(prior, weight, memory)
+        self._went_on = Rate(_SURE, weight, memory)
+        self._both = Rate(_SURE_AND_RIGHT * min(prior, _SURE), weight, memory)
+
+    @property
+    def version(self) -> int:
+        return self._accepted.version + self._went_on.version + self._both.version
+
+    def tokens(self, depth: int) -> float:
+        """The chance that token number `depth` of a chain, from 1 on, is drafted and accepted."""
+        return self._accepted.value * self._both.value ** (depth - 1)
+
+    def share(self, depth: int) -> float:
+        """The chance that it is drafted."""
+        return self._went_on.value ** (depth - 1)
+
+    def observe(self, *, matched: int, drafted: int, most: int) -> None:
+        """A chain of `drafted` of at most `most` tokens, of which `matched` were accepted. Of the last of `most` tokens
+        nobody knows whether it would have gone on."""
+        if not drafted:
+            return
+        has_ended = drafted < most
+        tried = min(drafted, matched + 1)
+        self._accepted.observe(matched, tried)
+        self._went_on.observe(drafted - 1, drafted - 1 + has_ended)
+        self._both.observe(min(matched, drafted - 1), tried if has_ended else min(tried, drafted - 1))
+
+    def fade(self) -> None:
+        for rate in (self._accepted, self._went_on, self._both):
             rate.fade()

@@ -33,7 +33,8 @@ class DraftSetup:
 
     `draft_len` is the most nodes of one chain that the user wants, None for each drafter's own default. `backend` and
     its `cost` are for those that run passes, `find_menu` for `skip`, `draft_cost`, T of the second model's passes, for
-    `model`. `force` drafts whatever is predicted. `history_len` and `shares_history` are the engine's.
+    `model`. `force` drafts whatever is predicted; without `exits` chains of models never end early. `history_len` and
+    `shares_history` are the engine's.
     """
 
     draft_len: int | None = None
@@ -42,21 +43,23 @@ class DraftSetup:
     find_menu: Callable[[], SkipMenu | None] = lambda: None
     draft_cost: CostTable | None = None
     force: bool = False
+    exits: bool = True
     history_len: int = DEFAULTS.history_len
     shares_history: bool = DEFAULTS.shares_history
 
     def length(self, default: int) -> int:
         return default if self.draft_len is None else self.draft_len
 
-    def config(self, default_len: int, *, exits: bool = False) -> ModelDrafterConfig:
+    def config(self, default_len: int) -> ModelDrafterConfig:
         """For a drafter whose chains have so many tokens unless the user says otherwise."""
-        return ModelDrafterConfig(max_draft=self.length(default_len), exits=exits, force=self.force)
+        return ModelDrafterConfig(max_draft=self.length(default_len), exits=self.exits, force=self.force)
 
 
 def _decode(setup: DraftSetup) -> Drafter:
     """A length that the user names is that of every window."""
     if setup.backend is not None and setup.backend.limits.fast_weights:
-        config = replace(setup.config(_CHEAP_WINDOW_LEN), force=setup.force or setup.draft_len is not None)
+        is_forced = setup.force or setup.draft_len is not None
+        config = replace(setup.config(_CHEAP_WINDOW_LEN), exits=False, force=is_forced)
         cost = setup.cost and setup.cost.fast
         return on_cheaper_weights(setup.backend, cost or FLAT_COST, config)
     return DecodeDrafter(DecodeConfig(window_len=setup.length(DecodeConfig().window_len)))
@@ -65,7 +68,7 @@ def _decode(setup: DraftSetup) -> Drafter:
 def _skip(setup: DraftSetup) -> Drafter:
     if setup.backend is None:
         return NoDrafter(NOT_TUNED)
-    return skip_drafter(setup.backend, setup.find_menu, setup.config(MAX_DRAFT, exits=True), cost=setup.cost)
+    return skip_drafter(setup.backend, setup.find_menu, setup.config(MAX_DRAFT), cost=setup.cost)
 
 
 def _model(setup: DraftSetup) -> Drafter:

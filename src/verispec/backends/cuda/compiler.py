@@ -38,11 +38,12 @@ class CudaError(VerispecError, RuntimeError):
         self.is_memory = is_memory
 
 
-def _checked(result: tuple[Any, ...]) -> Any:
+def checked(result: tuple[Any, ...]) -> Any:
+    """What a call of the driver or of NVRTC returned: one value, several as a tuple, or None. Raises CudaError."""
     error, *values = result
     if int(error) != 0:
         raise CudaError(f"CUDA refused a call with {error.name}", is_memory=error.name == _NO_MEMORY)
-    return values[0] if values else None
+    return (values[0] if len(values) == 1 else tuple(values)) if values else None
 
 
 def what_is_missing() -> str | None:
@@ -79,7 +80,7 @@ def _compiled(source: str, defines: Mapping[str, int], architecture: str, *more:
     options += [f"-D{name}={value}" for name, value in defines.items()]
     options += [f"-I{folder}" for folder in include_folders()]
     names = [name.encode() for name in _HEADERS]
-    program = _checked(nvrtc.nvrtcCreateProgram(text, source.encode(), len(headers), headers, names))
+    program = checked(nvrtc.nvrtcCreateProgram(text, source.encode(), len(headers), headers, names))
     (error,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
     if int(error) != 0:
         raise _not_compiled(source, defines, _log_of(program))
@@ -89,8 +90,8 @@ def _compiled(source: str, defines: Mapping[str, int], architecture: str, *more:
 def _log_of(program: Any) -> str:
     from cuda.bindings import nvrtc
 
-    log = bytearray(_checked(nvrtc.nvrtcGetProgramLogSize(program)))
-    _checked(nvrtc.nvrtcGetProgramLog(program, log))
+    log = bytearray(checked(nvrtc.nvrtcGetProgramLogSize(program)))
+    checked(nvrtc.nvrtcGetProgramLog(program, log))
     return log.rstrip(b"\0").decode(errors="replace")
 
 
@@ -105,9 +106,11 @@ def _not_compiled(source: str, defines: Mapping[str, int], log: str) -> CompileE
     return found
 
 
-def compile_cubin(source: str, defines: Mapping[str, int], architecture: str = ARCHITECTURE) -> bytes:
-    """Machine code of one source file of this folder. Raises CompileError."""
-    return _cubin(source, defines, architecture)[0]
+def compile_cubin(
+    source: str, defines: Mapping[str, int], architecture: str = ARCHITECTURE, *, relocatable: bool = False
+) -> bytes:
+    """Machine code of one source file of this folder, `relocatable` if it must be linked. Raises CompileError."""
+    return _cubin(source, defines, architecture, *(["--relocatable-device-code=true"] if relocatable else []))[0]
 
 
 def compile_verbose(source: str, defines: Mapping[str, int]) -> tuple[bytes, str]:
@@ -119,10 +122,10 @@ def _cubin(source: str, defines: Mapping[str, int], architecture: str, *more: st
     from cuda.bindings import nvrtc
 
     program = _compiled(source, defines, architecture, *more)
-    code = bytearray(_checked(nvrtc.nvrtcGetCUBINSize(program)))
-    _checked(nvrtc.nvrtcGetCUBIN(program, code))
+    code = bytearray(checked(nvrtc.nvrtcGetCUBINSize(program)))
+    checked(nvrtc.nvrtcGetCUBIN(program, code))
     log = _log_of(program)
-    _checked(nvrtc.nvrtcDestroyProgram(program))
+    checked(nvrtc.nvrtcDestroyProgram(program))
     return bytes(code), log
 
 
@@ -131,9 +134,9 @@ def compile_ptx(source: str, defines: Mapping[str, int], architecture: str = ARC
     from cuda.bindings import nvrtc
 
     program = _compiled(source, defines, architecture.replace("sm", "compute"))
-    text = bytearray(_checked(nvrtc.nvrtcGetPTXSize(program)))
-    _checked(nvrtc.nvrtcGetPTX(program, text))
-    _checked(nvrtc.nvrtcDestroyProgram(program))
+    text = bytearray(checked(nvrtc.nvrtcGetPTXSize(program)))
+    checked(nvrtc.nvrtcGetPTX(program, text))
+    checked(nvrtc.nvrtcDestroyProgram(program))
     return text.decode()
 
 
@@ -142,7 +145,7 @@ def compiler_version() -> str:
     from cuda.bindings import nvrtc
 
     error, major, minor = nvrtc.nvrtcVersion()
-    _checked((error,))
+    checked((error,))
     return f"{major}.{minor}"
 
 
@@ -186,7 +189,7 @@ class Kernel:
         from cuda.bindings import driver
 
         self._driver = driver
-        self._function = _checked(driver.cuModuleGetFunction(module, name.encode()))
+        self._function = checked(driver.cuModuleGetFunction(module, name.encode()))
         self._shared_limit = 0
         ahead = driver.CUlaunchAttribute()
         ahead.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -202,7 +205,7 @@ class Kernel:
         driver = self._driver
         if shared > self._shared_limit:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            _checked(driver.cuFuncSetAttribute(self._function, attribute, shared))
+            checked(driver.cuFuncSetAttribute(self._function, attribute, shared))
             self._shared_limit = shared
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
@@ -212,7 +215,7 @@ class Kernel:
         config.attrs = [*([self._ahead] if ahead else []), *([self._neighbours(cluster)] if cluster > 1 else [])]
         config.numAttrs = len(config.attrs)
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(args))
-        _checked(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(parameters), 0))
+        checked(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(parameters), 0))
 
     def _neighbours(self, count: int) -> Any:
         attribute = self._driver.CUlaunchAttribute()
@@ -235,5 +238,5 @@ class Modules:
 
         key = (source, tuple(sorted(defines.items())))
         if key not in self._modules:
-            self._modules[key] = _checked(driver.cuModuleLoadData(self._cubins.get(source, defines)))
+            self._modules[key] = checked(driver.cuModuleLoadData(self._cubins.get(source, defines)))
         return Kernel(self._modules[key], name)

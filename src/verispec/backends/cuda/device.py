@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from verispec.backends.cuda.branches import Branches
 from verispec.backends.cuda.compiler import Cubins
 from verispec.backends.cuda.drawing import DrawKernels
 from verispec.backends.cuda.kernels import Kernels, undivided_products
@@ -40,6 +41,7 @@ class Device(Protocol):
     def draws(self, vocab_size: int, rows: int) -> Any: ...
     def steps(self) -> Any: ...
     def capture(self, work: Callable[[], object]) -> Graph: ...
+    def only_if(self, busy: torch.Tensor, work: Callable[[], object]) -> None: ...
     def host_words(self, count: int) -> torch.Tensor: ...
     def event(self) -> Event: ...
     def current(self) -> AbstractContextManager[object]: ...
@@ -68,6 +70,7 @@ class Gpu:
         self._index = index
         self._cubins = Cubins(cache_folder, compiling)
         self.name = f"cuda:{index}"
+        self._branches = Branches()
         self._side: Any = None  # the stream and the memory of captures, made when first needed
         self._pool: Any = None
         self._first: Any = None  # kept, because the memory of captures ends with the last graph that uses it
@@ -99,6 +102,11 @@ class Gpu:
         self._first = self._first or graph
         captured: Graph = graph
         return captured
+
+    def only_if(self, busy: torch.Tensor, work: Callable[[], object]) -> None:
+        """Put `work` on the stream; in a captured graph it runs only if the word is not 0 by then, or else by kernels
+        that see to that themselves. It must allocate nothing."""
+        self._branches.only_if(busy, work)
 
     def host_words(self, count: int) -> torch.Tensor:
         """Memory of the host that copies need not wait for."""

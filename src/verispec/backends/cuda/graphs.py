@@ -43,6 +43,16 @@ class GraphKey(NamedTuple):
     weighed: int = 0  # rows whose distributions are kept, because probabilities judge some drafts
 
     @property
+    def verifies(self) -> bool:
+        return self.stage in (Stage.FIRST, Stage.VERIFY)
+
+    @property
+    def is_left_out(self) -> bool:
+        """Whether a condition keeps it from running where nobody has rows: steps of chains that have ended early. Such
+        work allocates nothing."""
+        return self.stage is Stage.DRAFT and not (self.edited or self.weighed or self.children)
+
+    @property
     def sends_rows(self) -> bool:
         """Whether the host names the rows; otherwise the device does."""
         return self.stage in (Stage.PASS, Stage.FIRST) and not self.sizes.is_round
@@ -100,27 +110,38 @@ class Graphs:
         if key.looks_up:
             self._steps.look_up(state, sizes)
         self._steps.begin(state, sizes, key.stage)
-        every_row = not key.sends_rows and sizes.rows == sizes.head_rows
-        logits = model.forward(state.inputs, plan, None if every_row else state.row_ids[: sizes.head_rows])
-        offered, weighed, verifies = None, self._weighed.get(key.weighed), key.stage in (Stage.FIRST, Stage.VERIFY)
-        if key.draw:
-            how = {
-                "filters": key.draw is Draw.FILTERED, "allowed": state.allowed if key.masked else None,
-                "edited": self._steps.edit(state, sizes, logits) if key.edited else None, "busy": state.busy,
-            }  # fmt: skip
-            kept = None if weighed is None else weighed.target if verifies else weighed.proposal
-            if not key.children:
-                self.draws.draw(logits, state.draws, sizes.head_rows, **how)
-            if key.children or kept is not None:
-                found = self.draws.children(logits, state.draws, sizes.head_rows, k=key.children, kept=kept, **how)
-                offered = found if key.children else None
+        if key.is_left_out:
+            self._device.only_if(state.busy, lambda: self._drawn(key, plan))
+            logits, offered = model.logits, None
+        else:
+            logits, offered = self._drawn(key, plan)
+        weighed = self._weighed.get(key.weighed)
         if offered is not None and key.stage is Stage.PASS:
             self._steps.end_children(state, sizes, offered, model.buffers.not_finite, store=key.store)
             return
         drawn, logprobs = self.draws.token_ids, self.draws.logprobs
-        if weighed is not None and verifies:
+        if weighed is not None and key.verifies:
             self._steps.weigh(state, sizes, weighed, logits, self.draws.totals, drawn, logprobs, stage=key.stage)
         not_finite = model.buffers.not_finite
         self._steps.end(
             state, sizes, drawn, logprobs, not_finite, store=key.store, stage=key.stage, offered=offered
         )  # fmt: skip
+
+    def _drawn(self, key: GraphKey, plan: Plan) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The pass and its draws: logits, and what rows offer in their place."""
+        model, state, sizes, offered = self._models[key.store], self._state, key.sizes, None
+        every_row = not key.sends_rows and sizes.rows == sizes.head_rows
+        logits = model.forward(state.inputs, plan, None if every_row else state.row_ids[: sizes.head_rows])
+        if key.draw:
+            weighed = self._weighed.get(key.weighed)
+            how = {
+                "filters": key.draw is Draw.FILTERED, "allowed": state.allowed if key.masked else None,
+                "edited": self._steps.edit(state, sizes, logits) if key.edited else None, "busy": state.busy,
+            }  # fmt: skip
+            kept = None if weighed is None else weighed.target if key.verifies else weighed.proposal
+            if not key.children:
+                self.draws.draw(logits, state.draws, sizes.head_rows, **how)
+            if key.children or kept is not None:
+                found = self.draws.children(logits, state.draws, sizes.head_rows, k=key.children, kept=kept, **how)
+                offered = found if key.children else None
+        return logits, offered

@@ -1,0 +1,101 @@
+"""Work inside a captured graph that runs only if a word on the device is not 0 by then: conditional nodes.
+
+The function that decides is the device runtime's, a library that lies beside CUDA's headers. Where it is not there,
+work runs in any case: its kernels look at the same word by themselves, which takes longer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verispec.backends.cuda.arguments import filled, pointers, struct
+from verispec.backends.cuda.compiler import Kernel, checked, compile_cubin, include_folders
+
+_BranchArgs = struct("BranchArgs", *pointers("busy"), ("handle", ctypes.c_ulonglong))
+_RUNTIME = "libcudadevrt.a"
+
+
+def runtime_library() -> Path | None:
+    """The device runtime, beside the headers; None if it is not there."""
+    found = (folder.parent / "lib" / _RUNTIME for folder in include_folders())
+    return next((path for path in found if path.exists()), None)
+
+
+class Branches:
+    """Conditional nodes of graphs that are being captured on the current device."""
+
+    def __init__(self) -> None:
+        self._kernels: dict[str, Kernel] | None = None
+        self._side: Any = None  # the stream on which bodies are captured
+
+    def only_if(self, busy: torch.Tensor, work: Callable[[], object]) -> None:
+        """Put `work` on the current stream, which must be capturing for the word to count. It must allocate nothing."""
+        if not torch.cuda.is_current_stream_capturing() or not self._is_there():
+            work()
+            return
+        from cuda.bindings import driver
+
+        assert self._kernels is not None
+        stream = torch.cuda.current_stream().cuda_stream
+        context = checked(driver.cuCtxGetCurrent())
+        graph = self._captured(stream)[0]
+        handle = checked(driver.cuGraphConditionalHandleCreate(graph, context, 0, driver.CU_GRAPH_COND_ASSIGN_DEFAULT))
+        args = filled(_BranchArgs(), busy=busy, handle=int(handle))
+        self._kernels["decide"].launch((1, 1, 1), 1, args, stream=stream, ahead=False)
+        params = driver.CUgraphNodeParams()
+        params.type = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
+        condition = params.conditional
+        condition.handle, condition.type = handle, driver.CUgraphConditionalNodeType.CU_GRAPH_COND_TYPE_IF
+        condition.size, condition.ctx = 1, context
+        _, before, edges = self._captured(stream)
+        node = checked(driver.cuGraphAddNode(graph, before, edges, len(before), params))
+        body = params.conditional.phGraph_out[0]
+        replaces = driver.CUstreamUpdateCaptureDependencies_flags.CU_STREAM_SET_CAPTURE_DEPENDENCIES
+        checked(driver.cuStreamUpdateCaptureDependencies(stream, [node], None, 1, int(replaces)))
+        self._capture(body, work)
+        self._kernels["go_on"].launch((1, 1, 1), 1, args, stream=stream, ahead=False)
+
+    def _capture(self, body: Any, work: Callable[[], object]) -> None:
+        from cuda.bindings import driver
+
+        self._side = self._side or torch.cuda.Stream()
+        side = self._side.cuda_stream
+        mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        checked(driver.cuStreamBeginCaptureToGraph(side, body, None, None, 0, mode))
+        with torch.cuda.stream(self._side):
+            work()
+        checked(driver.cuStreamEndCapture(side))
+
+    @staticmethod
+    def _captured(stream: int) -> tuple[Any, list[Any], list[Any] | None]:
+        """The graph that is captured on a stream, and what its next node waits for."""
+        from cuda.bindings import driver
+
+        _, _, graph, nodes, edges, count = checked(driver.cuStreamGetCaptureInfo(stream))
+        nodes, edges = list(nodes or ())[:count], list(edges or ())[:count]
+        return graph, nodes, edges or None
+
+    def _is_there(self) -> bool:
+        if self._kernels is None:
+            library = runtime_library()
+            self._kernels = {} if library is None else _linked(library)
+        return bool(self._kernels)
+
+
+def _linked(library: Path) -> dict[str, Kernel]:
+    from cuda.bindings import driver
+
+    code = compile_cubin("branch.cu", {}, relocatable=True)
+    state = checked(driver.cuLinkCreate(0, [], []))
+    kinds = driver.CUjitInputType
+    checked(driver.cuLinkAddData(state, kinds.CU_JIT_INPUT_CUBIN, code, len(code), b"branch", 0, [], []))
+    checked(driver.cuLinkAddFile(state, kinds.CU_JIT_INPUT_LIBRARY, str(library).encode(), 0, [], []))
+    address, size = checked(driver.cuLinkComplete(state))
+    module = checked(driver.cuModuleLoadData(ctypes.string_at(int(address), size)))
+    checked(driver.cuLinkDestroy(state))
+    return {name: Kernel(module, name) for name in ("decide", "go_on")}
