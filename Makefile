@@ -71,7 +71,7 @@ gpu-check-%:
 
 gpu-sanitize: ## The same machine with compute-sanitizer: every kernel in small cases, bad accesses and races; minutes
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH=src:. $(SANITIZER) --tool memcheck --report-api-errors no --error-exitcode 1 \
-	  $(PYTHON) -m tests.backends.cuda.sanitize_check attention passes wide quantized draws weighing
+	  $(PYTHON) -m tests.backends.cuda.sanitize_check attention wide quantized draws weighing passes
 	PYTHONPATH=src:. $(SANITIZER) --tool memcheck --report-api-errors no --error-exitcode 1 \
 	  $(PYTHON) -m tests.backends.cuda.sanitize_check rounds
 	PYTHONPATH=src:. $(SANITIZER) --tool racecheck --error-exitcode 1 \

@@ -246,7 +246,7 @@ def forced_drafts(llm: LLM) -> dict[str, Drafts]:
         draft_len = menu.profile.best(entry.view, entry.agreement).draft_len
         found["skip"] = Drafts(entry.view, TARGET_STORE, draft_len)
     if llm.calibration.draft_cost is not None:
-        found["model"] = Drafts(FULL_VIEW, DRAFT_STORE, 4)
+        found["model"] = Drafts(FULL_VIEW, DRAFT_STORE, 7)
     return found
 
 

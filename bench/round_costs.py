@@ -22,15 +22,22 @@ from verispec.spec.tree import TreeShape
 
 CONTEXT_LEN = 192  # of the passes that are timed
 FEW_ROUNDS, MANY_ROUNDS = 2, 10  # of the bursts that are timed
+LEFT_OUT = 3e-5  # seconds of a draft pass that nobody wants, on an H200
 
 
 class Round(NamedTuple):
-    """What a round of an arm is: who drafts, in which shape, and how it is judged, for so many sequences."""
+    """What a round of an arm is: who drafts, in which shape, and how it is judged, for so many sequences. A chain that
+    `exits` may be shorter."""
 
     name: str
     shape: TreeShape
     by_probability: bool
     batch: int
+    exits: bool = False
+
+    @property
+    def shortest(self) -> Round:
+        return self._replace(shape=TreeShape.chain(1), exits=False)
 
     def __str__(self) -> str:
         rule = ", by probability" if self.by_probability else ""
@@ -43,7 +50,7 @@ def round_of(arm: Arm, drafts: Mapping[str, Drafts], batch: int) -> Round | None
     if name not in drafts or how not in ("full", "forced"):  # of one-hot drafts the host takes part in every pass
         return None
     shape = TreeShape.chain(drafts[name].draft_len) if arm.tree is None else TreeShape.parse(arm.tree)
-    return Round(name, shape, not arm.is_match, batch)
+    return Round(name, shape, not arm.is_match, batch, exits=how == "forced")
 
 
 def drafted_pass(backend: Backend, drafts: Drafts, round_: Round, context_len: int, num_rounds: int) -> Pass:
@@ -120,7 +127,9 @@ class Costs:
             steady = [part for part in (run.steady for run in runs) if part is not None]
             tokens = sum(part.tokens for part in steady) / max(1, sum(part.passes for part in steady))
             tokens = tokens or sum(run.num_tokens for run in runs) / passes
-            return tokens * self._rounds[batch] / self._rounds[round_] if round_ in self._rounds else None
+            if round_ is None or round_ not in self._rounds:
+                return None
+            return tokens * self._rounds[batch] / self._round_seconds(round_, runs)
         tokens, nodes = (sum(values) / passes for values in zip(*_counts(runs), strict=True))
         if arm.tree is None or TreeShape.parse(arm.tree).is_chain:
             # A pass of a draft serves all sequences that still draft: as many as the one has that exits last.
@@ -132,6 +141,17 @@ class Costs:
             widths = (1, *TreeShape.parse(arm.tree).keep[:-1])
             drafting = sum(self.seconds(name, batch * width) for width in widths)
         return tokens * self.seconds("none", batch) / (drafting + self.seconds("none", batch * (1 + nodes)))
+
+    def _round_seconds(self, round_: Round, runs: Sequence[Run]) -> float:
+        """Of a round as these runs had them on average: chains that exit are timed in full, and with one token."""
+        longest, most = self._rounds[round_], round_.shape.depth
+        if not round_.exits or most == 1:
+            return longest
+        outputs = [output for run in runs for output in run.outputs]
+        drafted = sum(o.stats.draft_passes for o in outputs) / max(1, sum(o.stats.passes for o in outputs))
+        shortest = self._rounds[round_.shortest]
+        left_out = max(0.0, most - max(1.0, drafted))
+        return longest - left_out * ((longest - shortest) / (most - 1) - LEFT_OUT)
 
     def table(self) -> dict[str, dict[int, float]]:
         """Milliseconds by rows."""
@@ -150,7 +170,7 @@ def _timed_rounds(
 ) -> dict[Round | int, float]:
     """Seconds of a round, by what it is; by the number of sequences where nothing is drafted."""
     passes: dict[Round | int, list[Pass]] = {}
-    for round_ in dict.fromkeys(rounds):
+    for round_ in dict.fromkeys([*rounds, *(r.shortest for r in rounds if r.exits)]):
         passes[round_] = [
             drafted_pass(backend, drafts[round_.name], round_, context_len, count)
             for count in (FEW_ROUNDS, MANY_ROUNDS)

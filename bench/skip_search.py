@@ -41,13 +41,15 @@ class Phases:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--backend")
+    parser.add_argument("--search", choices=[s.value for s in Search], default=Search.BOTH.value)
     parser.add_argument("--search-tokens", type=int, default=TuneOptions().search_tokens)
     parser.add_argument("--trials", type=int, default=TuneOptions().trials)
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
-    llm = LLM(options.model, drafter="none")
-    print(f"{llm.identity.name}, {cpu_name()}, {platform.machine()}")
-    chosen = TuneOptions(search=Search.BOTH, search_tokens=options.search_tokens, trials=options.trials)
+    llm = LLM(options.model, drafter="none", backend=options.backend)
+    print(f"{llm.identity.name}, {llm.backend.device().get('gpu', cpu_name())}, {platform.machine()}")
+    chosen = TuneOptions(search=Search(options.search), search_tokens=options.search_tokens, trials=options.trials)
     phases = Phases()
     with llm.separate_engine():
         menu = tune(

@@ -241,7 +241,7 @@ def tasks_part(bench: Bench) -> None:
         *(Arm(f"{name}, forced", f"{name}, forced") for name in drafts), Arm("auto", "auto"),
     ]  # fmt: skip
     if "model" in drafts:
-        arms.append(Arm("model, beam", "model, full", "beam:2,3"))
+        arms += [Arm("model, chain", "model, full", "chain:4"), Arm("model, beam", "model, full", "beam:2,3")]
     arms = chosen_arms(options, arms)
     count = max(options.count, *options.batch)
     prompts = {task: bench.prompts.of(task, count) for task in sorted(bench.prompts.texts)}

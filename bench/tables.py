@@ -21,7 +21,8 @@ SYSTEMS = {
     "lookup": ("looked up in the text", "#7fbf7b"),
     "model, beam": ("draft model, tree (RSD, shared noise)", "#762a83"),
     "model": ("draft model, chain", "#af8dc3"),
-    "model, forced": ("draft model, chain of 4 in every round", "#de77ae"),
+    "model, forced": ("draft model, chains in every round", "#de77ae"),
+    "model, chain": ("draft model, chains of 4", "#f1b6da"),
     "skip, forced": ("draft and verify (layers skipped)", "#2166ac"),
     "decode": ("decode, verify, rollback", "#d6604d"),
 }

@@ -8,7 +8,7 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -99,7 +99,13 @@ def tiny_groups(rows: dict[str, np.ndarray], most: int) -> torch.Tensor:
     return torch.tensor(tiny.groups_of(rows["seq_rows"], most), dtype=torch.int32, device="cuda")
 
 
-def check_tiny(name: str, goldens: dict[str, dict[str, str]]) -> None:
+CALLS = (  # how passes are cut: rows of a call, whether they are many, positions in tails, whether rows are in groups
+    (64, False, 0, False), (64, True, 0, True), (1, False, 0, False), (7, False, 5, False), (9, True, 3, False),
+    (18, False, 0, True), (1, True, 40, False),
+)  # fmt: skip
+
+
+def check_tiny(name: str, goldens: dict[str, dict[str, str]], calls: Sequence[tuple[int, bool, int, bool]]) -> None:
     source = tiny.tiny_model(name)
     model = DeviceModel(
         source.shapes, source.positions, source.tensors.__getitem__, num_slots=tiny.NUM_SLOTS, max_rows=64,
@@ -110,10 +116,7 @@ def check_tiny(name: str, goldens: dict[str, dict[str, str]]) -> None:
     k, v = (torch.from_numpy(x).cuda().to(torch.bfloat16) for x in tiny.given_kv(source))
     wanted = tiny.bit_model_steps(source)
     goldens[name] = {}
-    for chunk, many, tail, grouped in (
-        (64, False, 0, False), (64, True, 0, True), (1, False, 0, False), (7, False, 5, False), (9, True, 3, False),
-        (18, False, 0, True), (1, True, 40, False),
-    ):  # fmt: skip
+    for chunk, many, tail, grouped in calls:
         model.k.zero_(), model.v.zero_()
         model.k[:, given], model.v[:, given] = k, v
         for number, rows in enumerate(tiny.passes()):
@@ -471,7 +474,7 @@ def check_chains(name: str, model: DeviceModel, table: np.ndarray, device_table:
 def sections(full: bool) -> Iterator[tuple[str, Callable[[], None]]]:
     goldens: dict[str, dict[str, str]] = {}
     for name in tiny.ARCHITECTURES:
-        yield f"tiny {name}", lambda name=name: check_tiny(name, goldens)
+        yield f"tiny {name}", lambda name=name: check_tiny(name, goldens, CALLS)
         yield f"windows {name}", lambda name=name: check_windows(name)
     for heads, kv_heads, head_dim in WHOLE_ROWS:
         name = f"whole rows {heads}/{kv_heads} of {head_dim}"
