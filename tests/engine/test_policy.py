@@ -124,6 +124,19 @@ def tree(*levels: tuple[int, float], passes: CostTable | None = None, forced: bo
     return Promising(Curve(tuple(Level(*x) for x in levels), cost=passes, what="it", is_forced=forced))
 
 
+def test_levels_that_are_seldom_drafted_cost_as_seldom() -> None:
+    """A pass is for all that draft: with many sequences somebody nearly always wants it. The control are levels that
+    are always drafted."""
+    passes, costs = cost(m1=0.5, m64=0.5), cost(m1=1.0, m64=1.0)
+    seldom, always = (
+        Promising(Curve((Level(1, 0.9), Level(1, 0.3, share), Level(1, 0.1, share**2)), cost=passes))
+        for share in (0.3, 1.0)
+    )
+    assert nodes(seldom, (1, 64), costs) == (3,)
+    assert nodes(always, (1, 64), costs) == (1,)
+    assert set(nodes(seldom, (1, 64), costs, count=16)) == {1}
+
+
 # What the host costs.
 
 

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.adversaries import collect
+from tests.support.fake_backend import FakeBackend
+from tests.support.skipping import CHEAP, cheap_setup
+from verispec.config import EngineConfig
+from verispec.engine import Engine, Request
 from verispec.spec.model_drafter import DraftExit
+from verispec.spec.registry import make_drafters
+from verispec.spec.speculation import Speculation
+from verispec.spec.tree import TreeShape
+from verispec.types import SamplingParams
 
 MOST = 12
 # (matched, drafted) of each round, then AR and gamma as the published rule gives them, worked out by hand:
@@ -59,3 +68,29 @@ def test_the_threshold_stays_where_probabilities_are() -> None:
         bad.observe(matched=0, drafted=1, most=MOST)
         good.observe(matched=2, drafted=2, most=MOST)
     assert (bad.gamma, good.gamma) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize("max_burst", [1, 8])
+@pytest.mark.parametrize("drafter", ["skip", "model"])
+def test_chains_end_early_unless_a_shape_is_asked_for(drafter: str, max_burst: int) -> None:
+    """By the host and by the backend; whatever is drafted, the output is the same."""
+
+    def ended(speculation: Speculation, *, exits: bool) -> tuple[str, float]:
+        backend = FakeBackend(vocab_size=16, num_stores=2)
+        backend.markov[1] = 0.7 * backend.markov[0] + 0.3 * backend.markov[1]
+        engine = Engine(
+            backend, family=(1, 2, 4, 8, 16), drafters=make_drafters(cheap_setup(backend, 5, exits=exits)), cost=CHEAP,
+            config=EngineConfig(num_slots=256, max_len=200, max_burst=max_burst),
+        )  # fmt: skip
+        params = SamplingParams(max_tokens=90, temperature=1.0, seed=3, ignore_eos=True)
+        engine.add(Request((1, 2, 3), params, speculation))
+        (output,) = collect(engine).values()
+        return output.digest, output.stats.drafted / output.stats.passes
+
+    plain, _ = ended(Speculation("none"), exits=True)
+    early, shorter = ended(Speculation(drafter), exits=True)
+    full, longer = ended(Speculation(drafter), exits=False)
+    asked, shaped = ended(Speculation(drafter, TreeShape.chain(5)), exits=True)
+    assert plain == early == full == asked
+    assert shorter < 0.8 * longer
+    assert shaped == longer

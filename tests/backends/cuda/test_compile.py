@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from verispec.backends.cuda.compiler import CompileError, compile_cubin, compile_ptx, compile_verbose
+from verispec.backends.cuda.compiler import CompileError, compile_cubin, compile_ptx, compile_verbose, runtime_library
 
 pytestmark = pytest.mark.cuda
 
@@ -101,3 +101,11 @@ def test_what_does_not_compile_says_why() -> None:
         compile_cubin("linear.cu", {})
     assert "\n" not in str(found.value)
     assert str(found.value.__notes__).count("error") > 1
+
+
+def test_what_decides_in_a_graph_is_left_to_the_linker() -> None:
+    """Its function is the device runtime's, whose library lies where it is looked for."""
+    code = compile_cubin("branch.cu", {}, relocatable=True)
+    assert b"decide" in code
+    assert b"cudaGraphSetConditional" in code
+    assert runtime_library() is not None

@@ -14,16 +14,9 @@ from typing import Any
 import torch
 
 from verispec.backends.cuda.arguments import filled, pointers, struct
-from verispec.backends.cuda.compiler import Kernel, checked, compile_cubin, include_folders
+from verispec.backends.cuda.compiler import Kernel, checked, compile_cubin, runtime_library
 
 _BranchArgs = struct("BranchArgs", *pointers("busy"), ("handle", ctypes.c_ulonglong))
-_RUNTIME = "libcudadevrt.a"
-
-
-def runtime_library() -> Path | None:
-    """The device runtime, beside the headers; None if it is not there."""
-    found = (folder.parent / "lib" / _RUNTIME for folder in include_folders())
-    return next((path for path in found if path.exists()), None)
 
 
 class Branches:

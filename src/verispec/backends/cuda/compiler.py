@@ -71,6 +71,12 @@ def include_folders() -> list[Path]:
     return [folder for folder in folders if (folder / "cuda_bf16.h").exists()]
 
 
+def runtime_library() -> Path | None:
+    """CUDA's device runtime, for code that is linked; None if it does not lie beside the headers."""
+    found = (folder.parent / "lib" / "libcudadevrt.a" for folder in include_folders())
+    return next((path for path in found if path.exists()), None)
+
+
 def _compiled(source: str, defines: Mapping[str, int], architecture: str, *more: str) -> Any:
     from cuda.bindings import nvrtc
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
@@ -61,6 +62,18 @@ def _ended_by(end: Callable[[], object]) -> Iterator[None]:
     end()
 
 
+@contextmanager
+def _no_garbage() -> Iterator[None]:
+    """Nothing is collected meanwhile: what an old backend gives back to the driver would end a capture."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 class Gpu:
     """One CUDA device. Compiled kernels are kept in `cache_folder`; `compiling` hears of those that are not there."""
 
@@ -97,7 +110,7 @@ class Gpu:
         with _ended_by(lambda: here.wait_stream(self._side)), undivided_products(), torch.cuda.stream(self._side):
             work()
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            with _ended_by(graph.capture_end):
+            with _no_garbage(), _ended_by(graph.capture_end):
                 work()
         self._first = self._first or graph
         captured: Graph = graph
