@@ -80,7 +80,7 @@ def test_chains_end_early_unless_a_shape_is_asked_for(drafter: str, max_burst: i
         backend.markov[1] = 0.7 * backend.markov[0] + 0.3 * backend.markov[1]
         engine = Engine(
             backend, family=(1, 2, 4, 8, 16), drafters=make_drafters(cheap_setup(backend, 5, exits=exits)), cost=CHEAP,
-            config=EngineConfig(num_slots=256, max_len=200, max_burst=max_burst),
+            config=EngineConfig(num_slots=256, max_len=120, max_burst=max_burst),
         )  # fmt: skip
         params = SamplingParams(max_tokens=90, temperature=1.0, seed=3, ignore_eos=True)
         engine.add(Request((1, 2, 3), params, speculation))
