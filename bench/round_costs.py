@@ -15,6 +15,7 @@ from verispec import SamplingParams
 from verispec.backends.cost import FLAT_COST, probe_pass, time_pass, typical_time
 from verispec.backends.pass_builder import PassBuilder
 from verispec.backends.protocol import FULL_VIEW, Backend, Pass, PassKind
+from verispec.engine.policy import LEFT_OUT
 from verispec.kv import NUM_RESERVED, TARGET_STORE
 from verispec.sampling.rows import SampleKey, Sampler
 from verispec.spec.growth import DraftModel
@@ -22,7 +23,6 @@ from verispec.spec.tree import TreeShape
 
 CONTEXT_LEN = 192  # of the passes that are timed
 FEW_ROUNDS, MANY_ROUNDS = 2, 10  # of the bursts that are timed
-LEFT_OUT = 3e-5  # seconds of a draft pass that nobody wants, on an H200
 
 
 class Round(NamedTuple):

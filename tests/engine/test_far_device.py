@@ -242,3 +242,39 @@ def test_an_answer_that_begins_to_quote_is_drafted(count: int, gain: float) -> N
     plain, found = played("none", count, quotes=True), played(AUTO, count, quotes=True)
     assert found[0] >= gain * plain[0]
     assert found[1] == plain[1]
+
+
+class Preparing(Far):
+    """The first pass that drafts takes the host a tenth of a second: graphs are captured."""
+
+    is_prepared = False
+
+    def submit(self, pass_: Pass) -> Ticket:
+        if pass_.burst is not None and pass_.burst.drafts and not self.is_prepared:
+            self.now, self.is_prepared = self.now + 0.1, True
+        return super().submit(pass_)
+
+
+def accepted_one_by_one() -> list[int]:
+    """Of four answers, each behind the last, by a draft model that agrees."""
+    backend = Preparing(num_stores=2)
+    backend.inner.markov[1] = backend.inner.markov[0]
+    setup = replace(cheap_setup(backend, 4), force=False, draft_cost=replace(table(0.2), trip=0.0))
+    engine = Engine(
+        backend, family=SHAPES, drafters=make_drafters(setup), cost=table(), clock=lambda: backend.now,
+        config=EngineConfig(num_slots=4096, max_running=4, max_len=200, depth=2, prefix_cache=False),
+    )  # fmt: skip
+    found = []
+    for i in range(4):
+        params = SamplingParams(max_tokens=100, temperature=1.0, seed=i)
+        engine.add(Request([i, 1, 2], params, Speculation("model"), is_streamed=False))
+        (output,) = collect(engine).values()
+        found.append(output.stats.accepted)
+    return found
+
+
+def test_what_preparing_takes_keeps_no_drafts_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control takes it for what every round costs the host."""
+    assert min(accepted_one_by_one()) > 30
+    monkeypatch.setattr(engine_module, "_PREPARING", 1.0)
+    assert max(accepted_one_by_one()[1:]) == 0

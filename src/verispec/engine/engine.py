@@ -39,6 +39,7 @@ from verispec.types import (
 )
 
 _HOST_MEMORY = 0.9  # of the running average of host seconds
+_PREPARING = 0.02  # seconds of the host beside a far device: in so long a step passes were prepared, not once more
 
 
 class Engine:
@@ -251,6 +252,8 @@ class Engine:
         """Of all steps; of those in which the host drafted, without passes, or looked whether to; and of rounds that
         the backend drafted."""
         total = self._clock() - start
+        if self._cost.trip and total - waited > _PREPARING:
+            return
         seconds = max(0.0, total - max((r.seconds for part in step for r in part), default=0.0))
         self._scheduler.host_seconds += (1 - _HOST_MEMORY) * (seconds - self._scheduler.host_seconds)
         if not self._cost.learns:  # its seconds are not those of a clock

@@ -29,7 +29,7 @@ _ROUND_STEP, _MANY_ROUNDS = 0.2, 64  # towards what the host last took for a rou
 _LOOK_STEP = 0.1  # the same for a look
 _FADED = 0.8  # of the host's time for a round, when those that rest for it could look again
 _NOTICEABLE_HOST = 0.15  # a change of the host's time, as a logarithm, that entries are made anew for
-_LEFT_OUT = 3e-5  # seconds of a draft pass that nobody wants, where passes are sent before that is known
+LEFT_OUT = 3e-5  # seconds of a draft pass that nobody wants, where passes are sent before that is known
 NOT_WORTH_IT = "verifying a draft was not predicted to pay at this load"
 _BEST_GAIN, _MOST_ROWS = 1.1, 3  # at best so many times the tokens a second, by at most so many times the rows
 _WAIT, _LONGEST_WAIT = 0.025, 0.1  # seconds that a stream waits for a burst: 40 frames a second, or 10
@@ -252,7 +252,7 @@ class Policy:
                 drafted = _draft_seconds(curve.cost, drafting * width, crowd.context_len)
                 runs = 1.0 - (1.0 - level.share) ** drafting  # the chance that anybody wants this pass
                 seconds += runs * (trip + self._cost.speed * drafted)  # timed beside the target's, on the same machine
-                seconds += (1.0 - runs) * (_LEFT_OUT if self._cost.trip else 0.0)
+                seconds += (1.0 - runs) * (LEFT_OUT if self._cost.trip else 0.0)
             width = level.num_nodes
             if crowd.rows + nodes > self._row_budget:
                 break
@@ -353,8 +353,9 @@ class Policy:
         return found
 
     def forget_host(self) -> None:
-        """What the host took is measured where it drafts: where nothing was drafted for long, it counts for less."""
+        """What the host took is measured where drafts are: where nothing was drafted for long, it counts for less."""
         self.host_seconds *= _FADED
+        self._round_seconds *= _FADED
 
     @property
     def rests(self) -> bool:
