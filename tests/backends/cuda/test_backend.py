@@ -6,6 +6,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -24,7 +25,10 @@ from tests.support.cuda_stand_in import EmulatedDraws, StandIn  # noqa: E402
 from tests.support.passes import RowsBuilder, Tape  # noqa: E402
 from tests.support.skipping import cheap_setup  # noqa: E402
 from tests.support.tiny_models import TinyConfig, make_tensors  # noqa: E402
+from verispec.backends.cuda import branches  # noqa: E402
 from verispec.backends.cuda.backend import CudaBackend, CudaModel  # noqa: E402
+from verispec.backends.cuda.branches import Branches  # noqa: E402
+from verispec.backends.cuda.compiler import CudaError  # noqa: E402
 from verispec.backends.cuda.device import Gpu  # noqa: E402
 from verispec.backends.cuda.graphs import Draw, GraphKey  # noqa: E402
 from verispec.backends.cuda.quantize import quantized  # noqa: E402
@@ -226,6 +230,26 @@ def watched(backend: CudaBackend) -> list[int]:
 
     graphs._round = observed
     return seen
+
+
+def refused(library: object) -> None:
+    raise CudaError("CUDA refused a call")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"runtime_library": lambda: None}, {"_driver_version": lambda: 12030}, {"_linked": refused}],
+    ids=["no library", "an old driver", "a library that cannot be linked"],
+)
+def test_where_there_are_no_conditional_nodes_work_runs_in_any_case(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, object]
+) -> None:
+    found = {"runtime_library": lambda: Path("library"), "_driver_version": lambda: 13000, "_linked": refused}
+    for name, stand_in_ in (found | changes).items():
+        monkeypatch.setattr(branches, name, stand_in_)
+    ran = []
+    Branches().only_if(torch.zeros(1), lambda: ran.append(1))
+    assert ran == [1]
 
 
 TREE_FAULTS = {

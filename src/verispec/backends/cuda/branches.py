@@ -1,21 +1,23 @@
 """Work inside a captured graph that runs only if a word on the device is not 0 by then: conditional nodes.
 
-The function that decides is the device runtime's, a library that lies beside CUDA's headers. Where it is not there,
-work runs in any case: its kernels look at the same word by themselves, which takes longer.
+The function that decides is the device runtime's, a library that lies beside CUDA's headers. Where it is not there, or
+the driver is too old, work runs in any case: its kernels look at the same word by themselves, which takes longer.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from verispec.backends.cuda.arguments import filled, pointers, struct
-from verispec.backends.cuda.compiler import Kernel, checked, compile_cubin, runtime_library
+from verispec.backends.cuda.compiler import CudaError, Kernel, checked, compile_cubin, runtime_library
 
+_LEAST_DRIVER = 12040  # that has conditional nodes
 _BranchArgs = struct("BranchArgs", *pointers("busy"), ("handle", ctypes.c_ulonglong))
 
 
@@ -28,7 +30,7 @@ class Branches:
 
     def only_if(self, busy: torch.Tensor, work: Callable[[], object]) -> None:
         """Put `work` on the current stream, which must be capturing for the word to count. It must allocate nothing."""
-        if not torch.cuda.is_current_stream_capturing() or not self._is_there():
+        if not self._is_there() or not torch.cuda.is_current_stream_capturing():
             work()
             return
         from cuda.bindings import driver
@@ -74,10 +76,21 @@ class Branches:
         return graph, nodes, edges or None
 
     def _is_there(self) -> bool:
+        """Whether this machine has conditional nodes; found out at the first call, which is made before a capture."""
         if self._kernels is None:
+            self._kernels = {}
             library = runtime_library()
-            self._kernels = {} if library is None else _linked(library)
+            if library is not None and _driver_version() >= _LEAST_DRIVER:
+                with suppress(CudaError):  # a library that this driver cannot link
+                    self._kernels = _linked(library)
         return bool(self._kernels)
+
+
+def _driver_version() -> int:
+    """Of CUDA, as the driver has it."""
+    from cuda.bindings import driver
+
+    return int(checked(driver.cuDriverGetVersion()))
 
 
 def _linked(library: Path) -> dict[str, Kernel]:
