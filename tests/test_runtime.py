@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.skipping import SOME_SKIPPED, menu_of
 from tests.support.tiny_llm import write_model
 from verispec import runtime
+from verispec.backends.options import BackendOptions
+from verispec.backends.protocol import Backend
 from verispec.backends.select import default_backend
 from verispec.cli import options
+from verispec.errors import InputError
 from verispec.llm import LLM
 from verispec.model import cache_dir
 from verispec.model.file_digest import FileDigest
@@ -50,6 +56,77 @@ def test_skip_sets_are_found_at_load_and_never_in_a_step(model: Path, monkeypatc
         for drafter in ("auto", "skip"):
             llm.generate([[1, 2, 3]], PARAMS, drafter=drafter)
         assert read == [model]
+
+
+@pytest.fixture
+def looking_up(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Says whether backends that are loaded look drafts up by themselves."""
+    make_backend = runtime.make_backend
+
+    def put(looks_up: bool) -> None:
+        def make(options: BackendOptions, *args: Any, **more: Any) -> Backend:
+            backend = make_backend(options, *args, **more)
+            backend.limits = replace(backend.limits, looks_up=looks_up)  # type: ignore[misc]
+            return backend
+
+        monkeypatch.setattr(runtime, "make_backend", make)
+
+    return put
+
+
+def default_drafter(model: Path, **options: Any) -> str:
+    """Of requests that name none, which are served."""
+    with LLM(model, backend="numpy", **options) as llm:
+        plain = llm.generate([[1, 2, 3]], PARAMS, drafter="none")
+        assert llm.generate([[1, 2, 3]], PARAMS)[0].digest == plain[0].digest
+        return llm.chosen(None, None).method
+
+
+@pytest.mark.parametrize("drafter", [None, "none", "suffix", "auto"])
+@pytest.mark.parametrize("looks_up", [False, True])
+def test_the_policy_chooses_by_default_where_the_backend_looks_up(
+    model: Path, looking_up: Callable[[bool], None], looks_up: bool, drafter: str | None
+) -> None:
+    """A drafter that is named stays what it is."""
+    looking_up(looks_up)
+    expected = drafter or ("auto" if looks_up else "suffix")
+    assert default_drafter(model, drafter=drafter) == expected
+
+
+@pytest.mark.parametrize("looks_up", [False, True])
+def test_a_draft_model_is_used_by_default(model: Path, looking_up: Callable[[bool], None], looks_up: bool) -> None:
+    """By the policy where the backend looks up; but where probabilities judge, by itself: `auto` has none."""
+    looking_up(looks_up)
+    assert default_drafter(model, draft_model=model) == ("auto" if looks_up else "model")
+    assert default_drafter(model, draft_model=model, drafter="suffix") == "suffix"
+    with LLM(model, backend="numpy", draft_model=model, accept="rejection") as llm:
+        assert llm.chosen(None, None).method == "model"
+        llm.generate([[1, 2, 3]], replace(PARAMS, temperature=1.0, deterministic=False))
+
+
+def test_a_wrong_drafter_is_refused_before_weights_are_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "make_backend", lambda *args, **more: pytest.fail("weights are read"))
+    for drafter, message in (("magic", "unknown drafter 'magic'"), ("model", "drafter model needs a draft_model")):
+        with pytest.raises(InputError, match=message):
+            LLM(model, backend="numpy", drafter=drafter)
+
+
+@pytest.mark.parametrize("looks_up", [False, True])
+def test_the_command_line_leaves_the_default_to_the_model(
+    model: Path, looking_up: Callable[[bool], None], looks_up: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And says what has no effect with it."""
+    looking_up(looks_up)
+    loading, forced = options.Loading(model=str(model), backend="numpy"), options.Drafting(force=True)
+    with options.load_llm(loading, forced) as llm:
+        assert forced.method(llm) == ("auto" if looks_up else "suffix")
+        assert replace(forced, drafter="none").method(llm) == "none"
+        assert llm._force
+    assert capsys.readouterr().err == "note: --force has no effect with --drafter suffix\n" * (not looks_up)
+    second = options.Drafting(draft_model=str(model), force=True)
+    with options.load_llm(loading, second) as llm:
+        assert second.method(llm) == ("auto" if looks_up else "model")
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("lost", ["the CUDA backend is missing: this machine has none", None])

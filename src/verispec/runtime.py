@@ -51,8 +51,10 @@ from verispec.spec.registry import (
     LOOKUP_DRAFTER,
     MODEL_DRAFTER,
     SKIP_DRAFTER,
+    SUFFIX_DRAFTER,
     DraftSetup,
     check_method,
+    default_method,
     make_drafters,
 )
 from verispec.spec.skip_menu import MenuKey, SkipMenu, has_menus, read_menu
@@ -82,28 +84,28 @@ class _Report:
 class Runtime:
     """A loaded model.
 
-    `model` is a known name, a GGUF file or a folder with safetensors. `drafter` is the default of every request; no
-    drafter changes the output. `draft_len` is the most tokens of one draft (default: the drafter's own); `force`
-    drafts even where that is predicted not to pay. `draft_model` is a smaller model with the same vocabulary, for
-    drafter `model`; `tree` is the shape of drafts (`chain:N`, `branch:3,2,1`, `beam:3,4`), `accept` the rule that
-    judges them. `kv_slots` is the K/V capacity in tokens, `max_len` the most a request may hold, prompt included.
-    `backend` is cuda, native, numpy (default: the first that can serve here) or hopper, which gives cuda's bits on a
-    CPU, or torch; cuda and torch run on GPU number `device` and take the share `gpu_memory` of its memory, unless
-    `kv_slots` says how much K/V to have. With `fast_weights` int4 or int8, windows of drafter `decode` are drawn by a
-    second set of weights of so many bits (cuda). `threads` is how many compute (default: all cores); it changes no bit.
-    `weights="q8"` makes the native backend quantise float weights at load, `kv_dtype` is its float16 or float32; both
-    are part of the profile. `family` names canonical shapes other than the audit's choice; `full_audit` audits kernels
-    that loading checks by known answers only, `fresh_audit` measures again. `progress(stage, share)` reports loading.
-    `history_len` tokens of earlier answers are kept for drafter `suffix`; they are kept apart by salt, which is a
-    server's API key, unless `share_history` says that all may draft from all: requests then tell nothing of their
-    drafts.
+    `model` is a known name, a GGUF file or a folder with safetensors. `drafter` is the default of every request (None:
+    `auto` on cuda, else `model` with a `draft_model`, else `suffix`); no drafter changes the output. `draft_len` is the
+    most tokens of one draft (default: the drafter's own); `force` drafts even where that is predicted not to pay.
+    `draft_model` is a smaller model with the same vocabulary, for drafter `model`; `tree` is the shape of drafts
+    (`chain:N`, `branch:3,2,1`, `beam:3,4`), `accept` the rule that judges them. `kv_slots` is the K/V capacity in
+    tokens, `max_len` the most a request may hold, prompt included. `backend` is cuda, native, numpy (default: the first
+    that can serve here) or hopper, which gives cuda's bits on a CPU, or torch; cuda and torch run on GPU number
+    `device` and take the share `gpu_memory` of its memory, unless `kv_slots` says how much K/V to have. With
+    `fast_weights` int4 or int8, windows of drafter `decode` are drawn by a second set of weights of so many bits
+    (cuda). `threads` is how many compute (default: all cores); it changes no bit. `weights="q8"` makes the native
+    backend quantise float weights at load, `kv_dtype` is its float16 or float32; both are part of the profile. `family`
+    names canonical shapes other than the audit's choice; `full_audit` audits kernels that loading checks by known
+    answers only, `fresh_audit` measures again. `progress(stage, share)` reports loading. `history_len` tokens of
+    earlier answers are kept for drafter `suffix`; they are kept apart by salt, which is a server's API key, unless
+    `share_history` says that all may draft from all: requests then tell nothing of their drafts.
     """
 
     def __init__(
         self,
         model: str | Path = DEFAULT_MODEL,
         *,
-        drafter: str = "suffix",
+        drafter: str | None = None,
         draft_model: str | Path | None = None,
         tree: str | None = None,
         accept: str = Accept.MATCH,
@@ -146,7 +148,8 @@ class Runtime:
             raise InputError(f"fast_weights {fast_weights} needs the cuda backend; this is the {backend} one")
         if not 0 < gpu_memory <= 1:
             raise InputError(f"gpu_memory must be above 0 and at most 1, not {gpu_memory}")
-        self._speculation = Speculation.of(drafter, tree=tree, accept=accept)
+        named = SUFFIX_DRAFTER if drafter is None else drafter  # which is the default depends on the backend, below
+        self._speculation = Speculation.of(named, tree=tree, accept=accept)
         check_method(self._speculation.method)
         if tree is not None and draft_len is not None:
             raise InputError(f"tree {tree} and draft_len exclude each other: draft_len N is short for chain:N")
@@ -189,6 +192,13 @@ class Runtime:
                 _check_memory(options, checkpoints)
             self._backend: Backend = make_backend(options, checkpoints, progress=report)
             reading.result()
+        if drafter is None:
+            method = default_method(
+                looks_up=self._backend.limits.looks_up,
+                has_draft_model=draft_model is not None,
+                accept=self._speculation.accept,
+            )
+            self._speculation = replace(self._speculation, method=method)
         self.calibration: Calibration = calibrate(
             self._backend, cache_dir=cache_dir(), family=family, full=full_audit, fresh=fresh_audit, progress=report
         )

@@ -25,6 +25,8 @@ import verispec.cli.app  # before any test puts another LLM in place
 import verispec.cli.prompt_file
 from verispec.cli.main import EXIT_INTERRUPTED, run
 from verispec.llm import LLM
+from verispec.spec.registry import SUFFIX_DRAFTER
+from verispec.spec.speculation import Speculation
 
 COMMAND = [sys.executable, "-m", "verispec"]
 
@@ -67,7 +69,8 @@ def bare_cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 
 @pytest.fixture
 def cli(bare_cli: Cli, smollm2: LLM, monkeypatch: pytest.MonkeyPatch) -> Cli:
-    """Run a command here on the shared model. What concerns loading is checked elsewhere."""
+    """Run a command here on the shared model, drafter suffix. What concerns loading is checked elsewhere."""
+    monkeypatch.setattr(smollm2, "_speculation", Speculation(SUFFIX_DRAFTER))
     monkeypatch.setattr("verispec.llm.LLM", lambda **options: smollm2)
     return bare_cli
 

@@ -120,7 +120,7 @@ def chat(talk: Talk, sampling: options.Sampling, drafting: options.Drafting, loa
     options.check_system(talk.system)
     llm = options.load_llm(loading, drafting, deterministic=sampling.deterministic)
     params = sampling.params(**chat_sampling(llm.generation_defaults))
-    conversation = Conversation(llm, params, drafting.method, talk.system)
+    conversation = Conversation(llm, params, drafting.method(llm), talk.system)
     if terminal.stdin_is_terminal():
         _converse(conversation)
     else:

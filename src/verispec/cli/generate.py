@@ -79,7 +79,7 @@ def generate(asked: Asked, sampling: Sampling, drafting: Drafting, loading: Load
     with open_receipts(asked.receipt, private=asked.receipt_private, quiet=quiet) as receipts:
         llm = options.load_llm(loading, drafting, deterministic=sampling.deterministic, quiet=quiet)
         if file is not None:
-            reader = LineReader(llm, params, drafting.method, asked.raw, asked.system, recorded=receipts.wanted)
+            reader = LineReader(llm, params, drafting.method(llm), asked.raw, asked.system, recorded=receipts.wanted)
             run_file(lines, reader, stats=asked.stats, quiet=quiet, receipts=receipts, name=f"--prompts {file}")
             return
         prompt_ids = options.prompt_ids(llm, text, system=asked.system, raw=asked.raw)
@@ -141,10 +141,10 @@ def _print_whole(
     """Print all samples when they are there: as one object, or as texts under numbers."""
     from verispec.batch.prompts import as_object
 
-    (completion,) = llm.generate([prompt], params, drafter=drafting.method, receipts=receipts.wanted)
+    (completion,) = llm.generate([prompt], params, drafter=drafting.method(llm), receipts=receipts.wanted)
     receipts.put(0, completion.receipts)
     if asked.json:
-        terminal.out_json(as_object(completion, drafter=drafting.method, stats=True))
+        terminal.out_json(as_object(completion, drafter=drafting.method(llm), stats=True))
     for i, sample in enumerate(() if asked.json else completion.samples, start=1):
         terminal.out(f"--- sample {i} of {params.n}\n{sample.text}\n")
         if not asked.quiet:
@@ -164,7 +164,7 @@ def _print_stream(
     begun = False
     traces: deque[DraftTrace] = deque(maxlen=_TREES_SHOWN)
     try:
-        for event in llm.stream(prompt, params, drafter=drafting.method, trace=asked.show_tree):
+        for event in llm.stream(prompt, params, drafter=drafting.method(llm), trace=asked.show_tree):
             begun = True
             if event.trace is not None:
                 traces.append(event.trace)

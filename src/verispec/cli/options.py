@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 MAX_COUNT = 2**31 - 1
 _RANDOM_SEEDS = 10**9  # random seeds are below this: short enough to be typed again
 _PARAMS = SamplingParams()
+_NEEDED_BY = {"draft_model": ("model", "auto"), "force": ("skip", "model", "auto")}  # drafters, by option
 
 
 def known_models() -> list[str]:
@@ -85,8 +86,8 @@ class Drafting:
         None, metavar="NAME", values=drafters,
         help="none: plain decoding. suffix: what followed the last words before. lookup: the same, by the GPU itself. "
         "decode: batches of any shape, verified later. grammar: what a schema or grammar forces. skip: the model with "
-        "sub-layers skipped. model: --draft-model. auto: what is predicted to be fastest. Default: suffix; model with "
-        "--draft-model",
+        "sub-layers skipped. model: --draft-model. auto: what is predicted to be fastest. Default: auto on cuda, "
+        "else suffix; model with --draft-model",
     )  # fmt: skip
     draft_len: int | None = option(
         None, help="the most tokens of one draft. Default: suffix 32, lookup 8, grammar 32, decode 32, skip 12, model 8"
@@ -106,13 +107,17 @@ class Drafting:
         "tokens then depend on the drafter, so they need --no-deterministic",
     )  # fmt: skip
 
-    @property
-    def method(self) -> str:
-        return self.drafter or ("suffix" if self.draft_model is None else "model")
+    def method(self, llm: LLM) -> str:
+        """The drafter that is named, or else the default of the model that was loaded."""
+        return llm.chosen(self.drafter, None).method
+
+    def given_in_vain(self, method: str) -> list[str]:
+        """The options that say nothing to this drafter."""
+        return [name for name, methods in _NEEDED_BY.items() if getattr(self, name) and method not in methods]
 
     def for_llm(self, deterministic: bool, *, quiet: bool) -> dict[str, Any]:
         """As arguments of LLM, without what agrees with the rest or has no effect. Raises for what contradicts it."""
-        chosen = {**asdict(self), "drafter": self.method}
+        chosen = asdict(self)
         if self.accept != Accept.MATCH and deterministic:
             raise InputError(
                 f"--accept {self.accept} lets tokens depend on the drafter, the tree and the load, so it needs "
@@ -124,12 +129,14 @@ class Drafting:
             if not agrees:
                 raise InputError(f"--tree {self.tree} and --draft-len {self.draft_len} contradict each other")
             chosen["draft_len"] = None
-        needs = {"draft_model": ("model", "auto"), "force": ("skip", "model", "auto")}
-        for name, methods in needs.items():
-            if chosen[name] and self.method not in methods:
-                chosen[name] = getattr(Drafting, name)
-                no_effect(f"--{name.replace('_', '-')}", f"with --drafter {self.method}", quiet=quiet)
+        if self.drafter is not None:
+            chosen |= {name: getattr(Drafting, name) for name in self.given_in_vain(self.drafter)}
+            self.note_no_effect(self.drafter, quiet=quiet)
         return chosen
+
+    def note_no_effect(self, method: str, *, quiet: bool) -> None:
+        for name in self.given_in_vain(method):
+            no_effect(_FLAGS[name], f"with --drafter {method}", quiet=quiet)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,6 +197,8 @@ def load_llm(
     chosen = llm_arguments(loading, drafting, deterministic=deterministic, quiet=quiet)
     with naming_flags(), LoadingDisplay(quiet=quiet) as display:
         llm = LLM(progress=display.update, **{**chosen, **more})
+    if drafting is not None and drafting.drafter is None:  # the backend had to be known for it
+        drafting.note_no_effect(drafting.method(llm), quiet=quiet)
     atexit.register(llm.calibration.save)
     return llm
 

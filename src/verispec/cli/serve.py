@@ -106,7 +106,9 @@ def serve(serving: Serving, loading: options.Loading, drafting: options.Drafting
     def on_start(url: str) -> None:
         names = ", ".join(core.names)
         arithmetic = dict(llm.calibration.profile.fingerprint)["arithmetic"]
-        terminal.out(f"{url}  {names} (arithmetic {arithmetic}, profile {llm.profile}), drafter {drafting.method}\n")
+        terminal.out(
+            f"{url}  {names} (arithmetic {arithmetic}, profile {llm.profile}), drafter {drafting.method(llm)}\n"
+        )
         if serving.open:
             webbrowser.open(url)
 

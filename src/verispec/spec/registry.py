@@ -19,8 +19,9 @@ from verispec.spec.skip import NOT_TUNED, skip_drafter
 from verispec.spec.skip_menu import MAX_DRAFT, SkipMenu
 from verispec.spec.speculation import AUTO, GRAMMAR
 from verispec.spec.suffix import SuffixConfig, SuffixDrafter
+from verispec.types import Accept
 
-SKIP_DRAFTER, MODEL_DRAFTER, LOOKUP_DRAFTER = "skip", "model", "lookup"
+SUFFIX_DRAFTER, SKIP_DRAFTER, MODEL_DRAFTER, LOOKUP_DRAFTER = "suffix", "skip", "model", "lookup"
 NO_DRAFT_MODEL = "there is no draft model; --draft-model names one"
 _MODEL_DRAFT_LEN = _LOOKUP_DRAFT_LEN = 8
 _BELIEVED_AGREEMENT = 0.75  # of a draft model, until some of its drafts were judged
@@ -97,7 +98,7 @@ def _lookup(setup: DraftSetup) -> Drafter:
 
 DRAFTERS: dict[str, Callable[[DraftSetup], Drafter]] = {
     "none": lambda setup: NoDrafter(),
-    "suffix": _suffix,
+    SUFFIX_DRAFTER: _suffix,
     LOOKUP_DRAFTER: _lookup,
     GRAMMAR: lambda setup: GrammarDrafter(setup.length(GrammarDrafter.MAX_DRAFT)),
     "decode": _decode,
@@ -110,6 +111,14 @@ DRAFTER_NAMES = (*DRAFTERS, AUTO)
 def check_method(method: str) -> None:
     if method not in DRAFTER_NAMES:
         raise InputError(f"unknown drafter {method!r}; known: {', '.join(DRAFTER_NAMES)}")
+
+
+def default_method(*, looks_up: bool, has_draft_model: bool, accept: Accept) -> str:
+    """The drafter where none is named. A backend that `looks_up` is quicker than the host that `suffix` drafts on, so
+    there the policy chooses; not where probabilities judge: `auto` may draft without any."""
+    if looks_up and accept is Accept.MATCH:
+        return AUTO
+    return MODEL_DRAFTER if has_draft_model else SUFFIX_DRAFTER
 
 
 def make_drafters(setup: DraftSetup | None = None) -> dict[str, Drafter]:
