@@ -20,9 +20,7 @@ SYSTEMS = {
     "suffix": ("suffix matching", "#1b7837"),
     "lookup": ("looked up in the text", "#7fbf7b"),
     "model, beam": ("draft model, tree (RSD, shared noise)", "#762a83"),
-    "model": ("draft model, chain", "#af8dc3"),
-    "model, forced": ("draft model, chains in every round", "#de77ae"),
-    "model, chain": ("draft model, chains of 4", "#f1b6da"),
+    "model, forced": ("draft model, chains that end early", "#de77ae"),
     "skip, forced": ("draft and verify (layers skipped)", "#2166ac"),
     "decode": ("decode, verify, rollback", "#d6604d"),
 }
