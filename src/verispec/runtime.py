@@ -152,7 +152,7 @@ class Runtime:
         self._speculation = Speculation.of(named, tree=tree, accept=accept)
         check_method(self._speculation.method)
         if tree is not None and draft_len is not None:
-            raise InputError(f"tree {tree} and draft_len exclude each other: draft_len N is short for chain:N")
+            raise InputError(f"tree {tree} and draft_len exclude each other: both say how long drafts are")
         if drafter == MODEL_DRAFTER and draft_model is None:
             raise InputError(f"drafter {drafter} needs a draft_model")
         if kv_slots is not None:
