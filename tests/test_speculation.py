@@ -196,7 +196,7 @@ def plain(folder: Path, model: Path) -> Iterator[LLM]:
                             "not 'chain'"),
         ({"accept": "magic"}, "unknown accept 'magic'; known: match, rejection, recursive"),
         ({"drafter": "auto", "tree": "chain:3", "draft_len": 4},
-         "tree chain:3 and draft_len exclude each other: draft_len N is short for chain:N"),
+         "tree chain:3 and draft_len exclude each other: both say how long drafts are"),
         ({"drafter": "model", "draft_model": "no-such-model"},
          "draft_model: 'no-such-model' is neither an existing path nor a known model; known models: smollm2-135m"),
     ],
