@@ -74,6 +74,18 @@ def looking_up(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     return put
 
 
+def test_a_request_for_a_rule_that_auto_cannot_have_gets_the_draft_model(
+    model: Path, looking_up: Callable[[bool], None]
+) -> None:
+    """Unless it names a drafter; the control asks for no rule."""
+    looking_up(True)
+    with LLM(model, backend="numpy", draft_model=model) as llm:
+        assert llm.chosen(None, None).method == "auto"
+        assert llm.chosen(None, {"tree": "chain:3"}).method == "auto"
+        assert llm.chosen(None, {"accept": "recursive"}).method == "model"
+        assert llm.chosen(None, {"accept": "recursive", "method": "auto"}).method == "auto"
+
+
 def default_drafter(model: Path, **options: Any) -> str:
     """Of requests that name none, which are served."""
     with LLM(model, backend="numpy", **options) as llm:

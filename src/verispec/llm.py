@@ -22,8 +22,8 @@ from verispec.engine.thread import Inbox
 from verispec.errors import InputError, NumericError
 from verispec.receipt.values import Receipt, check_recordable, make_receipt
 from verispec.runtime import Message, Runtime
-from verispec.spec.registry import MODEL_DRAFTER
-from verispec.spec.speculation import Speculation
+from verispec.spec.registry import MODEL_DRAFTER, default_method
+from verispec.spec.speculation import AUTO, Speculation
 from verispec.text.detokenizer import answer_text
 from verispec.text.prompts import Params, Prompt, PromptSpec, pair, spec
 from verispec.types import (
@@ -294,6 +294,11 @@ class LLM(Runtime):
             raise InputError("drafter and speculative exclude each other")
         named = drafter is not None and drafter != self._speculation.method
         chosen = Speculation.parse({"method": drafter} if named else speculative, self._speculation)
+        names_one = drafter is not None or (isinstance(speculative, Mapping) and "method" in speculative)
+        if chosen.method == AUTO and not names_one:
+            has_draft_model = self.calibration.draft_cost is not None
+            method = default_method(looks_up=True, has_draft_model=has_draft_model, accept=chosen.accept)
+            chosen = replace(chosen, method=method)
         if chosen.method == MODEL_DRAFTER and self.calibration.draft_cost is None:
             raise InputError("drafter model needs a draft_model")
         return chosen

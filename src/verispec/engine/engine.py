@@ -39,7 +39,9 @@ from verispec.types import (
 )
 
 _HOST_MEMORY = 0.9  # of the running average of host seconds
-_PREPARING = 0.02  # seconds of the host beside a far device: in so long a step passes were prepared, not once more
+# Seconds of the host beside a far device: in so long a step passes were prepared, which are not once more; unless many
+# such steps follow each other.
+_PREPARING, _MOST_PREPARING = 0.02, 8
 
 
 class Engine:
@@ -119,6 +121,7 @@ class Engine:
         self._ended_totals = Totals()
         self._live: dict[int, list[Sequence]] = {}
         self._ended: list[TokenEvent] = []
+        self._num_long = 0  # steps in a row in which passes seem to have been prepared
         self._next_request_id = 0
         self._next_sequence_id = 0
 
@@ -252,7 +255,9 @@ class Engine:
         """Of all steps; of those in which the host drafted, without passes, or looked whether to; and of rounds that
         the backend drafted."""
         total = self._clock() - start
-        if self._cost.trip and total - waited > _PREPARING:
+        is_long = bool(self._cost.trip) and total - waited > _PREPARING
+        self._num_long = self._num_long + 1 if is_long else 0
+        if is_long and self._num_long <= _MOST_PREPARING:
             return
         seconds = max(0.0, total - max((r.seconds for part in step for r in part), default=0.0))
         self._scheduler.host_seconds += (1 - _HOST_MEMORY) * (seconds - self._scheduler.host_seconds)

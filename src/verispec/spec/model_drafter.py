@@ -235,9 +235,11 @@ class ModelDrafter:
         is_sampled = turn.sequence.params.temperature > 0
         self._acceptances[is_sampled].observe(draft, verdict)
         if draft.is_chain and self._exits(turn.sequence.speculation.tree):
-            what = {"matched": len(verdict.path), "drafted": len(draft), "most": turn.choice.num_nodes}
-            self._exit.observe(**what)
-            self._early_ends[is_sampled].observe(**what)
+            matched, drafted, most = len(verdict.path), len(draft), turn.choice.num_nodes
+            self._exit.observe(matched=matched, drafted=drafted, most=most)
+            if drafted and draft.token_ids[-1] in turn.sequence.stopping_ids:
+                most = drafted  # whether the draft was sure of it nobody knows
+            self._early_ends[is_sampled].observe(matched=matched, drafted=drafted, most=most)
 
     def forget(self, sequence: SequenceView) -> None:
         """What was learned fades: the next text may be of another kind. The exit's state is carried on."""

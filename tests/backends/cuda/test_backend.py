@@ -238,13 +238,14 @@ def refused(library: object) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"runtime_library": lambda: None}, {"_driver_version": lambda: 12030}, {"_linked": refused}],
-    ids=["no library", "an old driver", "a library that cannot be linked"],
+    [{"runtime_library": lambda: None}, {"_driver_version": lambda: 12030}, {"_bindings": lambda: 12}, {}],
+    ids=["no library", "an old driver", "old bindings", "a library that cannot be linked"],
 )
 def test_where_there_are_no_conditional_nodes_work_runs_in_any_case(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, object]
 ) -> None:
-    found = {"runtime_library": lambda: Path("library"), "_driver_version": lambda: 13000, "_linked": refused}
+    found = {"runtime_library": lambda: Path("library"), "_driver_version": lambda: 13000, "_bindings": lambda: 13}
+    found |= {"_linked": refused}
     for name, stand_in_ in (found | changes).items():
         monkeypatch.setattr(branches, name, stand_in_)
     ran = []

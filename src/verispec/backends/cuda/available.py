@@ -69,7 +69,10 @@ def why_no_torch() -> str | None:
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return f"torch 2.10 or newer is missing: {INSTALL}"
-    version = importlib.metadata.version("torch")
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return f"torch's version is not known, and 2.10 or newer is needed: {INSTALL}"
     if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < _LEAST_TORCH:
         return f"torch is {version}, and 2.10 or newer is needed: {INSTALL} --upgrade"
     cuda = _cuda_of(Path(spec.origin).with_name("version.py"))

@@ -1,7 +1,8 @@
 """Work inside a captured graph that runs only if a word on the device is not 0 by then: conditional nodes.
 
 The function that decides is the device runtime's, a library that lies beside CUDA's headers. Where it is not there, or
-the driver is too old, work runs in any case: its kernels look at the same word by themselves, which takes longer.
+driver and bindings are too old, work runs in any case: its kernels look at the same word by themselves, which takes
+longer.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from typing import Any
 import torch
 
 from verispec.backends.cuda.arguments import filled, pointers, struct
-from verispec.backends.cuda.compiler import CudaError, Kernel, checked, compile_cubin, runtime_library
+from verispec.backends.cuda.compiler import CompileError, CudaError, Kernel, checked, compile_cubin, runtime_library
 
-_LEAST_DRIVER = 12040  # that has conditional nodes
+_LEAST_DRIVER, _LEAST_BINDINGS = 12040, 13  # that have conditional nodes, as they are called here
 _BranchArgs = struct("BranchArgs", *pointers("busy"), ("handle", ctypes.c_ulonglong))
 
 
@@ -62,8 +63,13 @@ class Branches:
         side = self._side.cuda_stream
         mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         checked(driver.cuStreamBeginCaptureToGraph(side, body, None, None, 0, mode))
-        with torch.cuda.stream(self._side):
-            work()
+        try:
+            with torch.cuda.stream(self._side):
+                work()
+        except BaseException:
+            driver.cuStreamEndCapture(side)  # whatever it says: the work's own error is what is told
+            self._side = None
+            raise
         checked(driver.cuStreamEndCapture(side))
 
     @staticmethod
@@ -80,10 +86,17 @@ class Branches:
         if self._kernels is None:
             self._kernels = {}
             library = runtime_library()
-            if library is not None and _driver_version() >= _LEAST_DRIVER:
-                with suppress(CudaError):  # a library that this driver cannot link
+            if library is not None and _bindings() >= _LEAST_BINDINGS and _driver_version() >= _LEAST_DRIVER:
+                with suppress(CudaError, CompileError):  # a library that this driver cannot link
                     self._kernels = _linked(library)
         return bool(self._kernels)
+
+
+def _bindings() -> int:
+    """The major version of cuda-bindings."""
+    import cuda.bindings
+
+    return int(cuda.bindings.__version__.partition(".")[0])
 
 
 def _driver_version() -> int:

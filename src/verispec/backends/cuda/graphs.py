@@ -47,9 +47,8 @@ class GraphKey(NamedTuple):
         return self.stage in (Stage.FIRST, Stage.VERIFY)
 
     @property
-    def is_left_out(self) -> bool:
-        """Whether a condition keeps it from running where nobody has rows: steps of chains that have ended early. Such
-        work allocates nothing."""
+    def may_be_left_out(self) -> bool:
+        """Whether a condition should keep it from running where nobody has rows: steps of chains that have ended."""
         return self.stage is Stage.DRAFT and not (self.edited or self.weighed or self.children)
 
     @property
@@ -110,7 +109,7 @@ class Graphs:
         if key.looks_up:
             self._steps.look_up(state, sizes)
         self._steps.begin(state, sizes, key.stage)
-        if key.is_left_out:
+        if key.may_be_left_out and not any(plan.forms):  # the library allocates, which such work must not
             self._device.only_if(state.busy, lambda: self._drawn(key, plan))
             logits, offered = model.logits, None
         else:
