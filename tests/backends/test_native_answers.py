@@ -95,7 +95,7 @@ def test_what_an_audit_found_outweighs_known_answers(tmp_path: Path) -> None:
         shapes = llm.backend.shapes
     (kept,) = cache.rglob("audit-*.json")
     data = json.loads(kept.read_text())
-    data["outcomes"][0] = {"name": "q", "classes": [], "impure": shapes}
+    data["outcomes"][0] = {"name": "q", "classes": [], "impure": shapes, "forms": []}
     kept.write_text(json.dumps(data))
     with loaded(path, cache) as llm, pytest.raises(DeterminismError, match="row-pure for every kernel"):
         llm.generate("one two", SamplingParams(max_tokens=3))
