@@ -547,8 +547,8 @@ class SampleOutput:
 
 
 class TokenEvent(NamedTuple):
-    """What one step committed for one sample of one request, or one round of it where rounds drafted. A stream is the
-    concatenation of these.
+    """What one step committed for one sample of one request, or one round of it where rounds drafted; or one token,
+    where drafts are not told. A stream is the concatenation of these.
 
     `pieces` is the text, split by the token that released it. The first `num_accepted` tokens were drafted;
     `rejected_ids` were drafted too, and dropped.
@@ -577,3 +577,17 @@ class TokenEvent(NamedTuple):
     def token_ids(self) -> tuple[int, ...]:
         """The tokens committed."""
         return self.logprobs.token_ids
+
+    def by_token(self) -> list[TokenEvent]:
+        """The same, which tells of no draft, as events of one token each; the output comes with the last of them."""
+        last = len(self.logprobs) - 1
+        if last < 1:
+            return [self]
+        return [
+            self._replace(
+                logprobs=self.logprobs[i : i + 1],
+                pieces=self.pieces[i : i + 1],
+                output=self.output if i == last else None,
+            )
+            for i in range(last + 1)
+        ]

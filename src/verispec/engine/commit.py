@@ -129,7 +129,7 @@ class Committer:
                 sequence.stats.finish_time = now
             if len(sequence.logprobs) > sequence.outbox.next:
                 sequence.stats.record_commit(now)
-            events.append(sequence.take_event())
+            events += sequence.take_events()
         return events
 
     def _commit_pending(self, turn: Turn, sequence: Sequence) -> None:
@@ -147,7 +147,7 @@ class Committer:
         rounds = turn.rounds or (turn,)
         for i, part in enumerate(rounds):
             if i and sequence.is_streamed:
-                self._earlier.append(sequence.take_event())
+                self._earlier += sequence.take_events()
             self._commit_one(part, sequence)
             if sequence.finish_reason is not None:
                 self._end(sequence)

@@ -107,7 +107,7 @@ class Sequence:
     text_sink: TextSink
     given_ids: tuple[int, ...] = ()  # output that the client has already
     is_traced: bool = False  # whether events show whole drafts
-    tells_drafts: bool = True  # whether the client hears of drafts at all
+    tells_drafts: bool = True  # whether the client hears of drafts at all; if not, an event has one token
     is_streamed: bool = True
     salt: str = ""
     prediction_ids: tuple[int, ...] = ()
@@ -294,8 +294,16 @@ class Sequence:
         self.finish_reason = FinishReason.ERROR
         self.error = error
 
-    def take_event(self) -> TokenEvent:
-        """Everything committed since the last event, and the whole output if the sequence has ended."""
+    def take_events(self) -> list[TokenEvent]:
+        """Everything committed since the last event, and the whole output if the sequence has ended.
+
+        It is one event. Where drafts are not told, a stream has one for each token: how many tokens a round committed
+        is how many of its draft were accepted.
+        """
+        event = self._take_event()
+        return [event] if self.tells_drafts or not self.is_streamed else event.by_token()
+
+    def _take_event(self) -> TokenEvent:
         outbox = self.outbox
         start, outbox.next = outbox.next, len(self.logprobs)
         count = outbox.next - start

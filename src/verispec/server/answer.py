@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -80,12 +80,18 @@ class Answer:
         digits, id_len = self.id_of(index, item), self.call.tools.format.id_len
         return f"call_{digits[:_ID_DIGITS]}" if id_len is None else digits[:id_len]
 
-    async def commits(self) -> AsyncIterator[list[Commit]]:
-        """What becomes visible, step by step, to the end. Raises ApiError where it ends otherwise."""
+    async def commits(self) -> AsyncIterator[Iterator[Commit]]:
+        """What becomes visible, step by step, to the end. Raises ApiError where it ends otherwise.
+
+        Commits of a step are made as they are taken: whatever is written of the answer then says no more than they do.
+        """
         try:
             while events := await self._stream.take():
                 self.core.metrics.count_commits(events)
-                yield [commit for event in events if (commit := self._taken(event)) is not None]
+                commits = (commit for event in events if (commit := self._taken(event)) is not None)
+                yield commits
+                for _ in commits:  # that nobody took
+                    pass
         finally:
             self.close()
 
