@@ -539,6 +539,12 @@ class SampleOutput:
         return self.logprobs.token_ids
 
     @property
+    def tokens_per_pass(self) -> float | None:
+        """What a pass of the target gave; None if there was none, or drafts are not told, which this would tell of."""
+        num_passes = self.stats.passes + self.stats.fast_passes
+        return len(self.logprobs) / num_passes if num_passes else None
+
+    @property
     def digest(self) -> str:
         """SHA-256 over the output ids as int32-LE, then the log-probabilities as float32-LE."""
         ids = struct.pack(f"<{len(self.logprobs)}i", *self.token_ids)

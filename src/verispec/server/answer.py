@@ -168,8 +168,8 @@ class Answer:
             return found
         stats = output.stats
         found["digest"] = output.digest
-        if stats.passes or stats.fast_passes:
-            found["tokens_per_pass"] = _rounded(_tokens_per_pass(output))
+        if output.tokens_per_pass is not None:
+            found["tokens_per_pass"] = _rounded(output.tokens_per_pass)
         if not stats.drafted:
             found["no_draft_reason"] = stats.no_draft_reason or stats.chosen_because
         if index in self.receipts:
@@ -238,10 +238,6 @@ def _speculative(accepted: Sequence[int], drafted: Sequence[int]) -> dict[str, A
         "num_draft_tokens": sum(drafted),
         "num_spec_tokens": max(drafted),
     }
-
-
-def _tokens_per_pass(output: SampleOutput) -> float:
-    return len(output.logprobs) / max(1, output.stats.passes + output.stats.fast_passes)
 
 
 def _rounded(value: float) -> float:
