@@ -409,12 +409,12 @@ class SequenceStats:
     """Counters of one sequence. Reported, never read by a decision.
 
     `passes` are the canonical passes of the target the sequence took part in, `fast_passes` its fast ones, those that
-    fill windows included, `draft_passes` those of a drafter's own model. `replays` are the canonical passes that
-    verified windows, `mismatches` those of them that found another token, and `recomputed` the tokens
-    dropped for that. `longest_stall` is the longest this sequence, running in fast passes, waited for a replay of
-    others, `stall_caused` its share of the time that its replays made such sequences wait. `chosen` counts the steps by
-    what was planned for the sequence, `accepted_by` the accepted tokens by drafter; `chosen_because` and
-    `no_draft_reason` speak of the last step they apply to.
+    fill windows included, `draft_passes` those of a drafter's own model, or of cheaper weights. `replays` are the
+    canonical passes that verified windows, on whichever weights these were drawn, `mismatches` those of them that found
+    another token, and `recomputed` the tokens dropped for that. `longest_stall` is the longest this sequence, running
+    in fast passes, waited for a replay of others, `stall_caused` its share of the time that its replays made such
+    sequences wait. `chosen` counts the steps by what was planned for the sequence, `accepted_by` the accepted tokens by
+    drafter; `chosen_because` and `no_draft_reason` speak of the last step they apply to.
     `exit_threshold` and `exit_rate` are the state of the adaptive draft exit after the sequence's last draft.
     """
 

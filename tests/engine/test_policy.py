@@ -257,7 +257,7 @@ def test_unfinished_windows_join_where_that_is_cheaper_than_later(
     """A window of 3 tokens is ready, which makes 4 rows."""
     windows = [Held(3, 3, is_ready=True), *(Held(n, 20, is_ready=False) for n in lengths)]
     found = choose(policy(Windows(windows), (8, 16), cost(m8=8.0, m16=seconds_of_16)), ["it"] * len(windows))
-    assert found[0] == Choice("it", 3, is_replay=True)
+    assert found[0] == Choice("it", 3, num_drawn=3, is_replay=True)
     assert [c.num_nodes for c in found[1:] if c.is_replay] == lengths[:expected]
     assert all(c.grows for c in found[1:] if not c.is_replay)
 
@@ -265,10 +265,10 @@ def test_unfinished_windows_join_where_that_is_cheaper_than_later(
 def test_windows_that_do_not_fit_wait_but_the_oldest_is_verified_as_far_as_it_fits() -> None:
     ready = Held(5, 5, is_ready=True)
     assert choose(policy(Windows([ready] * 3), (12,)), ["it"] * 3) == [
-        Choice("it", 5, is_replay=True), Choice("it", 5, is_replay=True), Choice("it", 5, waits=True)
+        *[Choice("it", 5, num_drawn=5, is_replay=True)] * 2, Choice("it", 5, waits=True)
     ]  # fmt: skip
     found = choose(policy(Windows([ready] * 2), (12,)), ["it"] * 2, others=8)
-    assert found == [Choice("it", 3, is_replay=True), Choice("it", 5, waits=True)]
+    assert found == [Choice("it", 3, num_drawn=3, is_replay=True), Choice("it", 5, waits=True)]
 
 
 # Which rows share a pass.

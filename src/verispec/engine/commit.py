@@ -221,7 +221,7 @@ class Committer:
             stats.replays += 1
             stats.mismatches += num_accepted < len(draft)
             stats.recomputed += len(draft) - num_accepted
-        else:
+        if not choice.num_drawn:  # those were counted when they were drawn
             stats.drafted += len(draft)
         if sequence.tells_drafts:
             sequence.outbox.draft = _news(turn, draft, verdict)

@@ -207,9 +207,9 @@ class Policy:
             is_worth_it = curve.is_forced or predicted > (1.0 if curve.cost is None else WORTH_IT)
             if found.num_nodes and is_worth_it and (found.rate > best.rate or curve.is_forced):
                 choice = Choice(
-                    name, found.num_nodes, curve.shape, by_backend=curve.by_backend and not crowd.needs_host
-                )
-                choice = choice._replace(draft_seconds=found.draft_seconds, num_tokens=1.0 + found.tokens)
+                    name, found.num_nodes, curve.shape, by_backend=curve.by_backend and not crowd.needs_host,
+                    is_replay=curve.is_window, draft_seconds=found.draft_seconds, num_tokens=1.0 + found.tokens,
+                )  # fmt: skip
                 best = _Entry(choice, found.rate, version)
             elif not best.choice.num_nodes and curve.cost is not None:
                 best = best._replace(choice=best.choice._replace(reason=_why_not(curve, predicted, found.num_nodes)))
