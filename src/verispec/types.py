@@ -156,6 +156,11 @@ class SamplingParams:
         """Whether any of the three penalties changes logits."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
+    @property
+    def edits_logits(self) -> bool:
+        """Whether penalties, bias or a least length change logits before a draw."""
+        return self.has_penalties or bool(self.logit_bias) or self.min_tokens > 0
+
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any]) -> Self:
         """Build from plain data (a JSON line, say); an unknown name is an error."""

@@ -79,6 +79,7 @@ class Asking:
     constraint: None = None
     needs_host: bool = False
     uses_probabilities: bool = False
+    draws_plainly: bool = True
     is_followed: bool = False
 
 
@@ -135,6 +136,29 @@ def test_levels_that_are_seldom_drafted_cost_as_seldom() -> None:
     assert nodes(seldom, (1, 64), costs) == (3,)
     assert nodes(always, (1, 64), costs) == (1,)
     assert set(nodes(seldom, (1, 64), costs, count=16)) == {1}
+
+
+@pytest.mark.parametrize(
+    ("leaves_out", "draws_plainly", "by_backend", "expected"),
+    [(True, True, True, 3), (False, True, True, 1), (True, False, True, 1), (False, False, False, 3)],
+)
+def test_passes_that_nobody_wants_cost_all_of_it_where_they_are_not_left_out(
+    leaves_out: bool, draws_plainly: bool, by_backend: bool, expected: int
+) -> None:
+    """On a far device, where they are sent before that is known; the host sends none in vain. One sequence that does
+    not draw plainly is enough."""
+    passes, costs = cost(m1=0.2, m64=0.2), replace(cost(m1=1.0, m64=1.0), trip=1e-3)
+    levels = (Level(1, 0.9), Level(1, 0.3, 0.3), Level(1, 0.1, 0.09))
+    drafters = DrafterSet(
+        {"it": Promising(Curve(levels, cost=passes, by_backend=by_backend))}, vocab_size=VOCAB_SIZE, max_tail=64
+    )
+    chosen = Policy((1, 64), costs, drafters, row_budget=64, max_draft=None, max_burst=16, leaves_out=leaves_out)
+    chosen.host_seconds = 0.0
+    first, other = turn(0, "it"), turn(1, "none")
+    other.states = (("it", Refusal("nothing")),)
+    other.sequence.draws_plainly = draws_plainly  # type: ignore[misc]
+    chosen.choose([first, other], is_canonical=True, other_rows=0, other_tokens=0, beside=0)
+    assert first.choice.num_nodes == expected
 
 
 # What the host costs.

@@ -130,6 +130,7 @@ class Sequence:
 
     prompt_len: int = field(init=False)
     uses_probabilities: bool = field(init=False)  # at temperature 0 every rule is `match`
+    draws_plainly: bool = field(init=False)  # from logits as they are: no edits, no rule by probabilities
     scores_only: bool = field(init=False)  # wants the prompt's log-probabilities and no generation
     needs_host: bool = field(init=False)  # after each round: what it wants to know is not resident
     has_single_rows: bool = field(init=False)  # a round without a draft is a row, a draw and nothing else
@@ -143,6 +144,7 @@ class Sequence:
         self.token_ids = [*self.prompt_ids, *self.given_ids]
         self.prompt_len = len(self.prompt_ids)
         self.uses_probabilities = self.speculation.accept is not Accept.MATCH and self.params.temperature > 0
+        self.draws_plainly = not self.uses_probabilities and not self.params.edits_logits
         self.scores_only = self.params.max_tokens == 0
         is_constrained = self.constraint is not None
         self.needs_host = bool(self.params.logprobs) or self.is_traced or is_constrained
