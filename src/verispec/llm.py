@@ -18,6 +18,7 @@ from typing import Any, overload
 from verispec.arguments import check_int
 from verispec.constraints import library_version
 from verispec.engine import Request
+from verispec.engine.request import Predicted
 from verispec.engine.thread import Inbox
 from verispec.errors import InputError, NumericError
 from verispec.receipt.values import Receipt, check_recordable, make_receipt
@@ -25,9 +26,10 @@ from verispec.runtime import Message, Runtime
 from verispec.spec.registry import MODEL_DRAFTER, default_method
 from verispec.spec.speculation import AUTO, Speculation
 from verispec.text.detokenizer import answer_text
-from verispec.text.prompts import Params, Prompt, PromptSpec, pair, spec
+from verispec.text.prompts import Params, Prediction, Prompt, PromptSpec, pair, spec
 from verispec.types import (
     MAX_ALTERNATIVES,
+    Draft,
     FinishReason,
     SampleOutput,
     SamplingParams,
@@ -145,8 +147,9 @@ class LLM(Runtime):
         """Complete one prompt or many as one batch; results in input order.
 
         Prompts are text, token ids, or dicts in the form of a line of `generate --prompts`: `{"prompt": ...}`, with
-        `token_ids` or `messages` instead, parameters of its own, and a `prediction` of the answer to draft from. One
-        set of parameters serves all prompts, or there is one per prompt; a dict of its fields will do.
+        `token_ids` or `messages` instead, parameters of its own, and a `prediction` of the answer to draft from: text
+        or ids, a list of alternatives, or a `Draft`. One set of parameters serves all prompts, or there is one per
+        prompt; a dict of its fields will do.
         `drafter` names another drafter; `speculative` says all of it: `{"method", "tree", "accept"}`, or False.
         `on_finish(index, completion)` is called as each ends. Interrupted, it frees everything it started. With
         `receipts`, which only deterministic requests can have, each completion holds one per sample.
@@ -270,11 +273,9 @@ class LLM(Runtime):
 
     def _request(self, prompt: PromptSpec, speculation: Speculation) -> Request:
         self.thread.check_open()
-        params, ids, predicted = prompt.params, prompt.content, prompt.prediction
+        params, ids = prompt.params, prompt.content
         if ids is None:
             ids = self.chat_ids(prompt.messages)
-        if isinstance(predicted, str):
-            predicted = self.tokenizer.encode(predicted, add_special=False)
         prompt_ids = self.tokenizer.encode(ids) if isinstance(ids, str) else ids
         request = Request(
             prompt_ids=prompt_ids,
@@ -283,10 +284,17 @@ class LLM(Runtime):
             eos_ids=self.tokenizer.eos_ids,
             text=partial(answer_text, self.tokenizer, prompt_ids, params),
             grammar=self.grammar(params),
-            prediction_ids=predicted,
+            prediction_ids=self._predicted(prompt.prediction),
         )
         self.thread.engine.validate(request)
         return request
+
+    def _predicted(self, prediction: Prediction) -> Predicted:
+        """The same in tokens."""
+        if isinstance(prediction, Draft):
+            return prediction
+        rows = [self.tokenizer.encode(e, add_special=False) if isinstance(e, str) else e for e in prediction]
+        return rows[0] if len(rows) == 1 else rows
 
     def chosen(self, drafter: str | None, speculative: Speculative) -> Speculation:
         """What a request asks for, or the default; naming the default's drafter keeps its tree and rule."""

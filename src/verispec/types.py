@@ -28,6 +28,7 @@ MAX_ALTERNATIVES = 64
 MAX_BIASED = 1024
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
+MAX_PREDICTIONS, MAX_PREDICTED = 16, 2**15  # alternatives, and tokens of all together
 MAX_SHOWN = 60  # characters of a text in a `repr`
 NO_PARENT = -1
 CONSTRAINTS = ("schema", "regex", "grammar")
@@ -284,6 +285,11 @@ class Draft:
         for parent in self.parents:
             depths.append(1 if parent == NO_PARENT else depths[parent] + 1)
         return max(depths, default=0)
+
+    @property
+    def leaves(self) -> tuple[int, ...]:
+        """Nodes that nothing hangs under."""
+        return tuple(sorted(set(range(len(self.token_ids))).difference(self.parents)))
 
     def path_to(self, node: int) -> tuple[int, ...]:
         """Node indices from the root's child down to `node`, inclusive; () for NO_PARENT."""

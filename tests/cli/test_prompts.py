@@ -52,13 +52,14 @@ def test_a_line_may_predict_its_answer(cli: Cli, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(Engine, "add", recorded)
     asked = {"prompt": "Name a river.", "max_tokens": 16}
     answer = cli("generate", "--prompts", jsonl(tmp_path / "a.jsonl", asked), "--stats").json_lines()[0]
-    lines = [{**asked, "seed": 0, "prediction": answer[key]} for key in ("text", "token_ids")]
+    ids = answer["token_ids"]
+    lines = [{**asked, "seed": 0, "prediction": each} for each in (answer["text"], ids, [answer["text"], ids[:4]])]
     file = jsonl(tmp_path / "b.jsonl", *lines, {**asked, "prediction": 3}, {**asked, "predictions": "x"})
     *good, bad, slip = cli("generate", "--prompts", file, "--stats").json_lines()
-    assert [line["digest"] for line in good] == [answer["digest"]] * 2
+    assert [line["digest"] for line in good] == [answer["digest"]] * 3
     assert all("prediction" not in line for line in good)
-    assert predicted == [[], answer["token_ids"], answer["token_ids"]]
-    assert bad["error"] == "the line['prediction'] must be text or token ids, not int"
+    assert predicted == [[], ids, ids, [ids, ids[:4]]]
+    assert bad["error"] == "the line['prediction'] must be text or token ids, a list of these, or a Draft, not int"
     assert slip["error"] == "unknown key 'predictions'; did you mean prediction?"
 
 

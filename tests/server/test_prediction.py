@@ -60,6 +60,17 @@ def test_a_prediction_changes_no_token_and_is_told_of(served: Served) -> None:
     assert all_ > 0
 
 
+def test_a_prediction_of_too_many_tokens_is_refused_by_name(served: Served) -> None:
+    answer = served.post(
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "x"}], "prediction": {"type": "content", "content": "x y " * 20_000}},
+    )
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == "prediction"
+    assert error["message"].endswith("tokens; at most 32768 are possible")
+
+
 @pytest.mark.parametrize("content", [[{"type": "image_url"}], [{"type": "text"}], 7])
 def test_a_prediction_that_is_no_text_is_refused(served: Served, content: Any) -> None:
     answer = served.post(

@@ -166,7 +166,7 @@ def test_only_answers_of_the_same_salt_are_drafted_from_unless_they_are_shared(
 
 def test_a_prediction_is_followed_from_the_first_token_and_again_behind_a_change() -> None:
     drafter = SuffixDrafter()
-    sequence = view([1, 2, 3], prediction_ids=(5, 6, 7, 8, 9, 10))
+    sequence = view([1, 2, 3], prediction_ids=((5, 6, 7, 8, 9, 10),))
 
     def follow() -> list[int]:
         assert isinstance(drafter.state(sequence), tuple)

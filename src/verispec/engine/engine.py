@@ -179,7 +179,7 @@ class Engine:
         seed = self._random_seed() if params.seed is None else params.seed
         prompt_ids = tuple(map(int, request.prompt_ids))
         limit = self.max_len if params.max_tokens is None else len(prompt_ids) + params.max_tokens
-        stopping_ids = request.stopping_ids
+        stopping_ids, predictions = request.stopping_ids, request.predictions
         constraint = None if request.grammar is None else request.grammar.start(stopping_ids)
         samples: list[Sequence] = []
         now = self._clock()
@@ -199,7 +199,7 @@ class Engine:
                 tells_drafts=request.is_traced or not self._config.shares_history,
                 is_streamed=request.is_streamed,
                 salt=request.salt,
-                prediction_ids=tuple(map(int, request.prediction_ids)),
+                prediction_ids=predictions,
                 stats=SequenceStats(arrival_time=now),
                 constraint=constraint,
                 leader=samples[0] if samples and self._config.prefix_cache else None,

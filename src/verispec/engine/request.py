@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from numbers import Integral
+from typing import Any
 
+from verispec.arguments import kind_of
 from verispec.backends.protocol import BackendLimits
 from verispec.config import EngineConfig
 from verispec.errors import DeterminismError, InputError
 from verispec.sampling.constraint import Grammar
 from verispec.spec.drafter import DrafterSkills
 from verispec.spec.speculation import AUTO, Speculation
-from verispec.types import Accept, NoText, SamplingParams, TextSink
+from verispec.types import MAX_PREDICTED, MAX_PREDICTIONS, Accept, Draft, NoText, SamplingParams, TextSink
+
+Predicted = Sequence[int] | Sequence[Sequence[int]] | Draft
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +28,9 @@ class Request:
     are those from number `first_sample` on. `committed_ids` is output that the client has already, a list per sample:
     it counts as generated, and generation goes on behind it, to the bit as if it had never stopped. Cached prefixes are
     shared among requests of the same `salt` only. `grammar` is what `params` wants the answer to look like, compiled.
-    `prediction_ids` is what the client expects as output: drafters may try it, which changes no token.
+    `prediction_ids` is what the client expects as output: drafters may try it, which changes no token. It is a row of
+    tokens, or several, which are alternatives, the likeliest first; or a Draft, each path of which down to a leaf is
+    one.
     """
 
     prompt_ids: Sequence[int]
@@ -38,7 +44,15 @@ class Request:
     committed_ids: Sequence[Sequence[int]] = ()
     salt: str = ""
     grammar: Grammar | None = None
-    prediction_ids: Sequence[int] = ()
+    prediction_ids: Predicted = ()
+
+    @property
+    def predictions(self) -> tuple[tuple[int, ...], ...]:
+        """The alternatives of `prediction_ids`, which must be valid; empty ones predict nothing."""
+        given = self.prediction_ids
+        if isinstance(given, Draft):
+            return tuple(tuple(given.token_ids[node] for node in given.path_to(leaf)) for leaf in given.leaves)
+        return tuple(tuple(map(int, row)) for row in _rows(given) if len(row))
 
     @property
     def stopping_ids(self) -> frozenset[int]:
@@ -88,8 +102,7 @@ class RequestChecks:
         for token_id in request.params.stop_ids:
             if token_id >= vocab_size:
                 raise InputError(f"stop_ids names token {token_id}; the vocabulary has {vocab_size}")
-        if request.prediction_ids:
-            _check_ids("prediction_ids: ", request.prediction_ids, vocab_size)
+        _check_prediction(request, vocab_size)
         self._check_constraint(request)
         self._check_speculation(request)
         self._check_committed(request)
@@ -156,6 +169,34 @@ class RequestChecks:
             raise InputError(f"accept {accept} needs the probabilities of drafter skip or model, not {method!r}")
         if accept is Accept.REJECTION and tree is not None and not tree.is_chain:
             raise InputError(f"accept rejection is for chains; tree {tree} needs accept recursive")
+
+
+def _rows(given: Any) -> Sequence[Sequence[int]]:
+    """One row of tokens as several are given."""
+    return (given,) if not len(given) or isinstance(given[0], Integral) else given
+
+
+def _check_prediction(request: Request, vocab_size: int) -> None:
+    """Refuse alternatives that are no tokens, or more than a drafter should have to read."""
+    given = request.prediction_ids
+    if isinstance(given, Draft):
+        if not given.is_valid(vocab_size=vocab_size, max_nodes=MAX_PREDICTED):
+            most = f"at most {MAX_PREDICTED} tokens of a vocabulary of {vocab_size}"
+            raise InputError(f"prediction_ids must be a Draft that is a tree of {most}")
+        num_rows = len(given.leaves)
+    else:
+        rows = _rows(given)
+        num_rows = len(rows)
+        for i, row in enumerate(rows):
+            where = "prediction_ids" if row is given else f"prediction_ids[{i}]"
+            if not isinstance(row, Sized):
+                raise InputError(f"{where} must be a row of token ids, not {kind_of(row)}")
+            if len(row):
+                _check_ids(f"{where}: ", row, vocab_size)
+    if num_rows > MAX_PREDICTIONS:
+        raise InputError(f"prediction_ids has {num_rows} alternatives; at most {MAX_PREDICTIONS} are possible")
+    if (num_tokens := sum(map(len, request.predictions))) > MAX_PREDICTED:
+        raise InputError(f"prediction_ids has {num_tokens} tokens; at most {MAX_PREDICTED} are possible")
 
 
 def _check_ids(where: str, token_ids: Sequence[int], vocab_size: int) -> None:

@@ -110,7 +110,7 @@ class Sequence:
     tells_drafts: bool = True  # whether the client hears of drafts at all; if not, an event has one token
     is_streamed: bool = True
     salt: str = ""
-    prediction_ids: tuple[int, ...] = ()
+    prediction_ids: tuple[tuple[int, ...], ...] = ()  # what the client expects as output: alternatives
     stats: SequenceStats = field(default_factory=SequenceStats)
     constraint: Constraint | None = None  # where the output stands in its grammar
     leader: Sequence | None = None  # sample 0 of the same request, whose prompt K/V this one waits to share

@@ -17,7 +17,7 @@ _KINDS = {
     429: "rate_limit_error", 500: "server_error", 503: "overloaded_error", 504: "timeout_error",
 }  # fmt: skip
 # Fields of the library that clients know by another name.
-_API_NAMES = {"stop_ids": "stop_token_ids", "alternatives": "top_logprobs"}
+_API_NAMES = {"stop_ids": "stop_token_ids", "alternatives": "top_logprobs", "prediction_ids": "prediction"}
 # Where a request has what sentences of the library begin with.
 _PLACES = {
     "committed_ids": "verispec.committed_ids", "deterministic": "verispec.deterministic",

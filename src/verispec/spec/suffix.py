@@ -167,9 +167,9 @@ class SuffixDrafter:
         own = self._own.get(sequence.sequence_id)
         if own is None:
             own = self._own[sequence.sequence_id] = _Own(Texts())
-            if sequence.prediction_ids:
+            for row in reversed(sequence.prediction_ids):  # the newest wins where they disagree: that is the first one
                 lead = tokens[max(0, sequence.prompt_len - _LEAD_LEN) : sequence.prompt_len]
-                own.texts.extend([*lead, *sequence.prediction_ids[:_MOST_PREDICTED]])
+                own.texts.extend([*lead, *row[:_MOST_PREDICTED]])
                 own.texts.close()
         if own.num_tokens < len(tokens):
             own.texts.extend(tokens[own.num_tokens :])

@@ -1,7 +1,8 @@
 """What callers may give as prompts and parameters, made into one form; what is something else is refused by its name.
 
 A prompt is text, token ids, or a dict in the form of a line of `generate --prompts`: one of `prompt`, `token_ids` and
-`messages`, beside sampling parameters that hold for it alone and `prediction`, the text or ids expected as its answer.
+`messages`, beside sampling parameters that hold for it alone and `prediction`, the text or ids expected as its answer:
+one, a list of alternatives, or a `Draft`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,10 +14,11 @@ from typing import Any
 from verispec.arguments import kind_of
 from verispec.errors import InputError
 from verispec.strict_json import numbered
-from verispec.types import SamplingParams
+from verispec.types import Draft, SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Params = SamplingParams | Mapping[str, Any]
+Prediction = Sequence[str | list[int]] | Draft
 CONTENT_KEYS = ("prompt", "token_ids", "messages")
 PARAMETERS = tuple(f.name for f in fields(SamplingParams))
 _KINDS = "text, token ids or a dict such as {'prompt': '...'}"
@@ -24,12 +26,13 @@ _KINDS = "text, token ids or a dict such as {'prompt': '...'}"
 
 @dataclass(frozen=True, slots=True)
 class PromptSpec:
-    """One prompt, checked: its text or ids, or the messages of a conversation; and its parameters."""
+    """One prompt, checked: its text or ids, or the messages of a conversation; its parameters; and what is expected of
+    the answer, alternatives or a tree of them."""
 
     content: str | list[int] | None
     params: SamplingParams
     messages: Any = None  # checked by the chat template
-    prediction: str | list[int] = ""
+    prediction: Prediction = ()
 
 
 def pair(prompts: Any, params: Any) -> list[PromptSpec]:
@@ -86,7 +89,7 @@ def _from_mapping(prompt: Mapping[str, Any], params: SamplingParams, name: str) 
     if len(given) != 1:
         raise InputError(f"{name} needs exactly one of {', '.join(CONTENT_KEYS)}; it has {', '.join(given) or 'none'}")
     options = {key: value for key, value in prompt.items() if key not in given}
-    predicted = _prediction(options.pop("prediction", ""), f"{name}['prediction']")
+    predicted = _prediction(options.pop("prediction", ()), f"{name}['prediction']")
     if unknown := sorted(map(repr, options.keys() - set(PARAMETERS))):
         raise InputError(f"{name} has the unknown key {unknown[0]}; known: {', '.join(sorted(PARAMETERS))}")
     bias = options.get("logit_bias")
@@ -103,8 +106,17 @@ def _from_mapping(prompt: Mapping[str, Any], params: SamplingParams, name: str) 
     return PromptSpec(_text(value, name), merged, prediction=predicted)
 
 
-def _prediction(value: Any, name: str) -> str | list[int]:
-    return _text(value, name) if isinstance(value, str) else _token_ids(value, name, "text or token ids")
+def _prediction(value: Any, name: str) -> Prediction:
+    """What does not begin with a token id is a list of alternatives."""
+    if isinstance(value, Draft):
+        return value
+    if isinstance(value, list | tuple) and not (value and isinstance(value[0], Integral)):
+        return tuple(_expected(each, f"{name}[{i}]", "text or token ids") for i, each in enumerate(value))
+    return (_expected(value, name, "text or token ids, a list of these, or a Draft"),)
+
+
+def _expected(value: Any, name: str, kinds: str) -> str | list[int]:
+    return _text(value, name) if isinstance(value, str) else _token_ids(value, name, kinds)
 
 
 def _text(text: str, name: str) -> str:
