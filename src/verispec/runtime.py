@@ -85,8 +85,9 @@ class Runtime:
     """A loaded model.
 
     `model` is a known name, a GGUF file or a folder with safetensors. `drafter` is the default of every request (None:
-    `auto` on cuda, else `model` with a `draft_model`, else `suffix`); no drafter changes the output. `draft_len` is the
-    most tokens of one draft (default: the drafter's own); `force` drafts even where that is predicted not to pay.
+    `auto`; with backends numpy and torch `model` if there is a `draft_model`, else `suffix`); no drafter changes the
+    output. `draft_len` is the most tokens of one draft (default: the drafter's own); `force` drafts even where that is
+    predicted not to pay.
     `draft_model` is a smaller model with the same vocabulary, for drafter `model`; `tree` is the shape of drafts
     (`chain:N`, `branch:3,2,1`, `beam:3,4`), `accept` the rule that judges them. `kv_slots` is the K/V capacity in
     tokens, `max_len` the most a request may hold, prompt included. `backend` is cuda, native, numpy (default: the first

@@ -114,8 +114,8 @@ def check_method(method: str) -> None:
 
 
 def default_method(*, looks_up: bool, has_draft_model: bool, accept: Accept) -> str:
-    """The drafter where none is named. A backend that `looks_up` is quicker than the host that `suffix` drafts on, so
-    there the policy chooses; not where probabilities judge: `auto` may draft without any."""
+    """The drafter where none is named. A backend that `looks_up` runs bursts of drafted rounds without the host, which
+    `suffix` needs for each, so there the policy chooses; not where probabilities judge: `auto` may draft without."""
     if looks_up and accept is Accept.MATCH:
         return AUTO
     return MODEL_DRAFTER if has_draft_model else SUFFIX_DRAFTER
