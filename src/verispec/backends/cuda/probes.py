@@ -133,12 +133,13 @@ class _Attention:
 
 
 def _draw(device: Device, logits: Float32) -> NDArray[np.float64]:
-    rows, kernels = len(logits), device.draws(logits.shape[1], len(logits))
+    rows = len(logits)
 
     def column(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.full((rows,), value, dtype=dtype, device=device.name)
 
     with device.current():
+        kernels = device.draws(logits.shape[1], rows)
         inputs = DrawInputs(
             seeds=torch.tensor([[7, 0]] * rows, dtype=torch.int32, device=device.name),
             counters=torch.tensor([[5, 0, 0]] * rows, dtype=torch.int32, device=device.name),
