@@ -50,10 +50,12 @@ test-cuda: $(BIN)/.cuda-compiler ## Compile the CUDA kernels, look at their PTX 
 	$(BIN)/pytest -n auto -m cuda tests/backends/cuda/test_compile.py
 
 gpu-test: gpu-check-device $(GPU_CHECKS:%=gpu-check-%) $(if $(PROMPTS),gpu-check-oracle) ## On a machine with an H200 and torch: every kernel, the backend and (PROMPTS=FILE MODEL=FILE) the equality oracle; quicker with -j8
+	@$(MAKE) --no-print-directory gpu-check-failures
 	@awk 'match($$0, / of [0-9]+ differ/) { n += substr($$0, RSTART + 4) } match($$0, /comparisons of [0-9]+ rows/) { n += substr($$0, RSTART + 15) } \
-	  END { print "gpu-test: all checks passed, " n " comparisons: device $(GPU_CHECKS) $(if $(PROMPTS),oracle)" }' \
-	  $(patsubst %,"$(FOLDER)"/gpu-%.log,device $(GPU_CHECKS) $(if $(PROMPTS),oracle))
+	  END { print "gpu-test: all checks passed, " n " comparisons: device $(GPU_CHECKS) failures $(if $(PROMPTS),oracle)" }' \
+	  $(patsubst %,"$(FOLDER)"/gpu-%.log,device $(GPU_CHECKS) failures $(if $(PROMPTS),oracle))
 
+# `failures` fills the GPU's memory, so it runs when all others have ended.
 # What a check prints is shown when it has ended, so that several at once do not mix, and kept for the sum.
 gpu_logged = mkdir -p "$(FOLDER)" && log="$(FOLDER)/gpu-$(1).log"; PYTHONPATH=src:. $(2) > "$$log" 2>&1; status=$$?; cat "$$log"
 gpu_check = $(call gpu_logged,$(1),$(PYTHON) -m tests.backends.cuda.$(1)_check $(2)); exit $$status
