@@ -198,6 +198,7 @@ class Runtime:
                 looks_up=self._backend.limits.looks_up,
                 has_draft_model=draft_model is not None,
                 accept=self._speculation.accept,
+                is_forced=force,
             )
             self._speculation = replace(self._speculation, method=method)
         self.calibration: Calibration = calibrate(
