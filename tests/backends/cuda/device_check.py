@@ -15,9 +15,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from tests.backends.cuda import case_digests
+from tests.backends.cuda.draw_check import device_parameters
 from tests.support import product_cases
 from verispec.backends.cuda import arrange, bits, kernels, tiny
 from verispec.backends.cuda.bit_model import Context, attention
+from verispec.backends.cuda.drawing import DrawKernels
 from verispec.backends.cuda.forward import DeviceModel, Plan
 from verispec.backends.cuda.kernels import ALL_FEW, ALL_MANY, RowInputs, tree_of_parts, undivided_products
 from verispec.backends.cuda.shapes import SPAN, Positions, Shapes, num_parts, rope_tables
@@ -481,6 +484,22 @@ def check_goldens(found: dict[str, dict[str, str]]) -> None:
         record("goldens: control, of another model", 30, _unlike(found["llama"], kept["qwen2"]), control=True)
 
 
+def check_case_digests() -> None:
+    """What a CPU derives of a wide product and of draws with filters."""
+    launch, x, w = kernels.Kernels(SHAPES["smol"][0]), *case_digests.wide_inputs()
+    left, right = (torch.from_numpy(part).cuda().to(torch.bfloat16) for part in (x, w))
+    product = launch.plain(left, right, many=False)[:, case_digests.SOME_OUTPUTS].float()
+    draws = DrawKernels(case_digests.VOCAB, case_digests.ROWS)
+    parameters = device_parameters(case_digests.draw_parameters())
+    draws.draw(torch.from_numpy(case_digests.draw_logits()).cuda(), parameters, case_digests.ROWS, filters=True)
+    drawn = torch.stack([draws.token_ids.float(), draws.logprobs], dim=1)
+    values = (product, drawn)
+    for (name, kept), found in zip(case_digests.DIGESTS.items(), values, strict=True):
+        record(f"digest of {name}", 1, int(tiny.digest(found.cpu().numpy()) != kept))
+        other = tiny.digest(found.roll(1, 0).cpu().numpy())
+        record(f"digest of {name}: control, other rows", 1, int(other != kept), control=True)
+
+
 def _unlike(found: dict[str, str], kept: dict[str, str]) -> int:
     return sum(found.get(name) != kept.get(name) for name in {*found, *kept})
 
@@ -494,6 +513,7 @@ def sections(full: bool) -> Iterator[tuple[str, Callable[[], None]]]:
         name = f"whole rows {heads}/{kv_heads} of {head_dim}"
         yield name, lambda sizes=(heads, kv_heads, head_dim): check_whole_rows(*sizes)
     yield "goldens", lambda: check_goldens(goldens)
+    yield "digests of cases", check_case_digests
     for name in SHAPES:
         yield f"products {name}", lambda name=name: check_products(name)
     yield "odd products", check_odd_products

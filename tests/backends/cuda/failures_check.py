@@ -172,6 +172,13 @@ def full_memory() -> Iterator[None]:
 # Which runs in a process of its own
 
 
+def _gpu():
+    from verispec.backends.cuda.device import Gpu
+    from verispec.model.hub import cache_dir
+
+    return Gpu(0, cache_dir() / "cuda")
+
+
 def run_lost(device) -> None:
     check_lost(device, write_wild_slots)
 
@@ -179,7 +186,8 @@ def run_lost(device) -> None:
 def run_memory(device) -> None:
     from tests.backends.cuda.chains_check import random_backend
 
-    check_memory(lambda: random_backend(device, "smol"), full_memory, 32)
+    # Each on a device of its own: what one has freed on its stream is of no use to another.
+    check_memory(lambda: random_backend(_gpu(), "smol"), full_memory, 32)
 
 
 CASES = {"lost": run_lost, "memory": run_memory}
@@ -187,11 +195,8 @@ CASES = {"lost": run_lost, "memory": run_memory}
 
 def run_alone(name: str) -> None:
     """One case; the process ends without a word to a GPU that may be lost."""
-    from verispec.backends.cuda.device import Gpu
-    from verispec.model.hub import cache_dir
-
     try:
-        device = Gpu(0, cache_dir() / "cuda")
+        device = _gpu()
         with device.current():
             CASES[name](device)
     except BaseException:

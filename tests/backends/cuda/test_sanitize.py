@@ -6,10 +6,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tests.backends.cuda import backend_check  # noqa: E402
+from tests.backends.cuda import backend_check, case_digests, draw_check  # noqa: E402
 from tests.backends.cuda import sanitize_check as sanitize  # noqa: E402
 from tests.support import cuda_emulated  # noqa: E402
 from tests.support.cuda_stand_in import EmulatedDraws, StandIn  # noqa: E402
+from verispec.backends.cuda import tiny  # noqa: E402
 
 pytestmark = pytest.mark.cuda
 
@@ -68,6 +69,14 @@ def test_what_is_captured_is_checked_as_well(failed: list[str], monkeypatch: pyt
     sanitize.check(["graphs"], StandIn(), set())
     assert failed == []
     assert len(seen) > 10
+
+
+def test_the_draws_own_source_gives_the_digest_of_the_case() -> None:
+    rows, draws = case_digests.ROWS, EmulatedDraws(case_digests.VOCAB, case_digests.ROWS)
+    parameters = draw_check.device_parameters(case_digests.draw_parameters(), "cpu")
+    draws.draw(torch.from_numpy(case_digests.draw_logits()), parameters, rows, filters=True)
+    found = torch.stack([draws.token_ids.float(), draws.logprobs], dim=1)
+    assert tiny.digest(found.numpy()) == case_digests.DIGESTS["draws with filters"]
 
 
 def test_the_kernels_of_draws_and_weighing(launched: set[str], failed: list[str]) -> None:
