@@ -1,5 +1,5 @@
 """Tokens per second of the whole engine on a GPU: python -m bench.gpu_engine FOLDER [MODEL.gguf PROMPTS.jsonl]
-[8b | 8b-int4 | 8b-int8]
+[8b | 8b-int4 | 8b-int8 | 8b-fp8]
 
 SmolLM2 (or any model file) with the prompts of a file, and the shapes of an 8B model with random weights. Each figure
 is the median of three runs or more; the first run of a size also captures its graphs and is not counted. Beside them:
@@ -45,7 +45,7 @@ from verispec.spec.speculation import Speculation
 from verispec.types import SamplingParams
 
 RESULTS: list[dict[str, object]] = []
-LARGE = {"8b": 0, "8b-int4": 4, "8b-int8": 8}  # bits of the weights that draw windows
+LARGE = {"8b": "", "8b-int4": "int4", "8b-int8": "int8", "8b-fp8": "fp8"}  # weights that draw windows
 NONE = Speculation.of("none")
 PRODUCTS_8B = {"q/k/v": (6144, 4096), "output": (4096, 4096), "gate-up": (28672, 4096), "down": (4096, 14336)}
 PRODUCT_ROWS = (128, 512, 2048)
@@ -338,8 +338,8 @@ def text_to_text(llm: LLM, texts: list[str]) -> None:
     compare(f"SmolLM2 {len(texts)} requests, text to text", *both, runs=3)
 
 
-def large(draft_bits: int = 0) -> None:
-    """Random weights in the shapes of Llama 8B; with `draft_bits`, windows that weights of so many bits draw."""
+def large(draft_weights: str = "") -> None:
+    """Random weights in the shapes of Llama 8B; with `draft_weights`, windows that weights of this kind draw."""
     layer = LayerSpec(rope=Rope(500000.0), query_scalar=128)
     arch = Architecture(
         family="llama", layers=(layer,) * 32, hidden_size=4096, num_heads=32, num_kv_heads=8, head_dim=128,
@@ -361,7 +361,7 @@ def large(draft_bits: int = 0) -> None:
         device=Gpu(0, cache_dir() / "cuda"),
         num_slots=256 * 800,
         num_seq_rows=256,
-        draft_bits=draft_bits,
+        draft_weights=draft_weights,
     )
     print(f"8B shapes: start {time.perf_counter() - begin:.1f} s, {torch.cuda.memory_allocated() / 2**30:.1f} GiB")
     found = calibrate(backend)
@@ -370,8 +370,8 @@ def large(draft_bits: int = 0) -> None:
     timed = Timed(backend)
     rng = np.random.default_rng(0)
     prompts = rng.integers(1000, 100000, (256, 512)).tolist()
-    if draft_bits:
-        windows(timed, found.cost, prompts[0], draft_bits)
+    if draft_weights:
+        windows(timed, found.cost, prompts[0], draft_weights)
         return
     config = replace(engine_defaults("cuda"), num_slots=backend.limits.num_slots, prefix_cache=False)
 
@@ -397,7 +397,7 @@ def large(draft_bits: int = 0) -> None:
     kernels_by_batch("8B", backend, make, sizes)
 
 
-def windows(timed: Timed, cost: CostTable, prompt: list[int], bits: int) -> None:
+def windows(timed: Timed, cost: CostTable, prompt: list[int], kind: str) -> None:
     """One stream whose windows are drawn by weights of few bits: random weights say what a window costs, and what it
     would give at an acceptance that was measured elsewhere."""
     config = replace(engine_defaults("cuda"), num_slots=timed.limits.num_slots, prefix_cache=False)
@@ -432,7 +432,7 @@ def windows(timed: Timed, cost: CostTable, prompt: list[int], bits: int) -> None
             expected = sum(acceptance**i for i in range(draft_len + 1))
             gains.append(f"{expected * each / (took / count):.2f}x at {acceptance}")
         print(
-            f"8B windows of {draft_len} by {bits} bits: {took / count * 1e3:.2f} ms each ({count}); {', '.join(gains)}",
+            f"8B windows of {draft_len} by {kind}: {took / count * 1e3:.2f} ms each ({count}); {', '.join(gains)}",
             flush=True,
         )
 

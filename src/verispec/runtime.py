@@ -93,8 +93,8 @@ class Runtime:
     tokens, `max_len` the most a request may hold, prompt included. `backend` is cuda, native, numpy (default: the first
     that can serve here) or hopper, which gives cuda's bits on a CPU, or torch; cuda and torch run on GPU number
     `device` and take the share `gpu_memory` of its memory, unless `kv_slots` says how much K/V to have. With
-    `fast_weights` int4 or int8, windows of drafter `decode` are drawn by a second set of weights of so many bits
-    (cuda). `threads` is how many compute (default: all cores); it changes no bit. `weights="q8"` makes the native
+    `fast_weights` int4, int8 or fp8, windows of drafter `decode` are drawn by a second set of weights of so many
+    bits (cuda). `threads` is how many compute (default: all cores); it changes no bit. `weights="q8"` makes the native
     backend quantise float weights at load, `kv_dtype` is its float16 or float32; both are part of the profile. `family`
     names canonical shapes other than the audit's choice; `full_audit` audits kernels that loading checks by known
     answers only, `fresh_audit` measures again. `progress(stage, share)` reports loading. `history_len` tokens of

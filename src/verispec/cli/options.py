@@ -67,7 +67,7 @@ class Loading:
     device: int = option(0, bounds=(0, MAX_COUNT), help="which GPU, by number (cuda, torch)")
     gpu_memory: float = option(0.9, help="share of the GPU's memory to use (cuda, torch)")
     fast_weights: str = option(
-        "same", metavar="KIND", values=lambda: ("same", "int4", "int8"),
+        "same", metavar="KIND", values=lambda: ("same", "int4", "int8", "fp8"),
         help="weights by which --drafter decode draws what is verified later (cuda); changes no output",
     )  # fmt: skip
     kv_slots: int | None = option(
