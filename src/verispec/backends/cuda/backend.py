@@ -82,7 +82,8 @@ from verispec.model.architecture import Architecture
 from verispec.sampling.draw import NO_TOKEN
 from verispec.sampling.rows import Sampler
 
-_SPANS_NBYTES = 33 << 24  # results of spans that are merged: 2048 rows with contexts of 4096 of an 8B model
+# Results of spans that are merged: of 2048 rows with contexts of 4096, as bytes of an 8B model; of a larger one fewer.
+_SPANS_NBYTES, _MOST_ROW_SPANS = 33 << 24, 33 << 10
 _MAX_DRAFT_ROWS = 8  # with more, weights of bf16 are as quick
 JUDGES_BY_PROBABILITY = True  # False: the host drafts and judges for rules `rejection` and `recursive`
 Int32 = NDArray[np.int32]
@@ -562,7 +563,7 @@ def _kinds(models: Sequence[CudaModel], of_target: str, of_others: str) -> list[
 
 def _row_spans(shapes: Shapes) -> int:
     """The most rows times spans of one pass."""
-    return _SPANS_NBYTES // (4 * shapes.heads * (shapes.head_dim + 2))
+    return min(_MOST_ROW_SPANS, _SPANS_NBYTES // (4 * shapes.heads * (shapes.head_dim + 2)))
 
 
 def _report(progress: Progress, index: int, num_models: int, share: float) -> None:
