@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -445,8 +445,15 @@ def _averaged(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> Interval:
 
 def block_efficiency(runs: Sequence[Run]) -> Interval:
     """Tokens per target pass, with its interval over sequences."""
-    pairs = [(len(o.token_ids), o.stats.passes + o.stats.fast_passes) for run in runs for o in run.outputs]
-    tokens, passes = np.array(pairs, float).T
-    picks = np.random.default_rng(0).integers(0, len(tokens), (2000, len(tokens)))
-    drawn = tokens[picks].sum(axis=1) / passes[picks].sum(axis=1)
-    return Interval(float(tokens.sum() / passes.sum()), *np.quantile(drawn, [0.025, 0.975]).tolist())
+    return ratio((len(o.token_ids), o.stats.passes + o.stats.fast_passes) for run in runs for o in run.outputs)
+
+
+def ratio(pairs: Iterable[tuple[float, float]]) -> Interval:
+    """The sum of the first of all pairs by that of the second, with its interval by bootstrap over pairs. Nothing by
+    nothing is 0."""
+    counts = np.array(list(pairs), float)  # [pairs, 2]
+    picks = np.random.default_rng(0).integers(0, len(counts), (2000, len(counts)))
+    above, below = counts[picks].sum(axis=1).T
+    drawn = above / np.where(below, below, 1.0)
+    value = counts[:, 0].sum() / (counts[:, 1].sum() or 1.0)
+    return Interval(float(value), *np.quantile(drawn, [0.025, 0.975]).tolist())

@@ -7,7 +7,7 @@ stand in for arithmetics that err, fast passes rounded to bf16 or run on weights
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # backends that err live with the tests
 
-from drafting import speed_up
+from drafting import ratio, speed_up
 from workload import Arrival, RunResult, percentile, play, read_trace
 
 from tests.support.faulty_backends import Bf16FastPasses, WrappedBackend, bf16
@@ -27,11 +27,9 @@ from verispec.backends.numpy_dense import Dense
 from verispec.backends.numpy_model import NumpyModel
 from verispec.backends.protocol import Backend
 from verispec.engine import Engine, Request
-from verispec.spec.drafter import Drafter
 from verispec.spec.registry import DraftSetup, make_drafters
 from verispec.spec.speculation import Speculation
-from verispec.spec.turn import Turn
-from verispec.types import Draft
+from verispec.types import SampleOutput
 
 if TYPE_CHECKING:
     from speculation import Bench
@@ -163,43 +161,31 @@ def recomputed_part(bench: Bench) -> None:
             exact[temperature] = digests_of(offline(llm.fresh_engine(prefix_cache=False), requests), requests)
         if made != kind:
             backend, made = erring(llm.backend, kind), kind
-        drafters = make_drafters(DraftSetup(draft_len=window_len, backend=backend))
-        windows = drafters["decode"] = Judged(drafters["decode"])
         engine = Engine(
-            backend, family=llm.calibration.family, cost=llm.calibration.cost, drafters=drafters,
+            backend, family=llm.calibration.family, cost=llm.calibration.cost,
+            drafters=make_drafters(DraftSetup(draft_len=window_len, backend=backend)),
             config=replace(llm._config, max_draft=window_len, prefix_cache=False, max_running=8),
         )  # fmt: skip
         requests = requests_of(bench, 100, "decode", temperature=temperature)
         run = offline(engine, requests)
         _compare(exact[temperature], run, requests, f"{kind}, N = {window_len}")
-        committed = engine.totals.committed
         bench.results.add(key, {
             "part": "recomputed", "model": bench.name, "kind": kind, "temperature": temperature, "N": window_len,
-            "committed": committed, "replays": windows.replays, "mismatches": windows.mismatches,
-            "recomputed": windows.recomputed, "recomputed_share": windows.recomputed / (windows.recomputed + committed),
-            "acceptance": windows.accepted / max(1, windows.accepted + windows.mismatches),
-            "tokens_per_second": run.tokens_per_second,
+            **replayed(run.outputs), "tokens_per_second": run.tokens_per_second,
         })  # fmt: skip
 
 
-class Judged:
-    """A drafter, and what became of its windows: on cheaper weights they are chains, which nobody else counts so."""
-
-    def __init__(self, drafter: Drafter) -> None:
-        self._drafter = drafter
-        self.replays = self.mismatches = self.accepted = self.recomputed = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._drafter, name)
-
-    def observe(self, turn: Turn) -> None:
-        if turn.verdict is not None and isinstance(turn.draft, Draft) and len(turn.draft):
-            num_accepted, num_drawn = len(turn.verdict.path), len(turn.draft)
-            self.replays += 1
-            self.accepted += num_accepted
-            self.mismatches += num_accepted < num_drawn
-            self.recomputed += num_drawn - num_accepted
-        self._drafter.observe(turn)
+def replayed(outputs: Sequence[SampleOutput]) -> dict[str, Any]:
+    """What became of their windows: counts, and shares with their intervals over requests. `acceptance` is of tokens
+    that were compared: all up to the first that differs."""
+    stats = [output.stats for output in outputs]
+    drawn = zip(stats, (len(output.token_ids) for output in outputs), strict=True)
+    return {
+        "committed": sum(len(output.token_ids) for output in outputs),
+        **{name: sum(getattr(s, name) for s in stats) for name in ("replays", "mismatches", "recomputed")},
+        "recomputed_share": ratio((s.recomputed, s.recomputed + num_tokens) for s, num_tokens in drawn),
+        "acceptance": ratio((s.accepted, s.accepted + s.mismatches) for s in stats),
+    }
 
 
 def offline(engine: Engine, requests: list[Request]) -> RunResult:

@@ -112,6 +112,7 @@ class Costs:
             for name in kinds
         }
 
+        self._leaves_out = backend.limits.leaves_out
         self._rounds: dict[Round | int, float] = {}
         if backend.limits.prepares and backend.limits.trees:
             self._rounds = _timed_rounds(backend, drafts, rounds, context_len, seconds)
@@ -145,7 +146,7 @@ class Costs:
     def _round_seconds(self, round_: Round, runs: Sequence[Run]) -> float:
         """Of a round as these runs had them on average: chains that exit are timed in full, and with one token."""
         longest, most = self._rounds[round_], round_.shape.depth
-        if not round_.exits or most == 1:
+        if not round_.exits or most == 1 or not self._leaves_out:
             return longest
         outputs = [output for run in runs for output in run.outputs]
         drafted = sum(o.stats.draft_passes for o in outputs) / max(1, sum(o.stats.passes for o in outputs))

@@ -193,14 +193,23 @@ def _range(figures: Mapping[str, Sequence[float]], name: str, scale: float, digi
 
 def _recomputed(cells: Cells) -> Iterator[str]:
     yield from _table(
-        ["fast passes", "T", "N", "tokens", "replays", "mismatches", "recomputed", "accepted of those tried", "tok/s"],
+        ["fast passes", "T", "N", "tokens", "replays", "mismatches", "recomputed (95 %)",
+         "accepted of those tried (95 %)", "tok/s"],
         (
             [c["kind"], f"{c['temperature']:g}", str(c["N"]), str(c["committed"]), str(c["replays"]),
-             str(c["mismatches"]), f"{c['recomputed']} ({c['recomputed_share']:.1%})", f"{c['acceptance']:.3f}",
-             f"{c['tokens_per_second']:.0f}"]
+             str(c["mismatches"]), f"{c['recomputed']}: {_share(c['recomputed_share'], '.1%')}",
+             _share(c["acceptance"], ".3f"), f"{c['tokens_per_second']:.0f}"]
             for c in cells
         ),
     )  # fmt: skip
+
+
+def _share(figure: float | Sequence[float], digits: str) -> str:
+    """With its interval; files from before have none."""
+    if isinstance(figure, float):
+        return f"{figure:{digits}}"
+    value, low, high = (f"{each:{digits}}" for each in figure)
+    return f"{value} ({low}-{high})"
 
 
 PARTS = {"tasks": _by_task, "trees": _trees, "replay": _replay, "recomputed": _recomputed, "auto": _by_task}

@@ -18,8 +18,8 @@ class EngineConfig:
     `max_running` bounds the sequences that run at once, `max_waiting` the queue behind them, `max_draft` the tokens of
     one path of a draft (None: each drafter's own default). `max_burst` bounds the rounds a backend runs by itself;
     `depth` is how many steps may be in the air at once. `history_len` tokens of earlier answers are kept to draft from;
-    with `shares_history` requests draft from the answers of every salt, and tell nothing of their drafts unless they
-    are traced: these draft from their own text alone.
+    with `shares_history` requests draft from the answers of every salt, and say nothing of their drafts, not even by
+    how many tokens an event has, unless they are traced: these draft from their own text alone.
     """
 
     num_slots: int = 8192

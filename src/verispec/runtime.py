@@ -99,7 +99,7 @@ class Runtime:
     names canonical shapes other than the audit's choice; `full_audit` audits kernels that loading checks by known
     answers only, `fresh_audit` measures again. `progress(stage, share)` reports loading. `history_len` tokens of
     earlier answers are kept for drafter `suffix`; they are kept apart by salt, which is a server's API key, unless
-    `share_history` says that all may draft from all: requests then tell nothing of their drafts.
+    `share_history` says that all may draft from all: requests then say nothing of their drafts.
     """
 
     def __init__(

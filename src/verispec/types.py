@@ -156,6 +156,11 @@ class SamplingParams:
         """Whether any of the three penalties changes logits."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
+    @property
+    def edits_logits(self) -> bool:
+        """Whether penalties, bias or a least length change logits before a draw."""
+        return self.has_penalties or bool(self.logit_bias) or self.min_tokens > 0
+
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any]) -> Self:
         """Build from plain data (a JSON line, say); an unknown name is an error."""
@@ -409,12 +414,12 @@ class SequenceStats:
     """Counters of one sequence. Reported, never read by a decision.
 
     `passes` are the canonical passes of the target the sequence took part in, `fast_passes` its fast ones, those that
-    fill windows included, `draft_passes` those of a drafter's own model. `replays` are the canonical passes that
-    verified windows, `mismatches` those of them that found another token, and `recomputed` the tokens
-    dropped for that. `longest_stall` is the longest this sequence, running in fast passes, waited for a replay of
-    others, `stall_caused` its share of the time that its replays made such sequences wait. `chosen` counts the steps by
-    what was planned for the sequence, `accepted_by` the accepted tokens by drafter; `chosen_because` and
-    `no_draft_reason` speak of the last step they apply to.
+    fill windows included, `draft_passes` those of a drafter's own model, or of cheaper weights. `replays` are the
+    canonical passes that verified windows, on whichever weights these were drawn, `mismatches` those of them that found
+    another token, and `recomputed` the tokens dropped for that. `longest_stall` is the longest this sequence, running
+    in fast passes, waited for a replay of others, `stall_caused` its share of the time that its replays made such
+    sequences wait. `chosen` counts the steps by what was planned for the sequence, `accepted_by` the accepted tokens by
+    drafter; `chosen_because` and `no_draft_reason` speak of the last step they apply to.
     `exit_threshold` and `exit_rate` are the state of the adaptive draft exit after the sequence's last draft.
     """
 
@@ -539,6 +544,12 @@ class SampleOutput:
         return self.logprobs.token_ids
 
     @property
+    def tokens_per_pass(self) -> float | None:
+        """What a pass of the target gave; None if there was none, or drafts are not told, which this would tell of."""
+        num_passes = self.stats.passes + self.stats.fast_passes
+        return len(self.logprobs) / num_passes if num_passes else None
+
+    @property
     def digest(self) -> str:
         """SHA-256 over the output ids as int32-LE, then the log-probabilities as float32-LE."""
         ids = struct.pack(f"<{len(self.logprobs)}i", *self.token_ids)
@@ -547,8 +558,8 @@ class SampleOutput:
 
 
 class TokenEvent(NamedTuple):
-    """What one step committed for one sample of one request, or one round of it where rounds drafted. A stream is the
-    concatenation of these.
+    """What one step committed for one sample of one request, or one round of it where rounds drafted; or one token,
+    where drafts are not told. A stream is the concatenation of these.
 
     `pieces` is the text, split by the token that released it. The first `num_accepted` tokens were drafted;
     `rejected_ids` were drafted too, and dropped.
@@ -577,3 +588,17 @@ class TokenEvent(NamedTuple):
     def token_ids(self) -> tuple[int, ...]:
         """The tokens committed."""
         return self.logprobs.token_ids
+
+    def by_token(self) -> list[TokenEvent]:
+        """The same, which tells of no draft, as events of one token each; the output comes with the last of them."""
+        last = len(self.logprobs) - 1
+        if last < 1:
+            return [self]
+        return [
+            self._replace(
+                logprobs=self.logprobs[i : i + 1],
+                pieces=self.pieces[i : i + 1],
+                output=self.output if i == last else None,
+            )
+            for i in range(last + 1)
+        ]

@@ -16,6 +16,8 @@ import replays
 import speculation
 import tables
 
+from verispec.types import SequenceStats
+
 FIXED = [f"arm {i}" for i in range(10)]
 
 
@@ -120,3 +122,25 @@ def test_latencies_are_of_deterministic_requests_and_of_others() -> None:
         "deterministic gap p99": 0.5, "other latency p50": 4.0, "other latency p99": 8.0, "other gap p50": 1.0,
         "other gap p99": 2.0,
     }  # fmt: skip
+
+
+def test_recomputed_shares_have_intervals_over_requests() -> None:
+    def output(num_tokens: int, accepted: int, mismatches: int, recomputed: int) -> SimpleNamespace:
+        stats = SequenceStats(replays=4, accepted=accepted, mismatches=mismatches, recomputed=recomputed)
+        return SimpleNamespace(token_ids=range(num_tokens), stats=stats)
+
+    found = replays.replayed([output(30, 27, 3, 10), output(30, 30, 0, 0)] * 20)
+    assert [found[name] for name in ("committed", "replays", "mismatches", "recomputed")] == [1200, 160, 60, 200]
+    share, acceptance = found["recomputed_share"], found["acceptance"]
+    assert share.value == pytest.approx(200 / 1400)
+    assert acceptance.value == pytest.approx(1140 / 1200)
+    assert 0.09 < share.low < 0.12 < 0.16 < share.high < 0.2  # by hand: a standard error of 0.02 at 40 requests
+    assert acceptance.low < acceptance.value < acceptance.high < 1
+    alike = replays.replayed([output(30, 27, 3, 10)] * 40)["recomputed_share"]
+    assert alike.low == alike.value == alike.high == 0.25, "requests that are alike leave no doubt"
+    assert replays.replayed([output(30, 0, 0, 0)])["acceptance"] == (0.0, 0.0, 0.0)
+    cell = {"part": "recomputed", "model": "m", "kind": "int4", "temperature": 1.0, "N": 4, "tokens_per_second": 9.0}
+    before = {"recomputed_share": 0.25, "acceptance": 0.9}
+    said = "\n".join(tables.tables({"about": {"m": {}}, "cells": {"a": cell | found, "b": cell | found | before}}))
+    assert f"| 200: 14.3% ({share.low:.1%}-{share.high:.1%}) | 0.950 (" in said
+    assert "| 200: 25.0% | 0.900 |" in said  # of a file from before

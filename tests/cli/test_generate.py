@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 
 from tests.cli.conftest import COMMAND, Cli
+from tests.support.tiny_llm import loaded, write_model
 from verispec.backends import native_library
+from verispec.batch.prompts import as_object
 from verispec.cli.show import GREEN, PLAIN, STRUCK_RED, coloured, figures
 from verispec.cli.terminal import safe
 from verispec.llm import LLM
@@ -98,6 +100,16 @@ def test_figures_tell_prompt_and_generation_speed_apart_in_one_row() -> None:
     assert ", seed 123456789, " in row
     assert len(row) <= 80
     assert shown(SequenceStats(), SamplingParams(), num_new=1).startswith("3000 prompt tokens, 1 new, ")
+
+
+def test_output_that_tells_nothing_of_drafts_has_no_tokens_per_pass(tmp_path: Path) -> None:
+    """With shared history passes are not counted, and so many tokens by none of them is no figure."""
+    for shares in (True, False):
+        with loaded(write_model(tmp_path / "tiny.gguf"), tmp_path, share_history=shares) as llm:
+            (answer,) = llm.generate("abc", SamplingParams(max_tokens=6, ignore_eos=True))
+        told = as_object(answer, drafter="none", stats=True)["stats"]["tokens_per_pass"]
+        assert told == answer.samples[0].tokens_per_pass == (None if shares else 1.0)
+        assert ("1.00 per pass" in figures(answer.samples[0], SamplingParams(), width=200)) is not shares
 
 
 def test_stdin_loses_a_byte_order_mark_and_one_line_end_only(cli: Cli) -> None:

@@ -29,7 +29,15 @@ from tests.support.decoding import (
     oracle,
 )
 from tests.support.fake_backend import FakeBackend
-from tests.support.faulty_backends import AgreeingFastPasses, AtPositions, AtRate, Bf16FastPasses, WrappedBackend, bf16
+from tests.support.faulty_backends import (
+    AgreeingFastPasses,
+    AtPositions,
+    AtRate,
+    Bf16FastPasses,
+    FaultyFastPasses,
+    WrappedBackend,
+    bf16,
+)
 from tests.support.scale import is_whole, scaled, thinned
 from tests.support.tiny_models import TinyConfig, make_tensors
 from verispec.backends.audit import audit
@@ -259,6 +267,24 @@ def test_where_rows_do_not_suffice_the_front_of_a_window_is_verified(
     assert (counts(stats), stats.drafted) == (expected, 7)
     assert held(watched, 0) is None, "the rest is dropped, not repaired"
     watched.finish()
+
+
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_windows_on_cheaper_weights_are_counted_as_others_are(is_traced: bool) -> None:
+    """Drawn and replayed by the backend, or by the host. Windows of 4 behind the first token: t = 4..7, of which 6 is
+    wrong, 7..10, and 12..15, whose last is wrong; no room is left for another."""
+    fake = FakeBackend(vocab_size=VOCAB_SIZE)
+    fake.limits = replace(fake.limits, fast_weights="int4")
+    backend = FaultyFastPasses(AgreeingFastPasses(fake), faults({6: 1, 15: 1}))
+    engine = Engine(backend, family=FAMILY, drafters=make_drafters(DraftSetup(backend=backend, draft_len=4)))
+    request = Request(PROMPT, replace(SAMPLED, max_tokens=14))
+    engine.add(replace(request, is_traced=is_traced, speculation=Speculation("decode")))
+    (output,) = collect(engine).values()
+    stats = output.stats
+    assert output.digest == oracle(request)[0].digest
+    assert (counts(stats), stats.drafted, stats.accepted) == ((3, 2, 3), 12, 9)
+    totals = engine.totals
+    assert (totals.replays, totals.mismatches, totals.recomputed) == (3, 2, 3)
 
 
 def endings() -> Iterator[tuple[str, Request, int, int]]:

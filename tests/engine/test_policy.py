@@ -79,6 +79,7 @@ class Asking:
     constraint: None = None
     needs_host: bool = False
     uses_probabilities: bool = False
+    draws_plainly: bool = True
     is_followed: bool = False
 
 
@@ -151,6 +152,29 @@ def test_rows_that_are_seldom_drafted_cost_as_seldom_where_passes_fit_them() -> 
         assert set(nodes(seldom, family, costs, count=count, fits_rows=True)) == {2}
         assert set(nodes(seldom, family, costs, count=count)) == {0}
         assert set(nodes(always, family, costs, count=count, fits_rows=True)) == {0}
+
+
+@pytest.mark.parametrize(
+    ("leaves_out", "draws_plainly", "by_backend", "expected"),
+    [(True, True, True, 3), (False, True, True, 1), (True, False, True, 1), (False, False, False, 3)],
+)
+def test_passes_that_nobody_wants_cost_all_of_it_where_they_are_not_left_out(
+    leaves_out: bool, draws_plainly: bool, by_backend: bool, expected: int
+) -> None:
+    """On a far device, where they are sent before that is known; the host sends none in vain. One sequence that does
+    not draw plainly is enough."""
+    passes, costs = cost(m1=0.2, m64=0.2), replace(cost(m1=1.0, m64=1.0), trip=1e-3)
+    levels = (Level(1, 0.9), Level(1, 0.3, 0.3), Level(1, 0.1, 0.09))
+    drafters = DrafterSet(
+        {"it": Promising(Curve(levels, cost=passes, by_backend=by_backend))}, vocab_size=VOCAB_SIZE, max_tail=64
+    )
+    chosen = Policy((1, 64), costs, drafters, row_budget=64, max_draft=None, max_burst=16, leaves_out=leaves_out)
+    chosen.host_seconds = 0.0
+    first, other = turn(0, "it"), turn(1, "none")
+    other.states = (("it", Refusal("nothing")),)
+    other.sequence.draws_plainly = draws_plainly  # type: ignore[misc]
+    chosen.choose([first, other], is_canonical=True, other_rows=0, other_tokens=0, beside=0)
+    assert first.choice.num_nodes == expected
 
 
 # What the host costs.
@@ -273,7 +297,7 @@ def test_unfinished_windows_join_where_that_is_cheaper_than_later(
     """A window of 3 tokens is ready, which makes 4 rows."""
     windows = [Held(3, 3, is_ready=True), *(Held(n, 20, is_ready=False) for n in lengths)]
     found = choose(policy(Windows(windows), (8, 16), cost(m8=8.0, m16=seconds_of_16)), ["it"] * len(windows))
-    assert found[0] == Choice("it", 3, is_replay=True)
+    assert found[0] == Choice("it", 3, num_drawn=3, is_replay=True)
     assert [c.num_nodes for c in found[1:] if c.is_replay] == lengths[:expected]
     assert all(c.grows for c in found[1:] if not c.is_replay)
 
@@ -281,10 +305,10 @@ def test_unfinished_windows_join_where_that_is_cheaper_than_later(
 def test_windows_that_do_not_fit_wait_but_the_oldest_is_verified_as_far_as_it_fits() -> None:
     ready = Held(5, 5, is_ready=True)
     assert choose(policy(Windows([ready] * 3), (12,)), ["it"] * 3) == [
-        Choice("it", 5, is_replay=True), Choice("it", 5, is_replay=True), Choice("it", 5, waits=True)
+        *[Choice("it", 5, num_drawn=5, is_replay=True)] * 2, Choice("it", 5, waits=True)
     ]  # fmt: skip
     found = choose(policy(Windows([ready] * 2), (12,)), ["it"] * 2, others=8)
-    assert found == [Choice("it", 3, is_replay=True), Choice("it", 5, waits=True)]
+    assert found == [Choice("it", 3, num_drawn=3, is_replay=True), Choice("it", 5, waits=True)]
 
 
 # Which rows share a pass.

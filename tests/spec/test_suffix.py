@@ -261,19 +261,29 @@ def test_control_a_history_that_is_taken_for_true_is_seen(monkeypatch: pytest.Mo
 
 
 def test_with_shared_history_nothing_tells_what_others_wrote() -> None:
-    """No trace, no rejected token, no count that tells acceptance; one that asks for traces has them."""
+    """No trace, no rejected token, no count that tells acceptance, and events as of a request that is alone; one that
+    asks for traces has them."""
+    _, alone = play(make_engine(shares_history=True), [asked(3, "chain:4", salt="two")])
     engine = make_engine(shares_history=True)
-    (secret,), _ = play(engine, [asked(3, salt="one")])
-    (same,), events = play(engine, [asked(3, salt="two")])
+    (secret,), _ = play(engine, [asked(3, "chain:4", salt="one")])
+    before = engine.totals.accepted
+    (same,), events = play(engine, [asked(3, "chain:4", salt="two")])
     assert same.digest == secret.digest
-    assert engine.totals.accepted > 10, "it was drafted from the other's answer"
+    assert engine.totals.accepted > before + 10, "it was drafted from the other's answer"
     assert all(not e.num_accepted and not e.rejected_ids and e.trace is None for e in events)
+    assert [(e.token_ids, e.pieces) for e in events] == [(e.token_ids, e.pieces) for e in alone]
     stats = same.stats
     assert (stats.drafted, stats.accepted, stats.passes, stats.fast_passes, stats.gaps) == (0, 0, 0, 0, [])
     assert not stats.chosen
     (told,), traced = play(engine, [asked(3, salt="two", is_traced=True)])
     assert told.stats.drafted > 0
     assert any(e.trace is not None for e in traced)
+    (whole,), (only,) = play(engine, [asked(3, salt="two", is_streamed=False)])
+    assert only.token_ids == whole.token_ids == same.token_ids, "whoever does not stream has one event, the last"
+    engine = make_engine()  # control: where drafts are told, so is what each round committed
+    for _ in range(2):
+        _, events = play(engine, [asked(3, "chain:4")])
+    assert [e.token_ids for e in events] != [e.token_ids for e in alone]
 
 
 def test_bad_predictions_and_sizes_are_refused() -> None:

@@ -83,7 +83,7 @@ class Resident:
         self._prompt_lens[seq_row] = sampler.prompt_len
         self._penalties[:, seq_row] = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
         self._has_penalties[seq_row] = params.has_penalties
-        self.has_edits[seq_row] = params.has_penalties or bool(bias) or params.min_tokens > 0
+        self.has_edits[seq_row] = params.edits_logits
         self.next_tokens[seq_row] = NO_TOKEN
 
     def set_masks(self, first: int, allowed: NDArray[np.uint32]) -> None:

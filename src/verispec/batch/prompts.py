@@ -109,7 +109,7 @@ def numbers(output: SampleOutput) -> dict[str, Any]:
         **{name: getattr(stats, name) for name in _COUNTERS},
         "recomputed_fraction": stats.recomputed / max(1, stats.recomputed + num_tokens),
         "accepted_per_replay": stats.accepted / stats.replays if stats.replays else None,
-        "tokens_per_pass": num_tokens / max(1, stats.passes + stats.fast_passes),
+        "tokens_per_pass": output.tokens_per_pass,
         "chosen": dict(stats.chosen),
         "accepted_by": dict(stats.accepted_by),
         "chosen_because": stats.chosen_because or None,

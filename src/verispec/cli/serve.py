@@ -46,7 +46,7 @@ class Serving:
         (), metavar="KEY", help="a key that requests must carry; several keys are several tenants, who share nothing"
     )
     share_history: bool = option(
-        False, help="draft from what any key was answered, not only the same one; no answer then tells of its drafts"
+        False, help="draft from what any key was answered, not only the same one; no answer then says what was drafted"
     )
     api_key_file: tuple[str, ...] = option((), metavar="FILE", help="a file with keys, one per line")
     cors_origin: tuple[str, ...] = option(

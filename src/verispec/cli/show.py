@@ -33,7 +33,7 @@ def figures(output: SampleOutput, params: SamplingParams, *, width: int) -> str:
     ]
     details = [f"seed {output.seed}"] if params.temperature else []
     details += [f"drafts {stats['accepted']}/{stats['drafted']}"] if stats["drafted"] else []
-    details += [f"{stats['tokens_per_pass']:.2f} per pass"]
+    details += [f"{stats['tokens_per_pass']:.2f} per pass"] if stats["tokens_per_pass"] is not None else []
     details += [f"{output.stats.cached_tokens} cached"] if output.stats.cached_tokens else []
     details += [f"replays {stats['replays']} ({stats['mismatches']} differed)"] if stats["replays"] else []
     for detail in details:

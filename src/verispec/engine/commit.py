@@ -129,7 +129,7 @@ class Committer:
                 sequence.stats.finish_time = now
             if len(sequence.logprobs) > sequence.outbox.next:
                 sequence.stats.record_commit(now)
-            events.append(sequence.take_event())
+            events += sequence.take_events()
         return events
 
     def _commit_pending(self, turn: Turn, sequence: Sequence) -> None:
@@ -147,7 +147,7 @@ class Committer:
         rounds = turn.rounds or (turn,)
         for i, part in enumerate(rounds):
             if i and sequence.is_streamed:
-                self._earlier.append(sequence.take_event())
+                self._earlier += sequence.take_events()
             self._commit_one(part, sequence)
             if sequence.finish_reason is not None:
                 self._end(sequence)
@@ -221,7 +221,7 @@ class Committer:
             stats.replays += 1
             stats.mismatches += num_accepted < len(draft)
             stats.recomputed += len(draft) - num_accepted
-        else:
+        if not choice.num_drawn:  # those were counted when they were drawn
             stats.drafted += len(draft)
         if sequence.tells_drafts:
             sequence.outbox.draft = _news(turn, draft, verdict)

@@ -29,7 +29,7 @@ _ROUND_STEP, _MANY_ROUNDS = 0.2, 64  # towards what the host last took for a rou
 _LOOK_STEP = 0.1  # the same for a look
 _FADED = 0.8  # of the host's time for a round, when those that rest for it could look again
 _NOTICEABLE_HOST = 0.15  # a change of the host's time, as a logarithm, that entries are made anew for
-LEFT_OUT = 3e-5  # seconds of a draft pass that nobody wants, where passes are sent before that is known
+LEFT_OUT = 3e-5  # seconds of a draft pass that nobody wants and that is left out, though it was sent before; H200
 NOT_WORTH_IT = "verifying a draft was not predicted to pay at this load"
 _BEST_GAIN, _MOST_ROWS = 1.1, 3  # at best so many times the tokens a second, by at most so many times the rows
 _WAIT, _LONGEST_WAIT = 0.025, 0.1  # seconds that a stream waits for a burst: 40 frames a second, or 10
@@ -42,7 +42,8 @@ _SHORT_BURST, _HOST_TIMES, _FEW = 0.006, 8, 8
 
 class Crowd(NamedTuple):
     """What runs anyway: rows of the canonical pass, or of the fast one; the tokens they will commit; the rows of the
-    other pass; the average context of a row; and whether those that may draft need the host in every round anyway."""
+    other pass; the average context of a row; whether those that may draft need the host in every round anyway; and
+    whether draft passes that nobody wants are left out."""
 
     rows: int
     tokens: int
@@ -50,6 +51,7 @@ class Crowd(NamedTuple):
     context_len: int
     is_canonical: bool
     needs_host: bool = False
+    leaves_out: bool = True
 
 
 class RoundLoad(NamedTuple):
@@ -86,7 +88,8 @@ class Policy:
 
     `follows`: the backend asks for masks between rounds, so that a constraint alone needs no host. `by_probability`:
     its rounds can be judged by probabilities, so that such a rule needs none, either. `fits_rows`: what was not drafted
-    after all has no rows.
+    after all has no rows. `leaves_out`: draft passes that nobody wants hardly cost anything, unless a sequence in them
+    does not draw plainly.
     """
 
     def __init__(
@@ -101,8 +104,10 @@ class Policy:
         follows: bool = False,
         by_probability: bool = False,
         fits_rows: bool = False,
+        leaves_out: bool = True,
     ) -> None:
-        self._follows, self._by_probability, self._fits_rows = follows, by_probability, fits_rows
+        self._follows, self._by_probability = follows, by_probability
+        self._fits_rows, self._leaves_out = fits_rows, leaves_out
         self.costs = StepCosts(family, cost, row_budget=row_budget)
         self._windows = Windows(self.costs, row_budget=row_budget)
         self._cost = cost
@@ -147,6 +152,8 @@ class Policy:
             beside += sum([turn.choice.grows for turn in turns])
         context_len = sum([turn.start for turn in turns]) // len(turns)
         crowd = Crowd(rows, other_tokens + num_free, beside, _bucket(context_len), is_canonical)
+        if self._cost.trip and not (self._leaves_out and all(turn.sequence.draws_plainly for turn in turns)):
+            crowd = crowd._replace(leaves_out=False)
         drafts = 0
         for (found, needs_host), group in free.items():
             choice = self._choice(found, drafting, crowd._replace(needs_host=needs_host))
@@ -209,9 +216,9 @@ class Policy:
             is_worth_it = curve.is_forced or predicted > (1.0 if curve.cost is None else WORTH_IT)
             if found.num_nodes and is_worth_it and (found.rate > best.rate or curve.is_forced):
                 choice = Choice(
-                    name, found.num_nodes, curve.shape, by_backend=curve.by_backend and not crowd.needs_host
-                )
-                choice = choice._replace(draft_seconds=found.draft_seconds, num_tokens=1.0 + found.tokens)
+                    name, found.num_nodes, curve.shape, by_backend=curve.by_backend and not crowd.needs_host,
+                    is_replay=curve.is_window, draft_seconds=found.draft_seconds, num_tokens=1.0 + found.tokens,
+                )  # fmt: skip
                 best = _Entry(choice, found.rate, version)
             elif not best.choice.num_nodes and curve.cost is not None:
                 best = best._replace(choice=best.choice._replace(reason=_why_not(curve, predicted, found.num_nodes)))
@@ -252,11 +259,13 @@ class Policy:
             nodes += level.num_nodes
             tokens += level.tokens
             if curve.cost is not None:
-                trip = 0.0 if by_backend else self._cost.trip
-                drafted = _draft_seconds(curve.cost, drafting * width, crowd.context_len)
-                runs = 1.0 - (1.0 - level.share) ** drafting  # the chance that anybody wants this pass
-                seconds += runs * (trip + self._cost.speed * drafted)  # timed beside the target's, on the same machine
-                seconds += (1.0 - runs) * (LEFT_OUT if self._cost.trip else 0.0)
+                # Timed beside the target's passes, on the same machine.
+                drafted = self._cost.speed * _draft_seconds(curve.cost, drafting * width, crowd.context_len)
+                wanted = 1.0 - (1.0 - level.share) ** drafting  # the chance that anybody wants this pass
+                if not by_backend:  # the host knows before it sends it
+                    seconds += wanted * (self._cost.trip + drafted)
+                else:
+                    seconds += wanted * drafted + (1.0 - wanted) * self._in_vain(crowd, drafted)
             width = level.num_nodes
             if crowd.rows + nodes > self._row_budget:
                 break
@@ -267,6 +276,12 @@ class Policy:
             if gain > most or curve.is_forced:
                 best, most = _Best(nodes, rate, seconds, tokens), gain
         return best
+
+    def _in_vain(self, crowd: Crowd, seconds: float) -> float:
+        """What a draft pass that would take so long takes if nobody wants it: where the host is far, it was sent."""
+        if not self._cost.trip:
+            return 0.0
+        return min(LEFT_OUT, seconds) if crowd.leaves_out else seconds
 
     def _limit(self, num_levels: int) -> int:
         return num_levels if self._max_draft is None else min(num_levels, self._max_draft)

@@ -107,7 +107,7 @@ class Sequence:
     text_sink: TextSink
     given_ids: tuple[int, ...] = ()  # output that the client has already
     is_traced: bool = False  # whether events show whole drafts
-    tells_drafts: bool = True  # whether the client hears of drafts at all
+    tells_drafts: bool = True  # whether the client hears of drafts at all; if not, an event has one token
     is_streamed: bool = True
     salt: str = ""
     prediction_ids: tuple[int, ...] = ()
@@ -130,6 +130,7 @@ class Sequence:
 
     prompt_len: int = field(init=False)
     uses_probabilities: bool = field(init=False)  # at temperature 0 every rule is `match`
+    draws_plainly: bool = field(init=False)  # from logits as they are: no edits, no rule by probabilities
     scores_only: bool = field(init=False)  # wants the prompt's log-probabilities and no generation
     needs_host: bool = field(init=False)  # after each round: what it wants to know is not resident
     has_single_rows: bool = field(init=False)  # a round without a draft is a row, a draw and nothing else
@@ -143,6 +144,7 @@ class Sequence:
         self.token_ids = [*self.prompt_ids, *self.given_ids]
         self.prompt_len = len(self.prompt_ids)
         self.uses_probabilities = self.speculation.accept is not Accept.MATCH and self.params.temperature > 0
+        self.draws_plainly = not self.uses_probabilities and not self.params.edits_logits
         self.scores_only = self.params.max_tokens == 0
         is_constrained = self.constraint is not None
         self.needs_host = bool(self.params.logprobs) or self.is_traced or is_constrained
@@ -294,8 +296,16 @@ class Sequence:
         self.finish_reason = FinishReason.ERROR
         self.error = error
 
-    def take_event(self) -> TokenEvent:
-        """Everything committed since the last event, and the whole output if the sequence has ended."""
+    def take_events(self) -> list[TokenEvent]:
+        """Everything committed since the last event, and the whole output if the sequence has ended.
+
+        It is one event. Where drafts are not told, a stream has one for each token: how many tokens a round committed
+        is how many of its draft were accepted.
+        """
+        event = self._take_event()
+        return [event] if self.tells_drafts or not self.is_streamed else event.by_token()
+
+    def _take_event(self) -> TokenEvent:
         outbox = self.outbox
         start, outbox.next = outbox.next, len(self.logprobs)
         count = outbox.next - start

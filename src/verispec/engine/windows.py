@@ -33,7 +33,7 @@ class Windows:
                     turn.choice = Choice(name, state.num_nodes, waits=True)
                 else:
                     num_nodes = min(state.num_nodes, max(0, left - taken - 1))
-                    turn.choice = Choice(name, num_nodes, is_replay=True)
+                    turn.choice = Choice(name, num_nodes, num_drawn=num_nodes, is_replay=True)
                     taken += 1 + num_nodes
         return taken
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -80,12 +80,18 @@ class Answer:
         digits, id_len = self.id_of(index, item), self.call.tools.format.id_len
         return f"call_{digits[:_ID_DIGITS]}" if id_len is None else digits[:id_len]
 
-    async def commits(self) -> AsyncIterator[list[Commit]]:
-        """What becomes visible, step by step, to the end. Raises ApiError where it ends otherwise."""
+    async def commits(self) -> AsyncIterator[Iterator[Commit]]:
+        """What becomes visible, step by step, to the end. Raises ApiError where it ends otherwise.
+
+        Commits of a step are made as they are taken: whatever is written of the answer then says no more than they do.
+        """
         try:
             while events := await self._stream.take():
                 self.core.metrics.count_commits(events)
-                yield [commit for event in events if (commit := self._taken(event)) is not None]
+                commits = (commit for event in events if (commit := self._taken(event)) is not None)
+                yield commits
+                for _ in commits:  # that nobody took
+                    pass
         finally:
             self.close()
 
@@ -162,8 +168,8 @@ class Answer:
             return found
         stats = output.stats
         found["digest"] = output.digest
-        if stats.passes or stats.fast_passes:
-            found["tokens_per_pass"] = _rounded(_tokens_per_pass(output))
+        if output.tokens_per_pass is not None:
+            found["tokens_per_pass"] = _rounded(output.tokens_per_pass)
         if not stats.drafted:
             found["no_draft_reason"] = stats.no_draft_reason or stats.chosen_because
         if index in self.receipts:
@@ -232,10 +238,6 @@ def _speculative(accepted: Sequence[int], drafted: Sequence[int]) -> dict[str, A
         "num_draft_tokens": sum(drafted),
         "num_spec_tokens": max(drafted),
     }
-
-
-def _tokens_per_pass(output: SampleOutput) -> float:
-    return len(output.logprobs) / max(1, output.stats.passes + output.stats.fast_passes)
 
 
 def _rounded(value: float) -> float:

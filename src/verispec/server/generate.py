@@ -218,9 +218,8 @@ async def _frames(answer: Answer, written: Callable[[], Any]) -> AsyncIterator[b
     told = Told(answer)
     try:
         async for commits in answer.commits():
-            if commits:
-                event_ids = [told.take(commit) for commit in commits]
-                yield event(_encode(written()), event_id=event_ids[-1])
+            if found := b"".join(event(_encode(written()), event_id=told.take(commit)) for commit in commits):
+                yield found
     except Exception as error:
         yield event(_encode(as_api_error(error).body()))
     yield DONE
@@ -240,8 +239,8 @@ async def _deltas(
 
     try:
         async for commits in answer.commits():
-            if commits:
-                yield b"".join(map(written, commits))
+            if found := b"".join(map(written, commits)):
+                yield found
         if options.include_usage:
             yield event(_encode({**head, "choices": [], "usage": answer.usage()}))
     except Exception as error:

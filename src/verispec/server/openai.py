@@ -184,8 +184,8 @@ async def _frames(answer: Answer, shape: Shape, head: dict[str, Any], options: S
                 choice = {"index": i, **shape.opening, "logprobs": None, "finish_reason": None}
                 yield event(_encode({**head, "choices": [choice], **usage(), "verispec": answer.extension()}))
         async for commits in answer.commits():
-            if commits:
-                yield b"".join(map(written, commits))
+            if found := b"".join(map(written, commits)):
+                yield found
         if options.include_usage:
             last = {**head, "choices": [], "usage": answer.usage(), "metrics": answer.metrics()}
             yield event(_encode(last))

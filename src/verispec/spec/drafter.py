@@ -59,6 +59,7 @@ class Curve(NamedTuple):
 
     With a `cost`, each level takes one pass of it, shared by all sequences that draft so; such drafts must promise a
     real gain, unless they are forced. `by_fast_rounds`: the nodes are drawn one by one in fast rounds of the target.
+    `is_window`: they are a window all the same, drawn and replayed in one step.
     `by_backend`: a backend can draft them by itself, and run several rounds: `draft` then gives recipes. `stays`: what
     is not drafted now can be in the next step, so as many nodes are best as save most time. `what` names the drafts in
     the reason why not.
@@ -68,6 +69,7 @@ class Curve(NamedTuple):
     shape: TreeShape | None = None
     cost: CostTable | None = None
     by_fast_rounds: bool = False
+    is_window: bool = False
     by_backend: bool = False
     is_forced: bool = False
     stays: bool = False

@@ -49,6 +49,11 @@ class DraftModel:
     fit: Callable[[int], int] | None = None
     only_drafts: bool = False
 
+    @property
+    def is_target(self) -> bool:
+        """Whether it is the whole target: a chain of its own tokens is a window."""
+        return self.store == TARGET_STORE and self.view == FULL_VIEW
+
     def shape(self, num_rows: int) -> int:
         return self.cost.fast_shape(num_rows) if self.fit is None else self.fit(num_rows)
 

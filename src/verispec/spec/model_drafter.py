@@ -173,6 +173,7 @@ class ModelDrafter:
             tuple(self._levels(shape, key)),
             shape,
             self._source.model.cost,
+            is_window=shape.is_chain and self._source.model.is_target,
             is_forced=key.is_forced,
             by_backend=shape.is_chain or self._source.model.backend.limits.trees,
             what=self._what,

@@ -49,6 +49,8 @@ class SequenceView(Protocol):
     @property
     def uses_probabilities(self) -> bool: ...
     @property
+    def draws_plainly(self) -> bool: ...
+    @property
     def is_traced(self) -> bool: ...
     @property
     def is_streamed(self) -> bool: ...
@@ -93,7 +95,8 @@ class Choice(NamedTuple):
     """What the policy chose for a sequence: up to `num_nodes` nodes of a drafter. `reason` says why not more.
 
     With `grows`, the nodes come from fast rounds over several steps: `num_drawn` of them are there, and slots for all
-    of them are leased at once. `is_replay`: they are verified now. `waits`: they are ready, but the pass has no rows.
+    of them are leased at once. `is_replay`: they are a window that is verified now; `num_drawn` of it were drawn in
+    earlier steps. `waits`: they are ready, but the pass has no rows.
     `by_backend`: the backend can draft them by itself, round after round; that takes it `draft_seconds` a round, in
     which `num_tokens` are expected to be committed.
     """
