@@ -11,7 +11,7 @@ GPU_CHECKS := draw backend quantized chains lookup trees weighing sanitize
 SANITIZER ?= compute-sanitizer
 CHROMIUM := $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
 
-.PHONY: help run serve check test-page judges test test-hf test-scale test-scale-core test-cuda gpu-test gpu-check-device gpu-check-oracle gpu-check-real gpu-sanitize gpu-times test-long test-wheel wheel native native-asan native-aarch64 native-digests lint goldens model setup clean
+.PHONY: help run serve check test-page judges test test-hf test-scale test-scale-core test-cuda gpu-test gpu-check-device gpu-check-oracle gpu-check-real gpu-sanitize gpu-sanitize-memory gpu-sanitize-rounds gpu-sanitize-graphs gpu-sanitize-races gpu-sanitize-product-races gpu-times test-long test-wheel wheel native native-asan native-aarch64 native-digests lint goldens model setup clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -50,12 +50,15 @@ test-cuda: $(BIN)/.cuda-compiler ## Compile the CUDA kernels, look at their PTX 
 	$(BIN)/pytest -n auto -m cuda tests/backends/cuda/test_compile.py
 
 gpu-test: gpu-check-device $(GPU_CHECKS:%=gpu-check-%) $(if $(PROMPTS),gpu-check-oracle) ## On a machine with an H200 and torch: every kernel, the backend and (PROMPTS=FILE MODEL=FILE) the equality oracle; quicker with -j8
+	@$(MAKE) --no-print-directory gpu-check-failures
 	@awk 'match($$0, / of [0-9]+ differ/) { n += substr($$0, RSTART + 4) } match($$0, /comparisons of [0-9]+ rows/) { n += substr($$0, RSTART + 15) } \
-	  END { print "gpu-test: all checks passed, " n " comparisons: device $(GPU_CHECKS) $(if $(PROMPTS),oracle)" }' \
-	  $(patsubst %,"$(FOLDER)"/gpu-%.log,device $(GPU_CHECKS) $(if $(PROMPTS),oracle))
+	  END { print "gpu-test: all checks passed, " n " comparisons: device $(GPU_CHECKS) failures $(if $(PROMPTS),oracle)" }' \
+	  $(patsubst %,"$(FOLDER)"/gpu-%.log,device $(GPU_CHECKS) failures $(if $(PROMPTS),oracle))
 
+# `failures` fills the GPU's memory, so it runs when all others have ended.
 # What a check prints is shown when it has ended, so that several at once do not mix, and kept for the sum.
-gpu_check = mkdir -p "$(FOLDER)" && log="$(FOLDER)/gpu-$(1).log"; PYTHONPATH=src:. $(PYTHON) -m tests.backends.cuda.$(1)_check $(2) > "$$log" 2>&1; status=$$?; cat "$$log"; exit $$status
+gpu_logged = mkdir -p "$(FOLDER)" && log="$(FOLDER)/gpu-$(1).log"; PYTHONPATH=src:. $(2) > "$$log" 2>&1; status=$$?; cat "$$log"
+gpu_check = $(call gpu_logged,$(1),$(PYTHON) -m tests.backends.cuda.$(1)_check $(2)); exit $$status
 
 gpu-check-device:
 	@$(call gpu_check,device,"$(FOLDER)")
@@ -69,14 +72,30 @@ gpu-check-real: ## The same machine with transformers: logits of real weights ag
 gpu-check-%:
 	@$(call gpu_check,$*)
 
+# Each target is one run of the sanitizer; all of them run, whichever fails.
+sanitized = $(call gpu_logged,sanitize-$(1),$(2) --error-exitcode 1 $(PYTHON) -m tests.backends.cuda.sanitize_check $(3)); \
+  if [ $$status = 0 ]; then echo "gpu-sanitize-$(1): nothing found in $(3)"; else echo "gpu-sanitize-$(1): FAILED with $$status"; fi; exit $$status
+MEMCHECK := $(SANITIZER) --tool memcheck --report-api-errors no
+SANITIZED := memory rounds graphs races
+
 gpu-sanitize: ## The same machine with compute-sanitizer: every kernel in small cases, bad accesses and races; minutes
-	PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH=src:. $(SANITIZER) --tool memcheck --report-api-errors no --error-exitcode 1 \
-	  $(PYTHON) -m tests.backends.cuda.sanitize_check attention wide quantized draws weighing passes
-	PYTHONPATH=src:. $(SANITIZER) --tool memcheck --report-api-errors no --error-exitcode 1 \
-	  $(PYTHON) -m tests.backends.cuda.sanitize_check rounds
-	PYTHONPATH=src:. $(SANITIZER) --tool racecheck --error-exitcode 1 \
-	  $(PYTHON) -m tests.backends.cuda.sanitize_check attention draws weighing
+	@$(MAKE) --no-print-directory -k $(SANITIZED:%=gpu-sanitize-%)
 	@echo "gpu-sanitize: no bad access in any kernel, and no race in those of attention, draws and weighing"
+
+gpu-sanitize-memory:
+	@$(call sanitized,memory,PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(MEMCHECK),attention wide quantized draws weighing passes)
+
+gpu-sanitize-rounds:
+	@$(call sanitized,rounds,PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(MEMCHECK),rounds)
+
+gpu-sanitize-graphs:
+	@$(call sanitized,graphs,$(MEMCHECK),graphs)
+
+gpu-sanitize-races:
+	@$(call sanitized,races,$(SANITIZER) --tool racecheck,attention draws weighing $(ALONE))
+
+gpu-sanitize-product-races:
+	@$(call sanitized,product-races,$(SANITIZER) --tool racecheck,passes wide quantized)
 
 gpu-times: ## The same checks one by one, with what rounds and products take; into FOLDER
 	mkdir -p "$(FOLDER)"

@@ -1,5 +1,5 @@
 """Tokens per second of the whole engine on a GPU: python -m bench.gpu_engine FOLDER [MODEL.gguf PROMPTS.jsonl]
-[8b | 8b-int4 | 8b-int8]
+[8b | 8b-int4 | 8b-int8 | 8b-fp8]
 
 SmolLM2 (or any model file) with the prompts of a file, and the shapes of an 8B model with random weights. Each figure
 is the median of three runs or more; the first run of a size also captures its graphs and is not counted. Beside them:
@@ -11,7 +11,6 @@ that may be divided. The profiler of kernels stays once it has run: measure 8B i
 from __future__ import annotations
 
 import cProfile
-import io
 import json
 import pstats
 import statistics
@@ -46,7 +45,7 @@ from verispec.spec.speculation import Speculation
 from verispec.types import SamplingParams
 
 RESULTS: list[dict[str, object]] = []
-LARGE = {"8b": 0, "8b-int4": 4, "8b-int8": 8}  # bits of the weights that draw windows
+LARGE = {"8b": "", "8b-int4": "int4", "8b-int8": "int8", "8b-fp8": "fp8"}  # weights that draw windows
 NONE = Speculation.of("none")
 PRODUCTS_8B = {"q/k/v": (6144, 4096), "output": (4096, 4096), "gate-up": (28672, 4096), "down": (4096, 14336)}
 PRODUCT_ROWS = (128, 512, 2048)
@@ -58,12 +57,15 @@ class Timed:
 
     def __init__(self, backend) -> None:
         self.backend = backend
-        self.submitting = self.waiting = 0.0
-        self.passes = 0
+        self.reset()
         self.events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] | None = None
 
     def __getattr__(self, name: str):
         return getattr(self.backend, name)
+
+    def reset(self) -> None:
+        self.submitting = self.waiting = 0.0
+        self.passes = self.rounds = 0
 
     def submit(self, pass_):
         begin = time.perf_counter()
@@ -76,6 +78,7 @@ class Timed:
             self.events.append((_kind(pass_), *marks))
         self.submitting += time.perf_counter() - begin
         self.passes += 1
+        self.rounds += 1 + (0 if pass_.burst is None else pass_.burst.num_rounds)
         return _TimedTicket(ticket, self)
 
 
@@ -118,21 +121,37 @@ def measure(name: str, make_engine: Callable[[], Engine], requests: list[Request
     first = time.perf_counter() - begin
     rates, parts = [], []
     for _ in range(runs):
-        timed.submitting = timed.waiting = 0.0
-        timed.passes = 0
+        timed.reset()
         tokens, seconds = run(make_engine, requests)
         rates.append(tokens / seconds)
         parts.append((timed.submitting / seconds, timed.waiting / seconds, timed.passes))
     submitting, waiting, passes = parts[-1]
     entry = {
         "what": name, "tokens_per_second": statistics.median(rates), "runs": rates, "first_seconds": first,
-        "submitting": submitting, "waiting": waiting, "passes": passes, "tokens": tokens,
+        "submitting": submitting, "waiting": waiting, "passes": passes, "tokens": tokens, "rounds": timed.rounds,
+        "us_per_round": host_parts(timed, seconds),
     }  # fmt: skip
     RESULTS.append(entry)
     print(
         f"{name}: {statistics.median(rates):,.0f} tok/s ({', '.join(f'{r:,.0f}' for r in rates)}); waiting for the "
         f"device {waiting:.0%}, submitting {submitting:.0%}, {passes} passes; first run {first:.2f} s", flush=True,
     )  # fmt: skip
+
+
+def host_parts(timed: Timed, seconds: float) -> dict[str, float]:
+    """Microseconds of a round, of prompts too, without a profiler: what is neither submitting nor waiting is the
+    engine's own."""
+    parts = {"engine": seconds - timed.submitting - timed.waiting, "submit": timed.submitting, "wait": timed.waiting}
+    return {name: part * 1e6 / max(1, timed.rounds) for name, part in parts.items()}
+
+
+def print_host_parts() -> None:
+    """Of all that was measured, the last run of each."""
+    print(f"host parts, us a round: {'what':46} {'rounds':>7} {'engine':>8} {'submit':>8} {'wait':>8}")
+    for entry in RESULTS:
+        if isinstance(parts := entry.get("us_per_round"), dict):
+            row = " ".join(f"{part:8.1f}" for part in parts.values())
+            print(f"{'':24}{entry['what']!s:46} {entry['rounds']!s:>7} {row}", flush=True)
 
 
 def compare(
@@ -233,17 +252,25 @@ def _num_noticeable(gaps: list[float]) -> int:
     return sum(gap > 0.05 for gap in gaps)
 
 
-def profile(name: str, make_engine: Callable[[], Engine], requests: list[Request], lines: int = 14) -> None:
-    """Where the host's time goes."""
+def profile(
+    name: str, make_engine: Callable[[], Engine], requests: list[Request], timed: Timed, lines: int = 14
+) -> None:
+    """Where the host's time goes: each function's own, which the profiler makes longer."""
     profiler = cProfile.Profile()
+    timed.reset()
     profiler.enable()
     tokens, seconds = run(make_engine, requests)
     profiler.disable()
-    text = io.StringIO()
-    pstats.Stats(profiler, stream=text).sort_stats("tottime").print_stats(lines)
-    kept = [line for line in text.getvalue().splitlines() if line.strip()][4:]
-    print(f"profile of {name} ({tokens} tokens, {seconds:.2f} s with the profiler)")
-    print("\n".join(line.replace(str(Path.cwd()), "") for line in kept), flush=True)
+    every = [
+        (own * 1e6 / timed.rounds, calls / timed.rounds, f"{Path(file).name}:{line} {function}")
+        for (file, line, function), (_, calls, own, *_) in pstats.Stats(profiler).stats.items()
+    ]
+    most = sorted(every, reverse=True)[:lines]
+    RESULTS.append({"what": f"profile of {name}", "us_and_calls_a_round": most})
+    print(f"profile of {name} ({tokens} tokens, {timed.rounds} rounds, {seconds:.2f} s with the profiler)")
+    print("  us a round    calls  function")
+    for took, calls, function in most:
+        print(f"  {took:10.1f} {calls:8.2f}  {function}", flush=True)
 
 
 def plain(ids: list[int], num_tokens: int, seed: int, temperature: float = 1.0, *, free: bool = False) -> Request:
@@ -284,14 +311,14 @@ def smol(model: str, prompts: Path) -> None:
             both = (partial(run, llm.fresh_engine, each) for each in (requests, others))
             compare(f"SmolLM2 batch {count}", *both, runs=7)
         if count != 8:
-            profile(f"SmolLM2 batch {count}", llm.fresh_engine, requests)
+            profile(f"SmolLM2 batch {count}", llm.fresh_engine, requests, timed)
     requests = [plain(part, 256, i) for i, part in enumerate(ids * 2)]
     for budget, running in ((4096, 480), (2048, 480), (2048, 256)):
         engine = partial(llm.fresh_engine, max_running=running, row_budget=budget)
         measure(f"SmolLM2 480 requests, {running} at once, {budget} rows", engine, requests, timed)
     engine = partial(llm.fresh_engine, max_running=480)
     device_times("480 requests", engine, requests, timed)
-    profile("480 requests", engine, requests)
+    profile("480 requests", engine, requests, timed)
     text_to_text(llm, texts * 2)
     report_memory("SmolLM2")
     sizes = {count: [plain(ids[i % len(ids)], 256, i) for i in range(count)] for count in (1, 32, 256)}
@@ -311,8 +338,8 @@ def text_to_text(llm: LLM, texts: list[str]) -> None:
     compare(f"SmolLM2 {len(texts)} requests, text to text", *both, runs=3)
 
 
-def large(draft_bits: int = 0) -> None:
-    """Random weights in the shapes of Llama 8B; with `draft_bits`, windows that weights of so many bits draw."""
+def large(draft_weights: str = "") -> None:
+    """Random weights in the shapes of Llama 8B; with `draft_weights`, windows that weights of this kind draw."""
     layer = LayerSpec(rope=Rope(500000.0), query_scalar=128)
     arch = Architecture(
         family="llama", layers=(layer,) * 32, hidden_size=4096, num_heads=32, num_kv_heads=8, head_dim=128,
@@ -334,7 +361,7 @@ def large(draft_bits: int = 0) -> None:
         device=Gpu(0, cache_dir() / "cuda"),
         num_slots=256 * 800,
         num_seq_rows=256,
-        draft_bits=draft_bits,
+        draft_weights=draft_weights,
     )
     print(f"8B shapes: start {time.perf_counter() - begin:.1f} s, {torch.cuda.memory_allocated() / 2**30:.1f} GiB")
     found = calibrate(backend)
@@ -343,8 +370,8 @@ def large(draft_bits: int = 0) -> None:
     timed = Timed(backend)
     rng = np.random.default_rng(0)
     prompts = rng.integers(1000, 100000, (256, 512)).tolist()
-    if draft_bits:
-        windows(timed, found.cost, prompts[0], draft_bits)
+    if draft_weights:
+        windows(timed, found.cost, prompts[0], draft_weights)
         return
     config = replace(engine_defaults("cuda"), num_slots=backend.limits.num_slots, prefix_cache=False)
 
@@ -354,19 +381,23 @@ def large(draft_bits: int = 0) -> None:
     for count in (1, 8, 32):
         requests = [plain(prompts[i], 256, i) for i in range(count)]
         measure(f"8B batch {count}", make, requests, timed, runs=7 if count == 32 else 3)
+        if count != 8:
+            profile(f"8B batch {count}", make, requests, timed)
     device_times("8B batch 32", make, requests, timed)
     others = [plain(prompts[i], 256, i, free=True) for i in range(32)]
     compare("8B batch 32", *(partial(run, make, each) for each in (requests, others)), runs=7)
     requests = [plain(prompts[i], 256, i) for i in range(256)]
     measure("8B 256 requests 512 + 256", make, requests, timed, runs=3)
     device_times("8B 256 requests", make, requests, timed)
+    profile("8B 256 requests", make, requests, timed)
     report_memory("8B shapes")
     library_products()
     sizes = {count: [plain(prompts[i], 256, i) for i in range(count)] for count in (1, 32)}
+    sizes[256] = [plain(prompts[i][:128], 64, i) for i in range(256)]  # short, so that most of it is rounds
     kernels_by_batch("8B", backend, make, sizes)
 
 
-def windows(timed: Timed, cost: CostTable, prompt: list[int], bits: int) -> None:
+def windows(timed: Timed, cost: CostTable, prompt: list[int], kind: str) -> None:
     """One stream whose windows are drawn by weights of few bits: random weights say what a window costs, and what it
     would give at an acceptance that was measured elsewhere."""
     config = replace(engine_defaults("cuda"), num_slots=timed.limits.num_slots, prefix_cache=False)
@@ -401,7 +432,7 @@ def windows(timed: Timed, cost: CostTable, prompt: list[int], bits: int) -> None
             expected = sum(acceptance**i for i in range(draft_len + 1))
             gains.append(f"{expected * each / (took / count):.2f}x at {acceptance}")
         print(
-            f"8B windows of {draft_len} by {bits} bits: {took / count * 1e3:.2f} ms each ({count}); {', '.join(gains)}",
+            f"8B windows of {draft_len} by {kind}: {took / count * 1e3:.2f} ms each ({count}); {', '.join(gains)}",
             flush=True,
         )
 
@@ -416,6 +447,7 @@ def main() -> None:
         smol(sys.argv[2], Path(sys.argv[3]))
     if sys.argv[-1] in LARGE:
         large(LARGE[sys.argv[-1]])
+    print_host_parts()
     (folder / "engine.json").write_text(json.dumps(RESULTS, indent=1) + "\n")
 
 

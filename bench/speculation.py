@@ -407,7 +407,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--draft-model")
     parser.add_argument("--backend")
-    parser.add_argument("--fast-weights", choices=("int4", "int8"), help="those of drafter decode (cuda)")
+    parser.add_argument("--fast-weights", choices=("int4", "int8", "fp8"), help="those of drafter decode (cuda)")
     parser.add_argument("--prompts", type=Path, nargs="*", default=[], help="JSON lines")
     parser.add_argument("--trace", type=Path, help="CSV of arrival times; default: evenly spaced")
     parser.add_argument("--seconds", type=float, default=60.0, help="for each part")

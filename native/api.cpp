@@ -186,7 +186,7 @@ static const Table* find(const char* name) {
 
 using namespace vs;
 
-VS_API int vs_abi() { return 10; }
+VS_API int vs_abi() { return 11; }
 
 // "" is the best instruction set here; null if it is unknown, or unknown to this CPU.
 VS_API Engine* vs_create(const char* isa, int num_threads) {
@@ -312,28 +312,68 @@ static bool goes_on(const Burst& burst, int i, int64_t token, int64_t t) {
   return true;
 }
 
+// The token of sequence i whose row was at a position, at any before the last one's.
+static int32_t& token_at(const Rows& rows, const Burst& burst, int i, int64_t position) {
+  return burst.slot_tokens[rows.table[int64_t(burst.seq_rows[i]) * rows.table_width + position]];
+}
+
+static int64_t* draft_of(const Burst& burst, int i, int round) {
+  return burst.drafts + (size_t(i) * burst.num_rounds + round) * burst.max_draft;
+}
+
+static int64_t draft_len(const Burst& burst, int i) {
+  return std::min<int64_t>(burst.draft_lens[i], burst.limits[i] - burst.t[i] - 2);
+}
+
+// `looked_up` of backends/rounds.py: what followed the last 4, 3 or 2 tokens the last time they occurred before, the most of
+// them that did; up to a stop id. `text` is scratch.
+static void look_up(const Rows& rows, const Burst& burst, int i, int round, std::vector<int32_t>& text) {
+  constexpr int most = 4, least = 2;
+  const int last = int(burst.t[i]);
+  text.resize(size_t(last) + 1);
+  for (int p = 0; p < last; ++p) text[p] = token_at(rows, burst, i, p);
+  text[last] = int32_t(burst.tokens[i]);
+  int matched = least - 1, behind = -1;  // the longest match so far, the newest of that length
+  for (int end = last - 1; end + 1 >= least && matched < most; --end) {
+    int count = 0;
+    while (count < most && count <= end && text[end - count] == text[last - count]) ++count;
+    if (count > matched) matched = count, behind = end + 1;
+  }
+  if (behind < 0) return;
+  int64_t* draft = draft_of(burst, i, round);
+  for (int64_t k = 0; k < draft_len(burst, i) && behind + k <= last; ++k) {
+    draft[k] = text[behind + k];
+    if (!goes_on(burst, i, draft[k], last + 1 + k)) return;
+  }
+}
+
 // The drafts of one round: a pass per token, of the sequences whose drafts go on.
 static void draft_round(Engine* engine, const Rows& rows, const Sampling& all, const Burst& burst,
                         const Drafting& drafting, int round, const std::vector<int>& going, Batch& batch) {
-  const auto draft = [&](int i) { return burst.drafts + (size_t(i) * burst.num_rounds + round) * burst.max_draft; };
-  const auto length = [&](int i) { return std::min<int64_t>(burst.draft_lens[i], burst.limits[i] - burst.t[i] - 2); };
   std::vector<int> live, longer;
   for (const int i : going)
-    if (length(i) > 0) live.push_back(i);
+    if (draft_len(burst, i) > 0) live.push_back(i);
+  if (!drafting.model) {
+    std::vector<int32_t> text;
+    for (const int i : live) look_up(rows, burst, i, round, text);
+    return;
+  }
   for (int k = 0; !live.empty(); ++k) {
     batch.clear();
     for (const int i : live) {
-      if (k == 0 && drafting.first_rows == 2) batch.add(rows, burst.seq_rows[i], burst.earlier[i], burst.t[i] - 1);
-      batch.add(rows, burst.seq_rows[i], k ? draft(i)[k - 1] : burst.tokens[i], burst.t[i] + k);
+      const int64_t t = burst.t[i];
+      if (k == 0 && drafting.first_rows == 2)
+        batch.add(rows, burst.seq_rows[i], token_at(rows, burst, i, t - 1), t - 1);
+      batch.add(rows, burst.seq_rows[i], k ? draft_of(burst, i, round)[k - 1] : burst.tokens[i], t + k);
       batch.draw(all, i);
     }
     batch.run(engine, *drafting.model, *drafting.store, drafting.skip_attention, drafting.skip_mlp, rows, all);
     longer.clear();
     for (size_t j = 0; j < live.size(); ++j) {
       const int i = live[j];
-      const int64_t token = draft(i)[k] = batch.drawn[j];
+      const int64_t token = draft_of(burst, i, round)[k] = batch.drawn[j];
       if (goes_on(burst, i, token, burst.t[i] + 1 + k) && batch.logprobs[j] >= drafting.least_logprob &&
-          k + 1 < length(i))
+          k + 1 < draft_len(burst, i))
         longer.push_back(i);
     }
     live.swap(longer);
@@ -357,27 +397,29 @@ VS_API void vs_burst(Engine* engine, const Model* model, const Rows* rows, const
       if (round < burst->rounds[i] && burst->tokens[i] >= 0) going.push_back(i);
     if (going.empty()) return;
     if (drafting) draft_round(engine, *rows, *all, *burst, *drafting, round, going, batch);
-    const auto draft = [&](int i) { return burst->drafts + (size_t(i) * burst->num_rounds + round) * most; };
     batch.clear();
     for (const int i : going) {
+      const int64_t* draft = draft_of(*burst, i, round);
       batch.add(*rows, burst->seq_rows[i], burst->tokens[i], burst->t[i]);
       batch.draw(*all, i);
-      for (int k = 0; k < most && draft(i)[k] >= 0; ++k) {
-        batch.add(*rows, burst->seq_rows[i], draft(i)[k], burst->t[i] + 1 + k);
+      for (int k = 0; k < most && draft[k] >= 0; ++k) {
+        batch.add(*rows, burst->seq_rows[i], draft[k], burst->t[i] + 1 + k);
         batch.draw(*all, i);
       }
     }
     batch.run(engine, *model, *store, skip_attention, skip_mlp, *rows, *all);
     int row = 0;
     for (const int i : going) {
+      const int64_t* draft = draft_of(*burst, i, round);
       int drafted = 0, accepted = 0;
-      while (drafted < most && draft(i)[drafted] >= 0) ++drafted;
-      while (accepted < drafted && draft(i)[accepted] == batch.drawn[row + accepted]) ++accepted;
+      while (drafted < most && draft[drafted] >= 0) ++drafted;
+      while (accepted < drafted && draft[accepted] == batch.drawn[row + accepted]) ++accepted;
       bool ends = false;
       for (int k = 0; k <= accepted; ++k) {
         const int64_t token = batch.drawn[row + k], at = i * width + num_drawn[i]++;
         burst->drawn[at] = token, burst->logprobs[at] = batch.logprobs[row + k];
-        burst->earlier[i] = burst->tokens[i], burst->tokens[i] = token, ++burst->t[i];
+        token_at(*rows, *burst, i, burst->t[i]) = int32_t(burst->tokens[i]);
+        burst->tokens[i] = token, ++burst->t[i];
         ends = ends || !goes_on(*burst, i, token, burst->t[i]);
       }
       if (ends) burst->tokens[i] = -1;

@@ -95,15 +95,17 @@ struct Sampling {
   const uint32_t* allowed;  // [masks][mask_words]: bit i % 32 of word i / 32 allows token i
 };
 
-// Rounds of some sequences, whose draws are fed back. `tokens` and `t`, the last token of each and its position, move on,
-// and so does `earlier`, the token before it; a sequence has `rounds` of them at most, and idles behind a stop id, its limit
-// or a draw that failed: its token is then -1. Round r of sequence i drafted drafts[i][r], up to the first -1, of which `accepted` were drawn.
+// Rounds of some sequences, whose draws are fed back. `tokens` and `t`, the last token of each and its position, move on;
+// `slot_tokens` has the tokens before it, by the slots of their positions. A sequence has `rounds` of them at most, and idles
+// behind a stop id, its limit or a draw that failed: its token is then -1. Round r of sequence i drafted drafts[i][r], up to
+// the first -1, of which `accepted` were drawn.
 struct Burst {
   int32_t num_sequences, num_rounds, num_stop_ids, max_draft;
   int32_t first_round, end_round;  // which of the rounds run now; from a later one on only if nobody drafts
   const int32_t *seq_rows, *rounds, *draft_lens;
   const int64_t *stop_ids, *min_lens, *limits;  // [sequences][num_stop_ids], [sequences], [sequences]
-  int64_t *tokens, *earlier, *t;
+  int64_t *tokens, *t;
+  int32_t* slot_tokens;
   int64_t* drawn;     // [sequences][num_rounds * (1 + max_draft)], one round behind the other
   float* logprobs;    // the same
   int64_t* drafts;    // [sequences][num_rounds][max_draft]
@@ -111,7 +113,7 @@ struct Burst {
 };
 
 // What drafts in a burst: chains end behind a token whose log-probability is below `least_logprob`. The first pass of a
-// round has `first_rows` rows of each sequence, the last committed tokens.
+// round has `first_rows` rows of each sequence, the last committed tokens. Without a model chains are looked up.
 struct Drafting {
   const Model* model;
   const Store* store;

@@ -204,7 +204,7 @@ def test_unknown_names_are_refused(smollm2: LLM) -> None:
     for options, message in (
         ({"drafter": "magic"}, "unknown drafter"),
         ({"backend": "abacus"}, "unknown backend"),
-        ({"fast_weights": "int3"}, "fast_weights must be same, int4, int8, not 'int3'"),
+        ({"fast_weights": "int3"}, "fast_weights must be same, int4, int8, fp8, not 'int3'"),
         ({"backend": "numpy", "fast_weights": "int4"}, "fast_weights int4 needs the cuda backend; this is the numpy"),
         ({"model": "no-such-model"}, "known models: smollm2-135m"),
         ({"kv_slots": 0}, "kv_slots"),

@@ -137,7 +137,7 @@ def test_the_command_line_leaves_the_default_to_the_model(
     assert capsys.readouterr().err == "note: --force has no effect with --drafter suffix\n" * (not looks_up)
     second = options.Drafting(draft_model=str(model), force=True)
     with options.load_llm(loading, second) as llm:
-        assert second.method(llm) == ("auto" if looks_up else "model")
+        assert second.method(llm) == "model"
     assert capsys.readouterr().err == ""
 
 

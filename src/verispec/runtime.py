@@ -85,15 +85,16 @@ class Runtime:
     """A loaded model.
 
     `model` is a known name, a GGUF file or a folder with safetensors. `drafter` is the default of every request (None:
-    `auto` on cuda, else `model` with a `draft_model`, else `suffix`); no drafter changes the output. `draft_len` is the
-    most tokens of one draft (default: the drafter's own); `force` drafts even where that is predicted not to pay.
+    `auto`; with backends numpy and torch `model` if there is a `draft_model`, else `suffix`); no drafter changes the
+    output. `draft_len` is the most tokens of one draft (default: the drafter's own); `force` drafts even where that is
+    predicted not to pay.
     `draft_model` is a smaller model with the same vocabulary, for drafter `model`; `tree` is the shape of drafts
     (`chain:N`, `branch:3,2,1`, `beam:3,4`), `accept` the rule that judges them. `kv_slots` is the K/V capacity in
     tokens, `max_len` the most a request may hold, prompt included. `backend` is cuda, native, numpy (default: the first
     that can serve here) or hopper, which gives cuda's bits on a CPU, or torch; cuda and torch run on GPU number
     `device` and take the share `gpu_memory` of its memory, unless `kv_slots` says how much K/V to have. With
-    `fast_weights` int4 or int8, windows of drafter `decode` are drawn by a second set of weights of so many bits
-    (cuda). `threads` is how many compute (default: all cores); it changes no bit. `weights="q8"` makes the native
+    `fast_weights` int4, int8 or fp8, windows of drafter `decode` are drawn by a second set of weights of so many
+    bits (cuda). `threads` is how many compute (default: all cores); it changes no bit. `weights="q8"` makes the native
     backend quantise float weights at load, `kv_dtype` is its float16 or float32; both are part of the profile. `family`
     names canonical shapes other than the audit's choice; `full_audit` audits kernels that loading checks by known
     answers only, `fresh_audit` measures again. `progress(stage, share)` reports loading. `history_len` tokens of
@@ -197,6 +198,7 @@ class Runtime:
                 looks_up=self._backend.limits.looks_up,
                 has_draft_model=draft_model is not None,
                 accept=self._speculation.accept,
+                is_forced=force,
             )
             self._speculation = replace(self._speculation, method=method)
         self.calibration: Calibration = calibrate(

@@ -18,6 +18,7 @@ from tests.backends.test_bursts import LIMIT_SETS, PROMPT_LEN, REPEATING_PARAMS,
 from tests.backends.test_conformance import BACKENDS, PROMPT
 from tests.support.fake_backend import FakeBackend
 from tests.support.passes import NO_UPDATE, RowsBuilder, Tape
+from verispec.backends.native_backend import NativeBackend
 from verispec.backends.protocol import (
     FROM_DRAFT,
     FROM_STATE,
@@ -76,7 +77,8 @@ class Drafted(Driven):
         more: dict[str, object] = {"names": names} if names else {}
         near = LIMIT_SETS[limits]
         if drafter == "lookup":
-            more, near = {"names": (*REPEATING_PARAMS,) * 2, "prompts": REPEATING}, tuple(limit + 4 for limit in near)
+            names = names or (*REPEATING_PARAMS,) * 2
+            more, near = {"names": names, "prompts": REPEATING}, tuple(limit + 4 for limit in near)
         super().__init__(backend, limits=near, **more)  # type: ignore[arg-type]
         self.drafter = drafter
         self.token_ids = [[*tape.token_ids, last] for tape, last in zip(self.tapes, self.last, strict=True)]
@@ -265,9 +267,12 @@ def followed(tokens: list[int], length: int) -> tuple[int, ...]:
     return ()
 
 
+@pytest.mark.parametrize("names", [(), NO_EDITS], ids=["edits", "none"])
 @pytest.mark.parametrize("limits", list(LIMIT_SETS))
-def test_drafts_are_what_followed_the_last_tokens(make: Callable[[], Backend], limits: str) -> None:
-    driven = Drafted(make(), "lookup", limits=limits)
+def test_drafts_are_what_followed_the_last_tokens(
+    make: Callable[[], Backend], limits: str, names: tuple[str, ...]
+) -> None:
+    driven = Drafted(make(), "lookup", limits=limits, names=names)
     texts = [list(ids) for ids in driven.token_ids]
     num_found = num_cut = 0
     for i, own in enumerate(driven.rounds(list(range(8)), 4)):
@@ -298,6 +303,41 @@ def test_what_is_looked_up(text: str, expected: str) -> None:
     found = looked_up(np.array([ord(c) for c in text], np.int64), 3)
     assert "".join(map(chr, found.tolist())) == expected
     assert followed([ord(c) for c in text], 3) == tuple(found.tolist())
+
+
+@pytest.mark.parametrize("limits", list(LIMIT_SETS))
+def test_looked_up_without_edits(limits: str) -> None:
+    """Greedy text gets into loops, so that something is found and accepted: cut anyhow, tokens of plain rounds."""
+    make, every, greedy = BACKENDS["native-llama"], list(range(8)), ("greedy",) * 8
+    whole = Drafted(make(), "lookup", names=greedy, limits=limits).rounds(every, 9)
+    cut = Drafted(make(), "lookup", names=greedy, limits=limits)
+    parts = [cut.rounds(every, 4), cut.rounds(every, 5, is_ahead=True)]
+    assert [first + second for first, second in zip(*parts, strict=True)] == whole
+    plain = Drafted(make(), "lookup", names=greedy, limits=limits).round_by_round((16,) * 8)
+    for own, expected in zip(whole, plain, strict=True):
+        tokens = [t for r in own for t in r.tokens]
+        assert tokens[: len(expected)] == [t for t, _ in expected[: len(tokens)]]
+    assert sum(r.accepted for own in whole for r in own) > 4 or limits == "some near"
+    assert any(r.accepted < len(r.draft) for own in whole for r in own)
+
+
+@pytest.mark.parametrize("drafter", ["skip", "lookup"])
+def test_native_rounds_are_one_call(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without penalties, bias or least lengths nothing of a burst runs in Python; with them everything does."""
+    num_run = 0
+
+    def counted(backend: NativeBackend, pass_: Pass) -> PassResult:
+        nonlocal num_run
+        num_run += 1
+        return run(backend, pass_)
+
+    run = NativeBackend.run
+    driven = {names: Drafted(BACKENDS["native-llama"](), drafter, names=names) for names in (NO_EDITS, ())}
+    monkeypatch.setattr(NativeBackend, "run", counted)
+    driven[NO_EDITS].rounds(list(range(8)), 4)
+    assert num_run == 0
+    driven[()].rounds(list(range(8)), 4)
+    assert num_run >= 4
 
 
 def test_three_drafters_and_none_in_one_burst(make: Callable[[], Backend]) -> None:

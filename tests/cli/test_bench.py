@@ -89,7 +89,10 @@ def test_a_plot(tiny: Cli, tmp_path: Path) -> None:
         (["--sequences", "1,0"], "--sequences must be numbers from 1 to 1024 with commas between, not '1,0'"),
         (["--sequences", ""], "--sequences must be numbers"),
         (["--sequences", "9" * 30], "--sequences must be numbers"),
-        (["--drafters", "none,magic"], "--drafters: 'magic' cannot draft here, only none, suffix, grammar, decode"),
+        (
+            ["--drafters", "none,magic"],
+            "--drafters: 'magic' cannot draft here, only none, suffix, lookup, grammar, decode",
+        ),
         (["--drafters", "model"], "it needs --draft-model"),
         (["--drafters", "skip"], "`verispec tune` makes it possible"),
         (["--repeats", "0"], "--repeats must be from 1 to 100, not 0"),

@@ -87,7 +87,7 @@ def test_every_option_reaches_what_it_is_about(
         "--share-history", "--speculative-config", '{"method": "none"}',
     ).code == 0  # fmt: skip
     (_, method), (core, other) = found
-    assert (method, other) == ("suffix", "none")
+    assert (method, other) == ("auto", "none")
     settings = core.settings
     assert opened == ["http://here"]
     assert logged[1] == ("debug", "json")

@@ -95,11 +95,14 @@ def policy(
     *,
     row_budget: int | None = None,
     max_draft: int | None = None,
+    fits_rows: bool = False,
 ) -> Policy:
     known = drafters if isinstance(drafters, Mapping) else {"it": drafters}
     budget = row_budget or max((*family, costs.shapes[-1] if not family else 1))
     found = DrafterSet(known, vocab_size=VOCAB_SIZE, max_tail=64)
-    return Policy(family, costs, found, row_budget=budget, max_draft=max_draft, max_burst=16)
+    return Policy(
+        family, costs, found, row_budget=budget, max_draft=max_draft, max_burst=16, fits_rows=fits_rows
+    )  # fmt: skip
 
 
 def choose(
@@ -115,7 +118,7 @@ def nodes(
     drafter: Drafter, family: Sequence[int], costs: CostTable = FLAT_COST, *, count: int = 1, **load: object
 ) -> tuple[int, ...]:
     """The nodes of each of so many sequences that draft so."""
-    options = {name: load.pop(name) for name in ("row_budget", "max_draft") if name in load}
+    options = {name: load.pop(name) for name in ("row_budget", "max_draft", "fits_rows") if name in load}
     found = choose(policy(drafter, family, costs, **options), ["it"] * count, **load)  # type: ignore[arg-type]
     return tuple(choice.num_nodes for choice in found)
 
@@ -136,6 +139,19 @@ def test_levels_that_are_seldom_drafted_cost_as_seldom() -> None:
     assert nodes(seldom, (1, 64), costs) == (3,)
     assert nodes(always, (1, 64), costs) == (1,)
     assert set(nodes(seldom, (1, 64), costs, count=16)) == {1}
+
+
+def test_rows_that_are_seldom_drafted_cost_as_seldom_where_passes_fit_them() -> None:
+    """As by a look-up that finds little: a row there takes half a pass. Elsewhere a pass has all rows that might be."""
+    seldom, always = (
+        Promising(Curve((Level(1, 0.2, share), Level(1, 0.15, share)), by_backend=True)) for share in (0.25, 1.0)
+    )
+    for count in (1, 4):
+        family = (1, 2, 3) if count == 1 else (4, 8, 12)
+        costs = CostTable(family, (1.0, 1.5, 2.0), (0.0,) * 3)
+        assert set(nodes(seldom, family, costs, count=count, fits_rows=True)) == {2}
+        assert set(nodes(seldom, family, costs, count=count)) == {0}
+        assert set(nodes(always, family, costs, count=count, fits_rows=True)) == {0}
 
 
 @pytest.mark.parametrize(

@@ -42,10 +42,11 @@ def promised(drafter: LookupDrafter, seen: Any) -> list[float]:
 
 
 def after(drafter: LookupDrafter, seen: Any, counts: list[int], num_nodes: int = 8) -> None:
-    """Rounds that accepted so many tokens."""
+    """Rounds that accepted so many tokens; where none was, nothing had been found."""
     for count in counts:
-        choice = SimpleNamespace(num_nodes=num_nodes)
-        drafter.observe(SimpleNamespace(sequence=seen, choice=choice, verdict=Verdict(tuple(range(count)), 0)))
+        choice, draft = SimpleNamespace(num_nodes=num_nodes), [0] * (num_nodes if count else 0)
+        verdict = Verdict(tuple(range(count)), 0)
+        drafter.observe(SimpleNamespace(sequence=seen, choice=choice, draft=draft, verdict=verdict))
 
 
 def test_what_came_true_is_promised() -> None:
@@ -64,6 +65,25 @@ def test_what_came_true_is_promised() -> None:
     drafter.forget(quoting)
     after(drafter, quoting, [8])  # of a sequence that has ended
     assert promised(drafter, quoting) == fresh
+
+
+def test_what_is_seldom_found_is_seldom_drafted() -> None:
+    """The share of rounds that have rows for it: by rounds that looked up, and by answers that were read."""
+    drafter, looking, reading = LookupDrafter(8), sequence(), sequence(len(PROMPT), sequence_id=2, token_ids=PROMPT)
+
+    def share(seen: Any) -> float:
+        (curve,) = drafter.curves(drafter.state(seen))
+        return float(curve.levels[0].share)
+
+    fresh = share(looking)
+    assert fresh == share(reading) < 0.5
+    after(drafter, looking, [0] * 20)
+    reading.token_ids = PROMPT + list(range(200, 230))  # of which nothing stood before
+    reading.computed_len = len(reading.token_ids) - 1
+    assert share(looking) < fresh / 2
+    assert share(reading) < fresh / 2
+    after(drafter, looking, [3] * 20)
+    assert share(looking) > 0.8
 
 
 PROMPT = list(range(100, 160))

@@ -232,10 +232,26 @@ inline void meet(int barrier, int threads) {
   const int turn = named[barrier].turn;
   for (arrive(barrier, threads); named[barrier].turn == turn; threadIdx = own) pause(kRuns);
 }
-// d (16 x 8) = c + a (16 x 32) b (32 x 8), whole numbers of 8 bits, as a warp's lanes hold them.
-inline void whole_mma(int* d, const unsigned* a, uint2 b, int c) {
+// Floats of 8 bits: a sign, four bits of exponent, three behind the first; no infinity.
+inline double e4m3_value(unsigned char bits) {
+  const int exponent = bits >> 3 & 15, fraction = bits & 7;
+  if ((bits & 0x7f) == 0x7f) return NAN;
+  return (bits & 0x80 ? -1 : 1) * (exponent ? std::ldexp(8 + fraction, exponent - 10) : std::ldexp(fraction, -9));
+}
+inline unsigned char e4m3_bits(float v) {  // the nearest, of two the even one; the largest for what is larger
+  if (v != v) return 0x7f;
+  const float size = min(std::fabs(v), 448.0f);
+  int exponent;
+  std::frexp(max(size, 0x1p-6f), &exponent);  // below that steps get no smaller
+  const int steps = std::nearbyint(std::ldexp(size, 4 - exponent));
+  return (exponent + 5) * 8 + steps + (std::signbit(v) ? 0x80 : 0);
+}
+inline unsigned short e4m3_pair(float first, float second) { return e4m3_bits(first) | e4m3_bits(second) << 8; }
+// d (16 x 8) = c + a (16 x 32) b (32 x 8), numbers of 8 bits, as a warp's lanes hold them: all are added, then rounded once.
+template <typename Sum, typename Value>
+inline void mma_of_bytes(Sum* d, const unsigned* a, uint2 b, Sum c, Value value) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  signed char own[32][16], rows[32][8];
+  unsigned char own[32][16], rows[32][8];
   for (int source = 0; source < 32; ++source) {
     for (int i = 0; i < 4; ++i) {
       const unsigned word = exchanged_with(a[i], source);
@@ -246,13 +262,18 @@ inline void whole_mma(int* d, const unsigned* a, uint2 b, int c) {
   }
   for (int e = 0; e < 4; ++e) {
     const int row = g + e / 2 * 8, column = 2 * t + e % 2;
-    d[e] = c;
+    double sum = c;
     for (int k = 0; k < 32; ++k) {
       const int holder = k % 16 / 4, weight = (k / 16 * 2 + row / 8) * 4 + k % 4;
-      d[e] += own[row % 8 * 4 + holder][weight] * rows[column * 4 + holder][k / 16 * 4 + k % 4];
+      sum += value(own[row % 8 * 4 + holder][weight]) * value(rows[column * 4 + holder][k / 16 * 4 + k % 4]);
     }
+    d[e] = static_cast<Sum>(sum);
   }
 }
+inline void whole_mma(int* d, const unsigned* a, uint2 b, int c) {
+  mma_of_bytes(d, a, b, c, [](unsigned char bits) { return static_cast<signed char>(bits); });
+}
+inline void e4m3_mma(float* d, const unsigned* a, uint2 b) { mma_of_bytes(d, a, b, 0.0f, e4m3_value); }
 
 // A number of words of each lane, where all lanes of the warp can read them until the next such exchange.
 inline unsigned words[1024][6];

@@ -25,7 +25,7 @@ from verispec.kv import DRAFT_STORE, TARGET_STORE
 Items = tuple[tuple[str, str], ...]
 _TIMED = frozenset((1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128))  # others are interpolated or extrapolated
 _MIN_OBSERVED = 16  # passes: fewer teach a table too little to be worth a file
-FORMAT = 7  # raised when the audit or the file changes meaning
+FORMAT = 8  # raised when the audit or the file changes meaning
 
 
 @dataclass(frozen=True, slots=True)

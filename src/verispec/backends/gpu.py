@@ -100,6 +100,12 @@ class _Failure(NamedTuple):
         return cls(reason, is_memory or any(words in reason for words in _MEMORY_WORDS))
 
 
+def is_fault(error: RuntimeError) -> bool:
+    """Whether it says that a call of CUDA failed, and not for want of memory."""
+    failure = _Failure.of(error)
+    return failure is not None and not failure.is_memory
+
+
 class Health:
     """Whether the device still works. An error of CUDA is for ever; only memory that ran out is not."""
 

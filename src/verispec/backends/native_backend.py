@@ -31,6 +31,7 @@ from verispec.backends.probes import attention_probe, draw_probe
 from verispec.backends.protocol import (
     Burst,
     BurstResult,
+    Drafting,
     Float32,
     Int32,
     Pass,
@@ -63,7 +64,7 @@ class NativeBackend:
     def __init__(
         self, models: Sequence[LoadedModel], options: NativeOptions, *, progress: Progress = no_progress
     ) -> None:
-        self.limits = options.limits([m.architecture for m in models])
+        self.limits = replace(options.limits([m.architecture for m in models]), looks_up=True, fits_rows=True)
         self._options = options
         self.arithmetics, self.shapes = options.SERVES["arithmetic"], SHAPES[options.arithmetic]
         self._num_threads = num_cores() if options.threads is None else options.threads
@@ -105,10 +106,9 @@ class NativeBackend:
         return run_rounds(self.resident, pass_, self.run, self._further)
 
     def _needs_python(self, pass_: Pass, burst: Burst) -> bool:
-        """Penalties and bias are kept there; drafts by two ways, looked up, or beside masks, are rare."""
+        """Penalties and bias are kept there; drafts by two ways, or beside masks, are rare."""
         has_edits = self.resident.has_edits[pass_.rows.seq_rows[burst.rows]].any()
-        looks_up = any(part.looks_up for part in burst.drafts)
-        return bool(has_edits) or looks_up or len(burst.drafts) > (1 if burst.follow is None else 0)
+        return bool(has_edits) or len(burst.drafts) > (1 if burst.follow is None else 0)
 
     def run(self, pass_: Pass) -> PassResult:
         """One round of a pass that was checked."""
@@ -152,7 +152,6 @@ class NativeBackend:
     def _rounds(self, pass_: Pass, burst: Burst, fed: Fed, rounds: Int32) -> BurstResult:
         """So many rounds of each sequence, in one call, or in one each where masks are followed; `fed` moves on."""
         resident, (seq_rows, tokens, t) = self.resident, fed
-        first, first_tokens = t.copy(), tokens.copy()
         num_rounds = int(rounds.max())
         found, stop_ids = no_rounds(burst, num_rounds), resident.stop_ids[seq_rows]
         struct = native.Burst(
@@ -161,20 +160,10 @@ class NativeBackend:
             seq_rows=np.ascontiguousarray(seq_rows, np.int32), rounds=np.ascontiguousarray(rounds, np.int32),
             draft_lens=burst.draft_lens, stop_ids=stop_ids,
             min_lens=resident.min_lens[seq_rows], limits=resident.limits[seq_rows],
-            earlier=resident.slot_tokens[resident.table[seq_rows, np.maximum(t - 1, 0)]].astype(np.int64),
-            tokens=tokens, t=t, drawn=found.token_ids, logprobs=found.logprobs, drafts=found.drafts,
-            accepted=found.accepted,
+            tokens=tokens, t=t, slot_tokens=resident.slot_tokens, drawn=found.token_ids, logprobs=found.logprobs,
+            drafts=found.drafts, accepted=found.accepted,
         )  # fmt: skip
-        drafting = None
-        if burst.drafts:
-            part = burst.drafts[0]
-            skip_attention, skip_mlp = self._skipped(part.store, part.view)
-            drafting = native.Drafting(
-                model=ctypes.pointer(self._models[part.store].struct),
-                store=ctypes.pointer(self.stores[part.store].struct),
-                skip_attention=skip_attention, skip_mlp=skip_mlp,
-                first_rows=part.first_rows, least_logprob=part.least_logprob,
-            )  # fmt: skip
+        drafting = self._drafting(burst.drafts[0]) if burst.drafts else None
         run = self._kernels.prepared(
             "vs_burst", *self._structs(pass_), *self._skipped(pass_.store, pass_.view),
             sampling_struct(resident.sampling(pass_.rows, burst.rows)), struct, drafting,
@@ -189,10 +178,19 @@ class NativeBackend:
                 following.renew(number)
                 if not following.goes_on(number + 1):
                     break
-        tokens_of = np.concatenate([first_tokens[:, None], found.token_ids[:, :-1]], axis=1)  # that had rows
-        i, j = np.nonzero(np.arange(tokens_of.shape[1]) < (t - first)[:, None])
-        resident.slot_tokens[resident.table[seq_rows[i], first[i] + j]] = tokens_of[i, j]
         return found
+
+    def _drafting(self, part: Drafting) -> native.Drafting:
+        """Passes of a model, or none: chains are looked up then."""
+        if part.looks_up:
+            return native.Drafting()
+        skip_attention, skip_mlp = self._skipped(part.store, part.view)
+        return native.Drafting(
+            model=ctypes.pointer(self._models[part.store].struct),
+            store=ctypes.pointer(self.stores[part.store].struct),
+            skip_attention=skip_attention, skip_mlp=skip_mlp,
+            first_rows=part.first_rows, least_logprob=part.least_logprob,
+        )  # fmt: skip
 
     def _skipped(self, store: int, view: View) -> list[NDArray[np.uint8]]:
         found = self._views.get((store, view))

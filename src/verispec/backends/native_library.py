@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from verispec.errors import InputError
 
 PATH = Path(__file__).with_name("_native.so")
-ABI = 10
+ABI = 11
 ARITHMETICS = ("cpu-1", "hopper-1")  # by the kernels' number
 ACTIVATIONS = ("silu", "gelu_tanh")  # likewise
 
@@ -99,7 +99,7 @@ class Sampling(Structure):
 class Burst(Structure):
     _fields_ = [
         *_fields(c_int32, "num_sequences num_rounds num_stop_ids max_draft first_round end_round"),
-        *_fields(c_void_p, "seq_rows rounds draft_lens stop_ids min_lens limits tokens earlier t"),
+        *_fields(c_void_p, "seq_rows rounds draft_lens stop_ids min_lens limits tokens t slot_tokens"),
         *_fields(c_void_p, "drawn logprobs drafts accepted"),
     ]
 

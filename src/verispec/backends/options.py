@@ -12,8 +12,8 @@ from verispec.model.blocks import StoredTensor
 
 NUM_MASKS = 1024  # what is never written takes no memory
 AS_STORED, QUANTISED = "as-stored", "q8"
-DRAFT_BITS = {"same": 0, "int4": 4, "int8": 8}  # of weights that are for drafts alone
-SECOND_MODEL_BITS = 8  # of a draft model's weights in passes of few rows, on a GPU: they are for drafts alone
+DRAFT_BITS = {"same": 0, "int4": 4, "int8": 8, "fp8": 8}  # of weights that are for drafts alone
+SECOND_MODEL_WEIGHTS = "int8"  # a draft model's weights in passes of few rows, on a GPU: they are for drafts alone
 HOPPER = "hopper-1"  # docs/cuda-arithmetic.md
 
 

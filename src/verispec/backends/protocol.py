@@ -401,6 +401,7 @@ class BackendLimits:
     trees: bool = False  # bursts may draft trees
     by_probability: bool = False  # and what they draft may be judged by probabilities
     looks_up: bool = False  # chains that are looked up cost a burst next to nothing
+    fits_rows: bool = False  # a round has as many rows as were drafted, not as many as might have been
     leaves_out: bool = True  # draft passes of a burst that nobody wants, all chains having ended, hardly cost anything
 
 

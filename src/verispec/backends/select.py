@@ -11,7 +11,7 @@ from contextlib import suppress
 from verispec.backends.audit import Progress, no_progress
 from verispec.backends.options import (
     DRAFT_BITS,
-    SECOND_MODEL_BITS,
+    SECOND_MODEL_WEIGHTS,
     BackendOptions,
     CudaOptions,
     HopperOptions,
@@ -97,7 +97,7 @@ def fitting_slots(
     from verispec.backends.gpu import fitting_slots as fitting
 
     nbytes = 4 if kv_dtype == "float32" else 2  # of weights, too
-    draft_bits = DRAFT_BITS[fast_weights], *[SECOND_MODEL_BITS] * (len(architectures) - 1)
+    draft_bits = [DRAFT_BITS[kind] for kind in (fast_weights, *[SECOND_MODEL_WEIGHTS] * (len(architectures) - 1))]
     return fitting(architectures, index=device, gpu_memory=gpu_memory, value_nbytes=nbytes, draft_bits=draft_bits)
 
 

@@ -67,7 +67,7 @@ class Loading:
     device: int = option(0, bounds=(0, MAX_COUNT), help="which GPU, by number (cuda, torch)")
     gpu_memory: float = option(0.9, help="share of the GPU's memory to use (cuda, torch)")
     fast_weights: str = option(
-        "same", metavar="KIND", values=lambda: ("same", "int4", "int8"),
+        "same", metavar="KIND", values=lambda: ("same", "int4", "int8", "fp8"),
         help="weights by which --drafter decode draws what is verified later (cuda); changes no output",
     )  # fmt: skip
     kv_slots: int | None = option(
@@ -84,10 +84,10 @@ class Drafting:
     title: ClassVar = "Drafting (changes the speed, never the output)"
     drafter: str | None = option(
         None, metavar="NAME", values=drafters,
-        help="none: plain decoding. suffix: what followed the last words before. lookup: the same, by the GPU itself. "
-        "decode: batches of any shape, verified later. grammar: what a schema or grammar forces. skip: the model with "
-        "sub-layers skipped. model: --draft-model. auto: what is predicted to be fastest. Default: auto on cuda, "
-        "else suffix; model with --draft-model",
+        help="none: plain decoding. suffix: what followed the last words before. lookup: the same, by the backend "
+        "itself. decode: batches of any shape, verified later. grammar: what a schema or grammar forces. skip: the "
+        "model with sub-layers skipped. model: --draft-model. auto: what is predicted to be fastest. Default: auto "
+        "(backends numpy and torch: suffix, or model with --draft-model)",
     )  # fmt: skip
     draft_len: int | None = option(
         None, help="the most tokens of one draft. Default: suffix 32, lookup 8, grammar 32, decode 32, skip 12, model 8"

@@ -93,7 +93,7 @@ class Engine:
         self._policy = policy = Policy(
             shapes, cost, self._drafters, row_budget=stream_budget, max_draft=config.max_draft,
             max_burst=config.max_burst, follows=backend.limits.follows, by_probability=backend.limits.by_probability,
-            leaves_out=backend.limits.leaves_out,
+            fits_rows=backend.limits.fits_rows, leaves_out=backend.limits.leaves_out,
         )  # fmt: skip
         max_running = min(config.max_running, stream_budget, backend.limits.num_seq_rows)
         self._roster = Roster(self._pool, self._cache, backend.bind, clock, max_running=max_running)

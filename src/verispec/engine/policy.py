@@ -87,8 +87,9 @@ class Policy:
     """Chooses among the canonical shapes `family`, which may be empty, and the shapes of fast passes.
 
     `follows`: the backend asks for masks between rounds, so that a constraint alone needs no host. `by_probability`:
-    its rounds can be judged by probabilities, so that such a rule needs none, either. `leaves_out`: draft passes that
-    nobody wants hardly cost anything, unless a sequence in them does not draw plainly.
+    its rounds can be judged by probabilities, so that such a rule needs none, either. `fits_rows`: what was not drafted
+    after all has no rows. `leaves_out`: draft passes that nobody wants hardly cost anything, unless a sequence in them
+    does not draw plainly.
     """
 
     def __init__(
@@ -102,9 +103,11 @@ class Policy:
         max_burst: int,
         follows: bool = False,
         by_probability: bool = False,
+        fits_rows: bool = False,
         leaves_out: bool = True,
     ) -> None:
-        self._follows, self._by_probability, self._leaves_out = follows, by_probability, leaves_out
+        self._follows, self._by_probability = follows, by_probability
+        self._fits_rows, self._leaves_out = fits_rows, leaves_out
         self.costs = StepCosts(family, cost, row_budget=row_budget)
         self._windows = Windows(self.costs, row_budget=row_budget)
         self._cost = cost
@@ -249,8 +252,10 @@ class Policy:
         best, most = _Best(0, 0.0), 0.0
         plain = self._rate(crowd, 0, 0.0, self._host_seconds(is_needed=crowd.needs_host))
         by_backend = curve.by_backend and not crowd.needs_host
-        nodes, tokens, seconds, width = 0, 0.0, 0.0, 1
+        nodes, tokens, seconds, width, saved_rows = 0, 0.0, 0.0, 1, 0.0
         for level in curve.levels[: self._limit(len(curve.levels))]:
+            if self._fits_rows:
+                saved_rows += (1.0 - level.share) * self._verifying(crowd, drafting * nodes, drafting * level.num_nodes)
             nodes += level.num_nodes
             tokens += level.tokens
             if curve.cost is not None:
@@ -265,7 +270,7 @@ class Policy:
             if crowd.rows + nodes > self._row_budget:
                 break
             host = drafting * self._round_seconds if by_backend else self._host_seconds(is_needed=True)
-            rate = self._rate(crowd, drafting * nodes, drafting * tokens, seconds + host)
+            rate = self._rate(crowd, drafting * nodes, drafting * tokens, seconds + host - saved_rows)
             saved = (crowd.tokens + crowd.beside + drafting * tokens) * (1 / plain - 1 / rate)
             gain = saved if curve.stays else rate
             if gain > most or curve.is_forced:
@@ -295,6 +300,11 @@ class Policy:
         if crowd.rows > crowd.tokens:
             seconds += self._seconds(crowd, crowd.tokens) - self._seconds(crowd, crowd.rows)
         return (crowd.tokens + crowd.beside + tokens) / max(1e-12, seconds)
+
+    def _verifying(self, crowd: Crowd, num_before: int, num_nodes: int) -> float:
+        """Seconds that so many nodes add to a step with this crowd and the nodes before them."""
+        rows = crowd.rows + num_before
+        return self._seconds(crowd, rows + num_nodes) - self._seconds(crowd, rows)
 
     def _seconds(self, crowd: Crowd, num_rows: int) -> float:
         """A step of this crowd with so many rows of its own kind."""

@@ -1,6 +1,6 @@
 """Models as data: architectures, the files they come in, and the models known by name.
 
-Importing this package costs numpy and the standard library only; `gguf` is imported when a file needs it.
+Importing this package costs numpy and the standard library only.
 """
 
 from verispec.model.checkpoint import Checkpoint, open_checkpoint

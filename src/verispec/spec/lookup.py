@@ -25,7 +25,8 @@ from verispec.types import NO_DRAFT, Draft
 NO_LOOK_UP = "this backend does not look drafts up by itself; drafter suffix does it on the host"
 _NEEDS_HOST = Refusal("what the request wants to know needs the host after each round; drafter suffix drafts there")
 _NOT_COMPUTED = NotYet("the prompt is not computed yet")
-_FIRST, _LATER = 0.15, 0.7  # believed of a round's first token, and of each that follows an accepted one
+# Believed: how often anything is found, how often a round's first token comes true, and each behind an accepted one.
+_FOUND, _FIRST, _LATER = 0.35, 0.15, 0.7
 _WEIGHT, _MEMORY = 2.0, 0.9  # of the running rates
 _MOST_READ = 16  # tokens of an answer that are read at once: the newest
 _STEPS = 32  # of rates, in keys: sequences that are nearly alike draft alike
@@ -37,11 +38,13 @@ class _Seen:
 
     num_tokens: int
     text: str = ""
+    found: Rate = field(default_factory=lambda: Rate(_FOUND, _WEIGHT, _MEMORY))
     first: Rate = field(default_factory=lambda: Rate(_FIRST, _WEIGHT, _MEMORY))
     later: Rate = field(default_factory=lambda: Rate(_LATER, _WEIGHT, _MEMORY))
 
-    def learn(self, num_accepted: int, num_nodes: int) -> None:
+    def learn(self, num_found: int, num_accepted: int, num_nodes: int) -> None:
         """A chain that was shorter than it might have been missed the next token."""
+        self.found.observe(num_found > 0)
         self.first.observe(num_accepted > 0)
         if num_accepted:
             self.later.observe_chain(num_accepted - 1, num_nodes - 1)
@@ -53,9 +56,9 @@ class _Seen:
         self.num_tokens = len(token_ids)
         while start < len(self.text):
             followed = self.text[start : start + max_draft]
-            agreed = map(str.__eq__, found_behind(self.text, start), followed)
-            num_accepted = sum(takewhile(bool, agreed))
-            self.learn(num_accepted, len(followed))
+            found = found_behind(self.text, start)
+            num_accepted = sum(takewhile(bool, map(str.__eq__, found, followed)))
+            self.learn(len(found), num_accepted, len(followed))
             start += num_accepted + 1
 
 
@@ -71,8 +74,9 @@ def found_behind(text: str, end: int) -> str:
 
 
 class _Key(NamedTuple):
-    """Believed of the first token and of later ones, in steps."""
+    """Believed of a look-up, its first token and later ones, in steps."""
 
+    found: int
     first: int
     later: int
 
@@ -101,12 +105,12 @@ class LookupDrafter:
             seen = self._seen[sequence.sequence_id] = _Seen(len(tokens))
         elif seen.num_tokens < len(tokens):
             seen.read(tokens, self._max_draft)
-        return _Key(*(max(1, round(_STEPS * rate.value)) for rate in (seen.first, seen.later)))
+        return _Key(*(max(1, round(_STEPS * rate.value)) for rate in (seen.found, seen.first, seen.later)))
 
     def curves(self, key: Hashable) -> tuple[Curve, ...]:
         assert isinstance(key, _Key)
-        first, later = key.first / _STEPS, key.later / _STEPS
-        levels = tuple(Level(1, first * later**depth) for depth in range(self._max_draft))
+        share, first, later = (max(key.found, key.first) / _STEPS, key.first / _STEPS, key.later / _STEPS)
+        levels = tuple(Level(1, first * later**depth, share) for depth in range(self._max_draft))
         return (Curve(levels, by_backend=True),)
 
     def draft(self, turns: Sequence[Turn]) -> list[Draft | Recipe]:
@@ -116,7 +120,7 @@ class LookupDrafter:
         """One round of a burst."""
         seen = self._seen.get(turn.sequence.sequence_id)
         if seen is not None and turn.verdict is not None and turn.choice.num_nodes:
-            seen.learn(len(turn.verdict.path), turn.choice.num_nodes)
+            seen.learn(len(turn.draft), len(turn.verdict.path), turn.choice.num_nodes)
             seen.num_tokens = len(turn.sequence.token_ids)
 
     def forget(self, sequence: SequenceView) -> None:

@@ -113,10 +113,11 @@ def check_method(method: str) -> None:
         raise InputError(f"unknown drafter {method!r}; known: {', '.join(DRAFTER_NAMES)}")
 
 
-def default_method(*, looks_up: bool, has_draft_model: bool, accept: Accept) -> str:
-    """The drafter where none is named. A backend that `looks_up` is quicker than the host that `suffix` drafts on, so
-    there the policy chooses; not where probabilities judge: `auto` may draft without any."""
-    if looks_up and accept is Accept.MATCH:
+def default_method(*, looks_up: bool, has_draft_model: bool, accept: Accept, is_forced: bool = False) -> str:
+    """The drafter where none is named. A backend that `looks_up` runs bursts of drafted rounds without the host, which
+    `suffix` needs for each, so there the policy chooses; not where probabilities judge: `auto` may draft without.
+    Where drafts are forced, they are those of the draft model."""
+    if looks_up and accept is Accept.MATCH and not (is_forced and has_draft_model):
         return AUTO
     return MODEL_DRAFTER if has_draft_model else SUFFIX_DRAFTER
 

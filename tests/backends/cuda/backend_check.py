@@ -57,7 +57,7 @@ def make(name: str, device, *, models: int = 2, poison: int | list[int] | None =
     readers = [tensors.__getitem__, other.__getitem__]
     return CudaBackend(
         [CudaModel(source.arch, read) for read in readers[:models]], device=device, num_slots=2000, num_seq_rows=16,
-        max_tail=32, second_bits=0,
+        max_tail=32, second_weights="",
     )  # fmt: skip
 
 

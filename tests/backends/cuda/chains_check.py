@@ -310,6 +310,8 @@ def main() -> None:
             print(f"{time.perf_counter() - begin:.0f} s", flush=True)
         with np.errstate(all="ignore"):
             report("draws with filters, of the device and of numpy", 720, check_draws())
+        made = device.num_branches
+        report("control: conditional nodes of captured chains", made, made, control=True)
         print(f"checks: {time.perf_counter() - begin:.0f} s", flush=True)
         if len(sys.argv) > 1:
             time_filters()

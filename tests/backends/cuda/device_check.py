@@ -1,7 +1,7 @@
 """The kernels on a GPU: against the bit model, against each other, and row purity. Needs torch, numpy and the package.
 
 python -m tests.backends.cuda.device_check FOLDER [NAME ...] writes goldens.json and checks.json there and prints how
-many values differ, which must be 0 everywhere except in the controls.
+many values differ, which must be 0 everywhere except in the controls. Digests must be those that the package has.
 """
 
 import json
@@ -15,9 +15,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from tests.backends.cuda import case_digests
+from tests.backends.cuda.draw_check import device_parameters
 from tests.support import product_cases
-from verispec.backends.cuda import bits, kernels, tiny
+from verispec.backends.cuda import arrange, bits, kernels, tiny
 from verispec.backends.cuda.bit_model import Context, attention
+from verispec.backends.cuda.drawing import DrawKernels
 from verispec.backends.cuda.forward import DeviceModel, Plan
 from verispec.backends.cuda.kernels import ALL_FEW, ALL_MANY, RowInputs, tree_of_parts, undivided_products
 from verispec.backends.cuda.shapes import SPAN, Positions, Shapes, num_parts, rope_tables
@@ -471,6 +474,36 @@ def check_chains(name: str, model: DeviceModel, table: np.ndarray, device_table:
             compare(f"{name} {label} from {start} {'many' if many else 'few'}", got, reference, control=control)
 
 
+def check_goldens(found: dict[str, dict[str, str]]) -> None:
+    """Digests made here, against those that the package has."""
+    _write("goldens.json", found)
+    kept = json.loads(tiny.GOLDENS.read_text())
+    for name, digests in found.items():
+        record(f"goldens of {name}", len(kept[name]), _unlike(digests, kept[name]))
+    if "llama" in found:
+        record("goldens: control, of another model", 30, _unlike(found["llama"], kept["qwen2"]), control=True)
+
+
+def check_case_digests() -> None:
+    """What a CPU derives of a wide product and of draws with filters."""
+    launch, x, w = kernels.Kernels(SHAPES["smol"][0]), *case_digests.wide_inputs()
+    left, right = (torch.from_numpy(part).cuda().to(torch.bfloat16) for part in (x, w))
+    product = launch.plain(left, right, many=False)[:, case_digests.SOME_OUTPUTS].float()
+    draws = DrawKernels(case_digests.VOCAB, case_digests.ROWS)
+    parameters = device_parameters(case_digests.draw_parameters())
+    draws.draw(torch.from_numpy(case_digests.draw_logits()).cuda(), parameters, case_digests.ROWS, filters=True)
+    drawn = torch.stack([draws.token_ids.float(), draws.logprobs], dim=1)
+    values = (product, drawn)
+    for (name, kept), found in zip(case_digests.DIGESTS.items(), values, strict=True):
+        record(f"digest of {name}", 1, int(tiny.digest(found.cpu().numpy()) != kept))
+        other = tiny.digest(found.roll(1, 0).cpu().numpy())
+        record(f"digest of {name}: control, other rows", 1, int(other != kept), control=True)
+
+
+def _unlike(found: dict[str, str], kept: dict[str, str]) -> int:
+    return sum(found.get(name) != kept.get(name) for name in {*found, *kept})
+
+
 def sections(full: bool) -> Iterator[tuple[str, Callable[[], None]]]:
     goldens: dict[str, dict[str, str]] = {}
     for name in tiny.ARCHITECTURES:
@@ -479,13 +512,14 @@ def sections(full: bool) -> Iterator[tuple[str, Callable[[], None]]]:
     for heads, kv_heads, head_dim in WHOLE_ROWS:
         name = f"whole rows {heads}/{kv_heads} of {head_dim}"
         yield name, lambda sizes=(heads, kv_heads, head_dim): check_whole_rows(*sizes)
-    yield "goldens", lambda: _write("goldens.json", goldens)
+    yield "goldens", lambda: check_goldens(goldens)
+    yield "digests of cases", check_case_digests
     for name in SHAPES:
         yield f"products {name}", lambda name=name: check_products(name)
     yield "odd products", check_odd_products
     yield "odd wide products", check_odd_wide_products
     few = (1, 2, 3, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33, 48, 63, 64)
-    many = (1, 2, 3, 8, 16, 17, 32, 33, 64, 96, 128, 192, 255, 256, 512, 1024)
+    many = tuple(sorted({3, 17, 33, 255, *arrange.ROW_SIZES, *arrange._MIXED_SIZES}))  # all that are served
     for name in SHAPES:
         yield f"purity {name}", lambda name=name: check_purity(name, few, many, 4 if full else 1)
     lens = (2048, 4095, 4096, 4097, 8000)

@@ -10,12 +10,14 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.support.skipping import menu_of
+from tests.support.skipping import CHEAP, menu_of
+from verispec.backends.cost import CostTable
 from verispec.backends.protocol import View
 from verispec.engine import Engine, Request
 from verispec.llm import LLM
@@ -28,15 +30,15 @@ SEEDS = (1, 2)
 MAX_PROMPT = 1024
 ALONE = {"max_running": 1, "depth": 1, "max_burst": 1, "prefix_cache": False}
 SHORT_OF_SLOTS = 64 * 200
-EVERY = 4  # of the prompts, where few run at once and where drafts are forced
+EVERY = 4  # of the prompts, where few run at once
 DRAFTERS = ("suffix", "lookup", AUTO)
 
 
 class Way(NamedTuple):
     """How requests run: sizes of the engine, who drafts, and which counters must not be 0 at the end.
 
-    `forced` drafters draft whatever that promises; those of the LLM do where it pays. Requests run `times` times in one
-    engine, and the last run is counted.
+    `forced` drafters draft whatever that promises; those of the LLM do where it pays, by `cost` or else by what was
+    measured here. Requests run `times` times in one engine, and the last run is counted.
     """
 
     sizes: Mapping[str, Any]
@@ -45,6 +47,7 @@ class Way(NamedTuple):
     forced: bool = False
     times: int = 1
     needs: tuple[str, ...] = ()
+    cost: CostTable | None = None
 
     @property
     def speculation(self) -> Speculation:
@@ -67,24 +70,24 @@ def crowds(short_of_slots: int) -> dict[str, Way]:
     }
 
 
-def drafts(most: int, *needs: str) -> dict[str, Way]:
+def drafts(most: int, *needs: str, cost: CostTable | None = None) -> dict[str, Way]:
     """Of drafters that need nothing but the model, with so many at once. Every size is canonical on a GPU, so that
     `decode` would never draft: its engine is told that only passes of 256 rows are."""
     few = {"max_running": most, "depth": 2}
-    found = {f"drafts of {method}, {most} at once": Way(few, method, needs=needs) for method in DRAFTERS}
+    found = {f"drafts of {method}, {most} at once": Way(few, method, needs=needs, cost=cost) for method in DRAFTERS}
     needs = tuple(counter for counter in needs if counter != "rejected")  # its passes have the bits of the others
-    return found | {f"drafts of decode, {most} at once": Way({**few, "family": (256,)}, "decode", needs=needs)}
+    decode = Way({**few, "family": (256,)}, "decode", needs=needs, cost=cost)
+    return found | {f"drafts of decode, {most} at once": decode}
 
 
-def forced_drafts(method: str, trees: Sequence[str | None]) -> dict[str, Way]:
-    """Thirty-two at once, and two: passes of few rows alone run on weights of fewer bits, and only they need reject
-    something."""
-    ways = {}
-    for tree in trees:
-        name = f"forced drafts of {method}{f' {tree}' if tree else ''}"
-        for most, needs in ((32, ("accepted",)), (2, ("accepted", "rejected"))):
-            ways[f"{name}, {most} at once"] = Way({"max_running": most, "depth": 2}, method, tree, True, needs=needs)
-    return ways
+def forced_drafts(most: int, method: str, trees: Sequence[str | None], *needs: str) -> dict[str, Way]:
+    """With so many at once."""
+    return {
+        f"forced drafts of {method}{f' {tree}' if tree else ''}, {most} at once": Way(
+            {"max_running": most, "depth": 2}, method, tree, forced=True, needs=needs
+        )
+        for tree in trees
+    }
 
 
 def requests_of(llm: LLM, prompts: Path, num_tokens: int, count: int) -> dict[int, Request]:
@@ -131,6 +134,28 @@ def forced_drafters(llm: LLM) -> dict[str, Drafter]:
     return make_drafters(setup)
 
 
+@contextmanager
+def costing(llm: LLM, cost: CostTable | None) -> Iterator[None]:
+    """Engines that are made inside believe that passes take so long, whatever the host's time does."""
+    measured = llm.calibration
+    llm.calibration = measured if cost is None else replace(measured, cost=cost)
+    try:
+        yield
+    finally:
+        llm.calibration = measured
+
+
+def compare_forced(
+    llm: LLM, method: str, trees: Sequence[str | None], requests: Mapping[int, Request], every: int,
+    reference: Mapping[int, SampleOutput],
+) -> list[str]:  # fmt: skip
+    """All prompts thirty-two at once, and some of them two at once: passes of few rows alone run on weights of fewer
+    bits, and only they need reject something."""
+    failed = compare(llm, forced_drafts(32, method, trees, "accepted"), some_of(requests, 1), reference)
+    few = forced_drafts(2, method, trees, "accepted", "rejected")
+    return failed + compare(llm, few, some_of(requests, every), reference)
+
+
 def counted(found: Mapping[int, SampleOutput], method: str) -> dict[str, int]:
     """What happened to all of them. Accepted is what this drafter drafted."""
     stats = [output.stats for output in found.values()]
@@ -151,8 +176,9 @@ def compare(
     failed = []
     for name, way in ways.items():
         begin = time.perf_counter()
-        drafters = forced_drafters(llm) if way.forced else None
-        engine, different = llm.fresh_engine(drafters=drafters, **way.sizes), 0
+        drafters, different = forced_drafters(llm) if way.forced else None, 0
+        with costing(llm, way.cost):
+            engine = llm.fresh_engine(drafters=drafters, **way.sizes)
         for _ in range(way.times):
             found = outputs(engine, requests, way.speculation)
             different += sum(bool(o.error) or o.digest != reference[i].digest for i, o in found.items())
@@ -194,13 +220,13 @@ def check(
         print(f"alone: {time.perf_counter() - begin:.1f} s so far", flush=True)
         some = some_of(requests, every)
         failed = compare(llm, crowds(short_of_slots) | drafts(64), requests, reference)
-        failed += compare(llm, drafts(2, "accepted", "rejected"), some, reference)
-        failed += compare(llm, forced_drafts("skip", (None, "branch:2,2")), some, reference)
+        failed += compare(llm, drafts(2, "accepted", "rejected", cost=CHEAP), some, reference)
+        failed += compare_forced(llm, "skip", (None, "branch:2,2"), requests, every, reference)
         failed += other_seeds(llm, requests, reference)
     with LLM(model, backend="cuda", drafter="none", draft_model=model, **options) as llm:
-        failed += compare(llm, forced_drafts("model", (None, "beam:3,3", "branch:2,2")), some, reference)
+        failed += compare_forced(llm, "model", (None, "beam:3,3", "branch:2,2"), requests, every, reference)
     with LLM(model, backend="cuda", drafter="none", fast_weights="int4", **options) as llm:
-        failed += compare(llm, forced_drafts("decode", (None,)), some, reference)
+        failed += compare_forced(llm, "decode", (None,), requests, every, reference)
     return failed
 
 

@@ -1,4 +1,4 @@
-"""Products of draft weights on a GPU: against whole numbers in float64, whole passes, and what each takes.
+"""Products of draft weights on a GPU: against the rounded numbers in float64, whole passes, and what each takes.
 
 python -m tests.backends.cuda.quantized_check [FOLDER] prints one line per check. Their bits are nobody's promise, so
 what counts is how near they come. Times are taken for FOLDER/quantized.json. Needs torch, numpy and the package.
@@ -27,7 +27,8 @@ from verispec.backends.cuda.quantize import Quantized, eight_bits, quantized
 from verispec.backends.cuda.shapes import Shapes
 from verispec.model.hub import cache_dir
 
-BITS = (4, 8)
+FAR = {"int4": 0.06, "int8": 0.06, "fp8": 0.12}  # of logits of three layers, by rows that were rounded to 8 bits
+TIMED = (("qwen0.5b", "int8"), ("qwen1.5b", "int4"), ("8b", "int4"), ("8b", "int8"), ("8b", "fp8"))
 DRAFTS = {"qwen0.5b": (Shapes(896, 14, 2, 64, 4864, 151936, 1e-6), 24), **SHAPES}
 
 
@@ -51,15 +52,15 @@ def check_products(name: str) -> None:
     compared = wrong = unlike = 0
     for outputs, columns in {*sizes, (shapes.width, shapes.mlp)}:
         w = torch.randn(outputs, columns, generator=generator, device="cuda", dtype=torch.bfloat16)
-        for bits in BITS:
-            matrix = quantized(w, bits)
+        for kind in FAR:
+            matrix = quantized(w, kind)
             dense = matrix.dense().double()
             for rows in (1, 2, 3, 8, 11):
                 x = torch.randn(rows, columns, generator=generator, device="cuda", dtype=torch.bfloat16)
                 x[:, 70] *= 20
                 got = plain(kernels, x, matrix)
                 compared += rows
-                wrong += far(got, eight_bits(x).double() @ dense.T, 3e-3)
+                wrong += far(got, eight_bits(x, kind).double() @ dense.T, 3e-3)
                 unlike += far(got, x.double() @ dense.T, 3e-3)
     report(f"{name}: products of rounded rows and weights", compared, wrong)
     report(f"{name}: control: of rows that were not rounded", compared, unlike, control=True)
@@ -69,9 +70,9 @@ def check_pass(name: str) -> None:
     """Logits of passes on draft weights, and on the same weights in bf16."""
     table = np.random.default_rng(0).permutation(8 * 2048).reshape(8, 2048) + 2
     device_table = torch.tensor(table, dtype=torch.int32, device="cuda")
-    for bits in BITS:
+    for kind in FAR:
         model = random_model(name, layers=3, max_rows=8, sequences=8)
-        use_draft_weights(model, bits)
+        use_draft_weights(model, kind)
         dense = {i: in_bf16(layer) for i, layer in enumerate(model.draft_layers)}
         assert isinstance(model.draft_head, Quantized)
         head = model.draft_head.dense().bfloat16()
@@ -84,18 +85,18 @@ def check_pass(name: str) -> None:
             model.layers[:], model.head = [dense[i] for i in range(len(own[0]))], head
             expected = model.forward(inputs, plan).clone()
             model.layers[:], model.head = own
-            report(f"{name}, {bits} bits: passes of {rows} rows", rows, far(found, expected, 0.06))
-            report(f"{name}: control: other rows", rows, far(found, expected.roll(7, 1), 0.06), control=True)
+            report(f"{name}, {kind}: passes of {rows} rows", rows, far(found, expected, FAR[kind]))
+            report(f"{name}: control: other rows", rows, far(found, expected.roll(7, 1), FAR[kind]), control=True)
         torch.cuda.empty_cache()
 
 
-def use_draft_weights(model: DeviceModel, bits: int) -> None:
-    """As the model has them where it was loaded with such bits."""
+def use_draft_weights(model: DeviceModel, kind: str) -> None:
+    """As the model has them where it was loaded with such ones."""
     model.draft_layers = [
-        replace(layer, **{name: quantized(getattr(layer, name), bits) for name in ("qkv", "o", "gate_up", "down")})
+        replace(layer, **{name: quantized(getattr(layer, name), kind) for name in ("qkv", "o", "gate_up", "down")})
         for layer in model.layers
     ]
-    model.draft_head = quantized(model.head, bits)
+    model.draft_head = quantized(model.head, kind)
 
 
 def in_bf16(layer: Layer) -> Layer:
@@ -103,21 +104,21 @@ def in_bf16(layer: Layer) -> Layer:
     return replace(layer, **{name: getattr(layer, name).dense().bfloat16() for name in names})
 
 
-def time_passes(name: str, bits: int, row_counts: tuple[int, ...], results: list[dict[str, object]]) -> None:
+def time_passes(name: str, kind: str, row_counts: tuple[int, ...], results: list[dict[str, object]]) -> None:
     """Microseconds of each kernel and of whole passes, on draft weights and on bf16."""
     from bench.gpu import microseconds, parts
 
     _, num_layers = DRAFTS[name]
     SHAPES.setdefault(name, DRAFTS[name])
     model = random_model(name, layers=num_layers, max_rows=8, sequences=8)
-    use_draft_weights(model, bits)
+    use_draft_weights(model, kind)
     table = np.random.default_rng(0).permutation(8 * 2048).reshape(8, 2048) + 2
     device_table = torch.tensor(table, dtype=torch.int32, device="cuda")
     for rows in row_counts:
         every = np.arange(rows)
         inputs = device_inputs(decode_rows(np.full(rows, 256), every + 100, every, table), device_table)
         plan = Plan(rows=rows, forms=ALL_FEW, single_rows=rows, spans=1, drafts=True)
-        entry: dict[str, object] = {"shape": name, "bits": bits, "rows": rows}
+        entry: dict[str, object] = {"shape": name, "weights": kind, "rows": rows}
         for part, work in parts(model, inputs, plan).items():
             entry[part] = round(microseconds(model.capture(work)) / num_layers, 2)
         for what, drafts in (("draft pass", True), ("bf16 pass", False)):
@@ -135,8 +136,8 @@ def main() -> None:
         for name in ("smol", "qwen1.5b"):
             check_pass(name)
         print(f"checks: {time.perf_counter() - begin:.0f} s", flush=True)
-        for name, bits in (("qwen0.5b", 8), ("qwen1.5b", 4), ("8b", 4)) if len(sys.argv) > 1 else ():
-            time_passes(name, bits, (1, 2, 4, 8), results)
+        for name, kind in TIMED if len(sys.argv) > 1 else ():
+            time_passes(name, kind, (1, 2, 4, 8), results)
             torch.cuda.empty_cache()
     if len(sys.argv) > 1:
         Path(sys.argv[1], "quantized.json").write_text(json.dumps(results, indent=1) + "\n")

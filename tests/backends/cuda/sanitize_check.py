@@ -1,7 +1,8 @@
 """Every kernel on a GPU in small cases, for compute-sanitizer to watch. Needs torch, numpy and the package.
 
-python -m tests.backends.cuda.sanitize_check [SECTION ...] takes seconds by itself, and prints what differs, which must
-be 0 except in the controls. It fails if a kernel of the sources that a section is for was not launched.
+python -m tests.backends.cuda.sanitize_check [alone] [SECTION ...] takes seconds by itself, and prints what differs,
+which must be 0 except in the controls. It fails if a kernel of the sources that a section is for was not launched. With
+`alone` no block of attention reads another one's shared memory, which tells whether a race is about that.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,9 +28,11 @@ from verispec.sampling.rows import SampleKey, Sampler
 from verispec.spec.speculation import Speculation
 from verispec.types import SamplingParams
 
+ALONE = "alone"
 LAUNCHED: set[str] = set()  # kernels, as SOURCE:NAME
 SOURCES = Path(compiler.__file__).parent
 LENS = tuple(range(1, 769, 9))  # so many rows that no two spans of one are in a cluster
+GROUPS = ((3, 1, 64), (4, 2, 128))  # heads, K/V heads and their size, of which groups multiply by wgmma
 SMALL = (1536, 12, 2, 128, 3072, 2048, 1e-6)  # every matrix has more than the 4 MB below which no product is a wide one
 
 
@@ -53,13 +57,49 @@ def watch_launches() -> None:
 
 
 def check_attention(device) -> None:
-    """Rows alone, in clusters, whole and in groups that are merged; heads of 32, 128 and 256, windows and tails."""
+    """Rows alone, in clusters, whole and in groups that are merged; heads of 32 to 256, windows and tails."""
     from tests.backends.cuda.device_check import check_whole_rows, check_windows
 
-    for name in ("llama", "gemma3"):
+    for name in ("llama", "qwen2", "gemma3"):
         check_windows(name)
+    for heads, kv_heads, head_dim in GROUPS:
+        check_groups(heads, kv_heads, head_dim)
     for heads, kv_heads, head_dim in ((4, 4, 128), (9, 3, 64)):
         check_whole_rows(heads, kv_heads, head_dim, row_lens=LENS, tail_lens=(0, 5), context_len=768)
+
+
+def check_groups(heads: int, kv_heads: int, head_dim: int) -> None:
+    """Rows of a prompt in groups, which are whole or merged, against the same rows one by one."""
+    import torch
+
+    from tests.backends.cuda.device_check import compare, decode_rows, device_inputs, tiny_groups
+    from verispec.backends.cuda import kernels
+    from verispec.backends.cuda.shapes import SPAN, Shapes
+
+    count, start, context_len, width = 75, 450, 768, heads * head_dim
+    shapes = Shapes(width, heads, kv_heads, head_dim, width, 256, 1e-5)
+    launch, spans = kernels.Kernels(shapes), context_len // SPAN
+    b = kernels.Buffers.of(shapes, count, count * spans, "cuda")
+    table = np.random.default_rng(1).permutation(context_len)[None] + 2
+    size = (context_len + 2, kv_heads, head_dim)
+    k, v = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    b.q.copy_(torch.randn(b.q.shape, device="cuda") * 2)
+    every = np.zeros(count, np.int64)
+    rows = decode_rows(np.arange(start + 1, start + count + 1), every, every, table)
+    inputs = device_inputs(rows, torch.tensor(table, dtype=torch.int32, device="cuda"))
+    usual, how = kernels.WHOLE_GROUPS_PER_SM, {"first_row": 0, "rows": count, "spans": spans}
+    for window in (1 << 30, 100):
+        launch.attend_rows(k, v, inputs, b, window=window, **how)
+        expected = b.attention.clone()
+        for most in (launch.rows_per_group, 7):
+            groups = tiny_groups(rows, most)
+            for per_sm in (1, 0):
+                kernels.WHOLE_GROUPS_PER_SM = per_sm
+                b.attention.fill_(float("nan"))
+                launch.attend_groups(k, v, inputs, b, groups, window=window, **how)
+                compare(f"groups of {most} by {per_sm}, heads of {head_dim}, window {window}", b.attention, expected)
+        compare(f"groups, heads of {head_dim}: control", b.attention.roll(1, 0), expected, control=True)
+    kernels.WHOLE_GROUPS_PER_SM = usual
 
 
 def check_passes(device) -> None:
@@ -136,7 +176,30 @@ def check_weighing(device) -> None:
         weighing_check.check_kernel(device.steps(), device.name, vocabs=(320,), num_cases=3)
 
 
-# Passes and rounds of the backend, in captured graphs
+# Passes and rounds of the backend
+
+
+class Replay(NamedTuple):
+    replay: Callable[[], None]
+
+
+class Eager:
+    """A device that captures nothing: what would be a graph runs as it is, whenever it is replayed. Each tensor can
+    then have an allocation of its own."""
+
+    def __init__(self, device) -> None:
+        self._device = device
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._device, name)
+
+    def capture(self, work: Callable[[], object]) -> Replay:
+        def run() -> None:
+            with self._device.exact_products():
+                work()
+
+        run()
+        return Replay(run)
 
 
 def check_rounds(device) -> None:
@@ -145,10 +208,10 @@ def check_rounds(device) -> None:
     backend_check.check_masks("llama", device)
     backend_check.check_not_finite("qwen2", device)
     check_children(device)
-    every, which = list(range(len(chains_check.LENGTHS))), chains_check.WAYS["with penalties, bias and least lengths"]
-    for drafter in ("skip", "model", "lookup"):
+    every = list(range(len(chains_check.LENGTHS)))
+    for drafter, (label, which) in product(("skip", "model", "lookup"), chains_check.WAYS.items()):
 
-        def started(drafter: str = drafter) -> chains_check.Drafted:
+        def started(drafter: str = drafter, which: list[int] = which) -> chains_check.Drafted:
             backend = make("llama", device)
             if drafter == "lookup":
                 return lookup_check.LookedUp(backend, which)
@@ -156,7 +219,7 @@ def check_rounds(device) -> None:
 
         at_once, one_by_one = started().rounds(every, 3), started().round_by_round(3)
         different, total = chains_check.differing(at_once, one_by_one), sum(map(len, at_once))
-        report(f"{drafter}, 3 rounds at once and one by one", total, different)
+        report(f"{drafter}, 3 rounds {label}, at once and one by one", total, different)
     trees_check.check_trees(
         device, trees=("branch:2,2", "beam:2,1"), drafters=("model",), max_tokens=10, num_requests=3
     )
@@ -203,7 +266,8 @@ SECTIONS = {
     "quantized": Section(check_quantized, ("quantized.cu",)),
     "draws": Section(check_draws, ("draw.cu", "filter.cu")),
     "weighing": Section(check_weighing, ("weighing.cu",)),
-    "rounds": Section(check_rounds, ("steps.cu", "chains.cu", "trees.cu", "edits.cu")),
+    "rounds": Section(lambda device: check_rounds(Eager(device)), ("steps.cu", "chains.cu", "trees.cu", "edits.cu")),
+    "graphs": Section(check_rounds, ()),  # the same, captured
 }
 
 
@@ -224,16 +288,23 @@ def main() -> None:
     import torch
 
     from tests.backends.cuda import device_check
+    from verispec.backends.cuda import kernels
     from verispec.backends.cuda.device import Gpu
     from verispec.backends.cuda.shapes import Shapes
     from verispec.model.hub import cache_dir
 
     device_check.SHAPES["small"] = (Shapes(*SMALL), 2)
     watch_launches()
+    names = [name for name in sys.argv[1:] if name != ALONE]
+    if ALONE in sys.argv[1:]:
+        kernels._MAX_CLUSTER = 1
     device = Gpu(0, cache_dir() / "cuda")
     with device.current():
-        check(sys.argv[1:] or SECTIONS, device, LAUNCHED)
+        check(names or SECTIONS, device, LAUNCHED)
         torch.cuda.synchronize()
+    if "graphs" in (names or SECTIONS):
+        made = device.num_branches
+        report("control: conditional nodes of captured chains", made, made, control=True)
     wrong = [r["check"] for r in device_check.RESULTS if (r["different"] == 0) == r["control"]]
     bad = [*FAILED, *map(str, wrong)]
     print(f"{len(LAUNCHED)} kernels,", "FAILED: " + "; ".join(bad) if bad else "all equal")

@@ -6,6 +6,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
+from tests.backends.cuda import case_digests
 from verispec.backends.cuda import bits, tiny
 from verispec.backends.cuda.shapes import num_parts
 
@@ -19,12 +20,18 @@ def test_bit_model_derives_the_digests_made_on_an_h200(name: str) -> None:
     assert derived == GOLDENS[name]
 
 
+def test_digests_of_a_wide_product_and_of_draws_are_derived() -> None:
+    """`device_check.py` finds the same on a GPU."""
+    assert case_digests.derived() == case_digests.DIGESTS
+
+
 def test_another_accumulator_width_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     # The control: one bit less, as on earlier hardware, and the digests are others.
     monkeypatch.setattr(bits, "_FRACTION_BITS", 24)
     steps = tiny.bit_model_steps(tiny.tiny_model("llama"))
     differing = [k for k, v in steps[0].items() if tiny.digest(v) != GOLDENS["llama"][f"0/{k}"]]
     assert "logits" in differing
+    assert case_digests.derived()["wide product"] != case_digests.DIGESTS["wide product"]
 
 
 def test_fused_rounds_once() -> None:

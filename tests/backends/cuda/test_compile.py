@@ -11,7 +11,9 @@ pytestmark = pytest.mark.cuda
 MODEL = {"WIDTH": 576, "HEADS": 9, "KV_HEADS": 3, "HEAD_DIM": 64}
 LINEAR = {"N": 960, "K": 576, "PARTS": 3, "TILES": 1, "STAGES": 4, **MODEL}
 WIDE = {"K": 576, "STEP": 1, "STAGES": 4, **MODEL}
-DRAFTS = {"WARPS": 9, "STAGES": 4, "STEP": 1, "LATE": 0, **MODEL}
+DRAFTS = {"E4M3": 0, "WARPS": 9, "STAGES": 4, "STEP": 1, "LATE": 0, **MODEL}
+WHOLE = {"KIND": 1, "N": 576, "K": 1536, "BITS": 8, "BLOCK_ROWS": 8, **DRAFTS}
+FLOATS = WHOLE | {"E4M3": 1}
 ATTENTION = {**MODEL, "TWO_BUFFERS": 0, "CLUSTER": 0, "WHOLE": 0, "STAGES": 3}
 KINDS = [{"KIND": 0, "ROW_TILES": 1}, {"KIND": 1, "ROW_TILES": 2}, {"KIND": 2, "ROW_TILES": 4}]
 KINDS += [{"KIND": 3, "ROW_TILES": 8}, {"KIND": 4, "ROW_TILES": 1}]
@@ -27,7 +29,8 @@ SOURCES = [
     *(("attention.cu", ATTENTION | {"HEAD_DIM": size, "WHOLE": 1}) for size in (64, 256)),
     *(("attention.cu", ATTENTION | {"HEADS": heads, "STAGES": stages}) for heads, stages in ((3, 2), (27, 6))),
     ("quantized.cu", {"KIND": 0, "N": 960, "K": 576, "BITS": 4, "BLOCK_ROWS": 1, **DRAFTS}),
-    ("quantized.cu", {"KIND": 1, "N": 576, "K": 1536, "BITS": 8, "BLOCK_ROWS": 8, **DRAFTS}),
+    ("quantized.cu", WHOLE),
+    ("quantized.cu", FLOATS),
     ("draw.cu", {}),
     ("draw.cu", {"MASKED": 1}),
     ("filter.cu", {}),
@@ -50,7 +53,7 @@ def test_ptx_has_no_approximations_and_only_k16_products(
     # The logarithms of a beam's times are the device's own; what it keeps is a hint.
     known = {"rcp.approx.ftz.f64"} if source == "trees.cu" else set()
     assert set(re.findall(r"\b\w+\.(?:approx|full|ftz)[.\w]*", ptx)) <= known
-    size = "m16n8k32" if source == "quantized.cu" else "m16n8k16"  # drafts are products of whole numbers
+    size = "m16n8k32" if source == "quantized.cu" else "m16n8k16"  # drafts are products of 8 bits
     assert {m for m in re.findall(r"mma\.sync\.[.\w]*", ptx) if size not in m} == set()
     is_wide = architecture == "sm_90a" and source == "attention.cu" and defines["HEAD_DIM"] <= 128
     is_wide |= source == "wide.cu"  # which only Hopper runs
@@ -60,9 +63,10 @@ def test_ptx_has_no_approximations_and_only_k16_products(
     assert not re.findall(r"\b(?:add|sub|mul|fma)\.f32", ptx)
 
 
-# One of each source, and what takes most registers: heads of 256.
+# One of each source, and what takes most registers: heads of 256, and products of floats, which Hopper makes in halves.
 ASSEMBLED = [*{source: (source, defines) for source, defines in reversed(SOURCES)}.values()]
 ASSEMBLED += [("attention.cu", ATTENTION | {"HEAD_DIM": 256, "WHOLE": 1})]
+ASSEMBLED += [("quantized.cu", FLOATS), ("quantized.cu", FLOATS | {"KIND": 0, "STEP": 2})]
 # Bytes that a kernel may spill; all others spill nothing. Those between passes run in one block.
 SPILLED = {"begin_level": 64, "end_level": 512}
 SPILLED_AT_256 = {"attention_groups": 2560}
@@ -84,11 +88,18 @@ def test_code_for_the_device_keeps_to_its_registers(source: str, defines: dict[s
     assert {name: nbytes for name, nbytes in found.items() if nbytes > limits.get(name, 0)} == {}
 
 
+@pytest.mark.parametrize(("defines", "kind"), [(WHOLE, "s32.s8.s8.s32"), (FLOATS, "f32.e4m3.e4m3.f32")])
+def test_weights_of_eight_bits_are_multiplied_as_what_they_are(defines: dict[str, int], kind: str) -> None:
+    """And rows are rounded to the same."""
+    ptx = compile_ptx("quantized.cu", defines, "sm_90a")
+    assert set(re.findall(r"mma\.sync\.aligned\.m16n8k32\.row\.col\.([.\w]*)", ptx)) == {kind}
+    assert ("cvt.rn.satfinite.e4m3x2.f32" in ptx) is (defines is FLOATS)
+
+
 def test_registers_that_do_not_suffice_are_noticed() -> None:
     """The control: blocks of so many warps that two of them leave a thread too few."""
-    defines = {"KIND": 1, "N": 576, "K": 1536, "BITS": 8, "BLOCK_ROWS": 8, **DRAFTS}
-    assert spilled(compile_verbose("quantized.cu", defines)[1]) == {"quantized": 0}
-    assert spilled(compile_verbose("quantized.cu", defines | {"WARPS": 24})[1])["quantized"] > 0
+    assert spilled(compile_verbose("quantized.cu", WHOLE)[1]) == {"quantized": 0}
+    assert spilled(compile_verbose("quantized.cu", WHOLE | {"WARPS": 24})[1])["quantized"] > 0
 
 
 def test_code_for_a_later_device_is_made() -> None:

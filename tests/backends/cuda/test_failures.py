@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from contextlib import nullcontext
+from enum import IntEnum
 from queue import SimpleQueue
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -13,6 +17,7 @@ from tests.backends import test_conformance as conformance  # noqa: E402
 from tests.support.cuda_stand_in import StandIn, StandInEvent, StandInGraph  # noqa: E402
 from tests.support.tiny_models import TinyConfig, make_tensors  # noqa: E402
 from verispec.backends import gpu  # noqa: E402
+from verispec.backends.cuda import branches  # noqa: E402
 from verispec.backends.cuda import device as devices  # noqa: E402
 from verispec.backends.cuda.backend import CudaBackend, CudaModel  # noqa: E402
 from verispec.backends.cuda.compiler import CompileError, CudaError  # noqa: E402
@@ -217,10 +222,10 @@ class FakeGraph:
     """A capture that cannot be ended once something in it has failed."""
 
     def __init__(self) -> None:
-        self.is_ended = False
+        self.is_begun = self.is_ended = self.has_failed = self.had_collector = False
 
     def capture_begin(self, **how: object) -> None:
-        pass
+        self.is_begun, self.had_collector = True, gc.isenabled()
 
     def capture_end(self) -> None:
         self.is_ended = True
@@ -229,8 +234,9 @@ class FakeGraph:
 
 
 class FakeStream:
-    def __init__(self) -> None:
+    def __init__(self, number: int = 0) -> None:
         self.waited_for: list[object] = []
+        self.cuda_stream = number
 
     def wait_stream(self, other: object) -> None:
         self.waited_for.append(other)
@@ -257,4 +263,110 @@ def test_a_failing_capture_ends_and_tells_its_first_error(fails: bool, monkeypat
     else:
         assert device.capture(work) is graph
     assert graph.is_ended
+    assert not graph.had_collector
+    assert gc.isenabled()
     assert here.waited_for == [side], "what ran before the capture may still write"
+
+
+def test_the_collector_starts_again_when_the_last_is_outside() -> None:
+    first, second = devices._no_garbage, devices._no_garbage
+    with first:
+        with second:
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
+class Answer(IntEnum):
+    CUDA_SUCCESS = 0
+    CUDA_ERROR_OUT_OF_MEMORY = 2
+    CUDA_ERROR_NOT_SUPPORTED = 801
+
+
+class FakeNodes:
+    """A driver with conditional nodes, of which one call gives `answer`; and a torch that captures what it is told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, fails: str, answer: Answer) -> None:
+        self.graphs: list[FakeGraph] = []
+        self.bodies: list[int] = []  # streams
+        self._streams = iter([9, 9, 8])  # of which torch gives one again
+        params = SimpleNamespace(type=None, conditional=SimpleNamespace(phGraph_out=["body"]))
+        driver = SimpleNamespace(
+            CU_GRAPH_COND_ASSIGN_DEFAULT=1, CUgraphNodeParams=lambda: params,
+            CUgraphNodeType=SimpleNamespace(CU_GRAPH_NODE_TYPE_CONDITIONAL=1),
+            CUgraphConditionalNodeType=SimpleNamespace(CU_GRAPH_COND_TYPE_IF=0),
+            CUstreamUpdateCaptureDependencies_flags=SimpleNamespace(CU_STREAM_SET_CAPTURE_DEPENDENCIES=1),
+            CUstreamCaptureMode=SimpleNamespace(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL=1),
+        )  # fmt: skip
+        calls = {
+            "cuCtxGetCurrent": ("context",), "cuStreamGetCaptureInfo": (1, 0, "graph", [], [], 0),
+            "cuGraphConditionalHandleCreate": (5,), "cuGraphAddNode": ("node",),
+            "cuStreamUpdateCaptureDependencies": (), "cuStreamBeginCaptureToGraph": (), "cuStreamEndCapture": (),
+        }  # fmt: skip
+        for name, values in calls.items():
+            result = (answer,) if name == fails else (Answer.CUDA_SUCCESS, *values)
+            setattr(driver, name, lambda *args, name=name, result=result: self._called(name, args) or result)
+        bindings = ModuleType("cuda.bindings")
+        bindings.driver = driver
+        monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
+        monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
+        for name, found in (("runtime_library", 1), ("_bindings", 13), ("_driver_version", 13000)):
+            monkeypatch.setattr(branches, name, lambda found=found: found)
+        kernel = SimpleNamespace(launch=lambda *args, **how: None)
+        monkeypatch.setattr(branches, "_linked", lambda library: {"decide": kernel, "go_on": kernel})
+        monkeypatch.setattr(branches, "filled", lambda *args, **values: None)
+        monkeypatch.setattr(devices, "undivided_products", nullcontext)
+        fakes = {
+            "Stream": lambda: FakeStream(next(self._streams)), "current_stream": lambda: FakeStream(9),
+            "graph_pool_handle": object, "CUDAGraph": self._graph, "stream": lambda stream: nullcontext(),
+            "is_current_stream_capturing": lambda: self.graphs[-1].is_begun and not self.graphs[-1].is_ended,
+        }  # fmt: skip
+        for name, fake in fakes.items():
+            monkeypatch.setattr(devices.torch.cuda, name, fake)
+
+    def _called(self, name: str, args: tuple[object, ...]) -> None:
+        if name == "cuStreamBeginCaptureToGraph":
+            self.bodies.append(args[0])
+
+    def _graph(self) -> FakeGraph:
+        self.graphs.append(FakeGraph())
+        return self.graphs[-1]
+
+
+def test_a_body_is_captured_on_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake, device, runs = FakeNodes(monkeypatch, fails="", answer=Answer.CUDA_SUCCESS), devices.Gpu(), list[int]()
+    device.capture(lambda: device.only_if(torch.zeros(1), lambda: runs.append(1)))
+    assert (len(fake.graphs), device.num_branches, fake.bodies, len(runs)) == (1, 1, [8], 2)
+
+
+@pytest.mark.parametrize("fails", ["cuGraphConditionalHandleCreate", "cuGraphAddNode", "cuStreamEndCapture"])
+def test_a_machine_that_refuses_a_conditional_node_does_without(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From then on; memory that ran out is another matter."""
+    fake, runs = FakeNodes(monkeypatch, fails=fails, answer=Answer.CUDA_ERROR_NOT_SUPPORTED), list[int]()
+    device = devices.Gpu()
+
+    def work() -> None:
+        device.only_if(torch.zeros(1), lambda: runs.append(1))
+
+    assert device.capture(work) is fake.graphs[1]
+    assert all(graph.is_ended for graph in fake.graphs)
+    assert (len(fake.graphs), device.num_branches) == (2, 0)
+    assert device.capture(work) is fake.graphs[2]
+    fake = FakeNodes(monkeypatch, fails=fails, answer=Answer.CUDA_ERROR_OUT_OF_MEMORY)
+    device = devices.Gpu()
+    with pytest.raises(CudaError, match="OUT_OF_MEMORY"):
+        device.capture(work)
+    assert len(fake.graphs) == 1
+
+
+def test_what_fails_without_a_conditional_node_fails_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake, device, runs = FakeNodes(monkeypatch, fails="", answer=Answer.CUDA_SUCCESS), devices.Gpu(), list[int]()
+
+    def work() -> None:
+        runs.append(1)
+        if len(runs) == 2:
+            raise FATAL["a launch"]
+
+    with pytest.raises(CudaError, match="ILLEGAL_ADDRESS"):
+        device.capture(work)
+    assert (len(fake.graphs), len(runs)) == (1, 2)

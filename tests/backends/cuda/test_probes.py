@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 from tests.support.cuda_stand_in import StandIn, StandInKernels  # noqa: E402
 from tests.support.tiny_models import TinyConfig, make_tensors  # noqa: E402
 from verispec.backends.audit import Audit, ProbeOutcome, audit  # noqa: E402
-from verispec.backends.cuda import answers, kernels, tiny  # noqa: E402
+from verispec.backends.cuda import answers, kernels, probes, tiny  # noqa: E402
 from verispec.backends.cuda.backend import CudaBackend, CudaModel  # noqa: E402
 from verispec.backends.cuda.kernels import product_form  # noqa: E402
 from verispec.backends.cuda.shapes import Shapes  # noqa: E402
@@ -24,6 +24,7 @@ pytestmark = pytest.mark.cuda
 SHAPES = (1, 8, 16, 24, 64, 96)
 PRODUCTS = ("q/k/v", "output", "gate/up", "down", "head")
 A_LITTLE = 1 + 2**-7  # one bit of bf16
+A_BIT = 1 + 2**-22  # of float32
 
 
 class Kernels(StandInKernels):
@@ -33,6 +34,10 @@ class Kernels(StandInKernels):
 
     def plain(self, x, w, *, many):
         return super().plain(x, w, many=many) * (A_LITTLE if self.fault == "library" and many else 1)
+
+    def head(self, w, b, logits, row_ids, rows, *, many, busy=None):
+        super().head(w, b, logits, row_ids, rows, many=many, busy=busy)
+        logits[:rows] *= A_BIT if self.fault in ("logits", "library") and many else 1
 
     def attend_rows(self, k, v, inputs, b, *, first_row, rows, **how):
         super().attend_rows(k, v, inputs, b, first_row=first_row, rows=rows, **how)
@@ -90,6 +95,7 @@ def test_every_implementation_is_named_and_all_are_one_family() -> None:
     ("fault", "names", "classes"),
     [
         ("library", PRODUCTS, ((1, 8, 16, 24, 64), (96,))),
+        ("logits", ("head",), ((1, 8, 16, 24, 64), (96,))),
         ("groups", ("prompt attention",), ((1, 8, 16), (24, 64, 96))),
         ("the last row of a group", ("prompt attention",), ((1, 8, 16),)),
         ("long runs of rows", ("attention",), ((1, 8, 16), (24, 64, 96))),
@@ -102,6 +108,13 @@ def test_a_fault_in_one_implementation_is_found(
     assert {name for name, o in outcomes(found).items() if o.classes != (SHAPES,)} == set(names)
     assert all(outcomes(found)[name].classes == classes for name in names)
     assert SHAPES not in found.families
+
+
+def test_logits_of_more_rows_than_a_pass_has_are_of_several_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "MAX_HEAD_ROWS", 40)
+    found = outcomes(audited())["head"]
+    assert found.classes == (SHAPES,)
+    assert found.forms == (("linear.cu", SHAPES),)
 
 
 def test_wide_products_have_a_name_of_their_own() -> None:

@@ -6,10 +6,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tests.backends.cuda import backend_check  # noqa: E402
+from tests.backends.cuda import backend_check, case_digests, draw_check  # noqa: E402
 from tests.backends.cuda import sanitize_check as sanitize  # noqa: E402
 from tests.support import cuda_emulated  # noqa: E402
 from tests.support.cuda_stand_in import EmulatedDraws, StandIn  # noqa: E402
+from verispec.backends.cuda import tiny  # noqa: E402
 
 pytestmark = pytest.mark.cuda
 
@@ -50,9 +51,32 @@ def test_every_source_belongs_to_a_section() -> None:
     assert len(kernels) == sum((sanitize.SOURCES / s).read_text().count("__global__") for s in sources)
 
 
-def test_rounds_launch_all_their_kernels(launched: set[str], failed: list[str]) -> None:
-    sanitize.check(["rounds"], StandIn(), launched)
+def test_rounds_launch_all_their_kernels_and_capture_nothing(launched: set[str], failed: list[str]) -> None:
+    class Uncaptured(StandIn):
+        def capture(self, work: object) -> None:
+            raise AssertionError("this is for graphs")
+
+    sanitize.check(["rounds"], Uncaptured(), launched)
     assert failed == []
+
+
+def test_what_is_captured_is_checked_as_well(failed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(StandIn, "capture", lambda self, work: seen.append(work) or sanitize.Eager(self).capture(work))
+    for name in ("check_children", "check_beside_prompts"):
+        monkeypatch.setattr(sanitize, name, lambda device: None)
+    monkeypatch.setattr(sanitize.trees_check, "check_trees", lambda *args, **how: None)
+    sanitize.check(["graphs"], StandIn(), set())
+    assert failed == []
+    assert len(seen) > 10
+
+
+def test_the_draws_own_source_gives_the_digest_of_the_case() -> None:
+    rows, draws = case_digests.ROWS, EmulatedDraws(case_digests.VOCAB, case_digests.ROWS)
+    parameters = draw_check.device_parameters(case_digests.draw_parameters(), "cpu")
+    draws.draw(torch.from_numpy(case_digests.draw_logits()), parameters, rows, filters=True)
+    found = torch.stack([draws.token_ids.float(), draws.logprobs], dim=1)
+    assert tiny.digest(found.numpy()) == case_digests.DIGESTS["draws with filters"]
 
 
 def test_the_kernels_of_draws_and_weighing(launched: set[str], failed: list[str]) -> None:

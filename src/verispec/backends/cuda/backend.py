@@ -55,7 +55,7 @@ from verispec.backends.cuda.steps import (
 )
 from verispec.backends.gpu import Health
 from verispec.backends.native_backend import fingerprint
-from verispec.backends.options import NUM_MASKS, SECOND_MODEL_BITS, CudaOptions
+from verispec.backends.options import NUM_MASKS, SECOND_MODEL_WEIGHTS, CudaOptions
 from verispec.backends.protocol import (
     FROM_STATE,
     NO_UPDATE,
@@ -82,7 +82,8 @@ from verispec.model.architecture import Architecture
 from verispec.sampling.draw import NO_TOKEN
 from verispec.sampling.rows import Sampler
 
-_SPANS_NBYTES = 33 << 24  # results of spans that are merged: 2048 rows with contexts of 4096 of an 8B model
+# Results of spans that are merged: of 2048 rows with contexts of 4096, as bytes of an 8B model; of a larger one fewer.
+_SPANS_NBYTES, _MOST_ROW_SPANS = 33 << 24, 33 << 10
 _MAX_DRAFT_ROWS = 8  # with more, weights of bf16 are as quick
 JUDGES_BY_PROBABILITY = True  # False: the host drafts and judges for rules `rejection` and `recursive`
 Int32 = NDArray[np.int32]
@@ -105,8 +106,8 @@ class CudaBackend:
 
     def __init__(
         self, models: Sequence[CudaModel], *, device: Device, num_slots: int, num_seq_rows: int,
-        context_len: int | None = None, max_tail: int = 64, progress: Progress = no_progress, draft_bits: int = 0,
-        second_bits: int = SECOND_MODEL_BITS,
+        context_len: int | None = None, max_tail: int = 64, progress: Progress = no_progress, draft_weights: str = "",
+        second_weights: str = SECOND_MODEL_WEIGHTS,
     ) -> None:  # fmt: skip
         arch = models[0].architecture
         context_len = min(context_len or arch.context_len, arch.context_len)
@@ -117,15 +118,15 @@ class CudaBackend:
         self.limits = BackendLimits(
             arch.vocab_size, context_len, num_slots, num_seq_rows, max_tail, len(models), num_masks=NUM_MASKS,
             hidden=tuple(HiddenShape(m.architecture.num_layers, m.architecture.hidden_size) for m in models),
-            prepares=True, fast_weights=f"int{draft_bits}" if draft_bits else "", trees=True, looks_up=True,
+            prepares=True, fast_weights=draft_weights, trees=True, looks_up=True,
             by_probability=JUDGES_BY_PROBABILITY,
         )  # fmt: skip
         self._device = device
         self._architectures = [m.architecture for m in models]
         with device.current():
             self._models = [
-                _loaded(m, device, self.limits, partial(_report, progress, i, len(models)), bits)
-                for i, (m, bits) in enumerate(zip(models, _bits(models, draft_bits, second_bits), strict=True))
+                _loaded(m, device, self.limits, partial(_report, progress, i, len(models)), kind)
+                for i, (m, kind) in enumerate(zip(models, _kinds(models, draft_weights, second_weights), strict=True))
             ]
             self._max_row_spans = min(_row_spans(Shapes.of(arch)) for arch in self._architectures)
             self._state = StepState(self.limits, MAX_PLACES, device.name)
@@ -543,26 +544,26 @@ def _some(rows: Rows, at: NDArray[np.int64]) -> Rows:
 
 
 def _loaded(
-    model: CudaModel, device: Device, limits: BackendLimits, loaded: Callable[[float], None], draft_bits: int
+    model: CudaModel, device: Device, limits: BackendLimits, loaded: Callable[[float], None], draft_weights: str
 ) -> DeviceModel:
     arch = model.architecture
     return DeviceModel(
         Shapes.of(arch), positions_of(arch, limits.context_len), model.read, num_slots=limits.num_slots + NUM_RESERVED,
         max_rows=MAX_PLACES, context_len=limits.context_len, tied=arch.tied_head, device=device,
         max_row_spans=_row_spans(Shapes.of(arch)), head_rows=MAX_HEAD_ROWS, loaded=loaded,
-        draft_bits=draft_bits,
+        draft_weights=draft_weights,
     )  # fmt: skip
 
 
-def _bits(models: Sequence[CudaModel], target_bits: int, second_bits: int) -> list[int]:
-    """Of the second set of weights of each model, by which passes of few rows draft; 0 for none."""
+def _kinds(models: Sequence[CudaModel], of_target: str, of_others: str) -> list[str]:
+    """Of the second set of weights of each model, by which passes of few rows draft; empty for none."""
     others = [Shapes.of(model.architecture) for model in models[1:]]
-    return [target_bits, *(second_bits if shapes.has_whole_chunks else 0 for shapes in others)]
+    return [of_target, *(of_others if shapes.has_whole_chunks else "" for shapes in others)]
 
 
 def _row_spans(shapes: Shapes) -> int:
     """The most rows times spans of one pass."""
-    return _SPANS_NBYTES // (4 * shapes.heads * (shapes.head_dim + 2))
+    return min(_MOST_ROW_SPANS, _SPANS_NBYTES // (4 * shapes.heads * (shapes.head_dim + 2)))
 
 
 def _report(progress: Progress, index: int, num_models: int, share: float) -> None:

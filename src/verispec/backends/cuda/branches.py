@@ -28,12 +28,22 @@ class Branches:
     def __init__(self) -> None:
         self._kernels: dict[str, Kernel] | None = None
         self._side: Any = None  # the stream on which bodies are captured
+        self.num_begun = self.num_made = 0  # nodes
 
     def only_if(self, busy: torch.Tensor, work: Callable[[], object]) -> None:
         """Put `work` on the current stream, which must be capturing for the word to count. It must allocate nothing."""
         if not self._is_there() or not torch.cuda.is_current_stream_capturing():
             work()
             return
+        self.num_begun += 1
+        self._put(busy, work)
+        self.num_made += 1
+
+    def give_up(self) -> None:
+        """Work runs in any case from now on."""
+        self._kernels = {}
+
+    def _put(self, busy: torch.Tensor, work: Callable[[], object]) -> None:
         from cuda.bindings import driver
 
         assert self._kernels is not None
@@ -53,13 +63,14 @@ class Branches:
         body = params.conditional.phGraph_out[0]
         replaces = driver.CUstreamUpdateCaptureDependencies_flags.CU_STREAM_SET_CAPTURE_DEPENDENCIES
         checked(driver.cuStreamUpdateCaptureDependencies(stream, [node], None, 1, int(replaces)))
-        self._capture(body, work)
+        self._capture(body, work, stream)
         self._kernels["go_on"].launch((1, 1, 1), 1, args, stream=stream, ahead=False)
 
-    def _capture(self, body: Any, work: Callable[[], object]) -> None:
+    def _capture(self, body: Any, work: Callable[[], object], stream: int) -> None:
         from cuda.bindings import driver
 
-        self._side = self._side or torch.cuda.Stream()
+        while self._side is None or self._side.cuda_stream == stream:  # torch has few streams, and gives them again
+            self._side = torch.cuda.Stream()
         side = self._side.cuda_stream
         mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         checked(driver.cuStreamBeginCaptureToGraph(side, body, None, None, 0, mode))

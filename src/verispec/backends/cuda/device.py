@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
@@ -16,6 +17,7 @@ from verispec.backends.cuda.drawing import DrawKernels
 from verispec.backends.cuda.kernels import Kernels, undivided_products
 from verispec.backends.cuda.shapes import Shapes
 from verispec.backends.cuda.steps import StepKernels
+from verispec.backends.gpu import is_fault
 
 
 class Graph(Protocol):
@@ -62,16 +64,28 @@ def _ended_by(end: Callable[[], object]) -> Iterator[None]:
     end()
 
 
-@contextmanager
-def _no_garbage() -> Iterator[None]:
-    """Nothing is collected meanwhile: what an old backend gives back to the driver would end a capture."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
+class _NoGarbage:
+    """Nothing is collected inside: what an old backend gives back to the driver would end a capture. Threads may be
+    inside at once."""
+
+    def __init__(self) -> None:
+        self._lock, self._inside, self._was_on = threading.Lock(), 0, False
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._was_on = gc.isenabled()
+                gc.disable()
+            self._inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside and self._was_on:
+                gc.enable()
+
+
+_no_garbage = _NoGarbage()  # the collector is the process's
 
 
 class Gpu:
@@ -87,6 +101,7 @@ class Gpu:
         self._side: Any = None  # the stream and the memory of captures, made when first needed
         self._pool: Any = None
         self._first: Any = None  # kept, because the memory of captures ends with the last graph that uses it
+        self._failed: list[Any] = []  # graphs that torch may still ask whether they are being captured
 
     def kernels(self, shapes: Shapes) -> Kernels:
         """Those of a model's passes."""
@@ -94,14 +109,27 @@ class Gpu:
 
     def draws(self, vocab_size: int, rows: int) -> DrawKernels:
         """Those of the draw."""
-        return DrawKernels(vocab_size, rows, self._cubins)
+        return DrawKernels(vocab_size, rows, self._cubins, self.name)
 
     def steps(self) -> StepKernels:
         """Those at both ends of a round."""
         return StepKernels(self._cubins)
 
     def capture(self, work: Callable[[], object]) -> Graph:
-        """A graph of what `work` launches. It runs once before, so that everything is compiled and loaded."""
+        """A graph of what `work` launches. It runs once before, so that everything is compiled and loaded.
+
+        Where a capture with conditional nodes fails, there are none from then on, and it is made once more.
+        """
+        num_begun = self._branches.num_begun
+        try:
+            return self._captured(work)
+        except RuntimeError as error:
+            if self._branches.num_begun == num_begun or not is_fault(error):
+                raise
+            self._branches.give_up()
+            return self._captured(work)
+
+    def _captured(self, work: Callable[[], object]) -> Graph:
         if self._side is None:
             self._side, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
         here = torch.cuda.current_stream()
@@ -109,9 +137,16 @@ class Gpu:
         self._side.wait_stream(here)
         with _ended_by(lambda: here.wait_stream(self._side)), undivided_products(), torch.cuda.stream(self._side):
             work()
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            with _no_garbage(), _ended_by(graph.capture_end):
-                work()
+            try:
+                with _no_garbage:
+                    graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                    with _ended_by(graph.capture_end):
+                        work()
+            except RuntimeError as error:
+                if is_fault(error):  # it may not have ended: torch then takes its memory to be in use
+                    self._failed.append(graph)
+                    self._pool = torch.cuda.graph_pool_handle()
+                raise
         self._first = self._first or graph
         captured: Graph = graph
         return captured
@@ -120,6 +155,11 @@ class Gpu:
         """Put `work` on the stream; in a captured graph it runs only if the word is not 0 by then, or else by kernels
         that see to that themselves. It must allocate nothing."""
         self._branches.only_if(busy, work)
+
+    @property
+    def num_branches(self) -> int:
+        """Conditional nodes in the graphs captured so far."""
+        return self._branches.num_made
 
     def host_words(self, count: int) -> torch.Tensor:
         """Memory of the host that copies need not wait for."""

@@ -61,12 +61,12 @@ class DeviceModel:
         self, shapes: Shapes, positions: Sequence[Positions], read: Reader, *, num_slots: int, max_rows: int,
         context_len: int, tied: bool, device: Device | None = None, max_row_spans: int | None = None,
         head_rows: int | None = None, loaded: Callable[[float], None] | None = None,
-        draft_bits: int = 0,
+        draft_weights: str = "",
     ) -> None:  # fmt: skip
         refusal = shapes.refusal()
         if refusal is not None:
             raise InputError(refusal)
-        if draft_bits and not shapes.has_whole_chunks:
+        if draft_weights and not shapes.has_whole_chunks:
             raise InputError("fast_weights need a model whose width, heads and MLP size are multiples of 64")
         self.shapes = shapes
         self.device = device = device or Gpu()
@@ -76,14 +76,14 @@ class DeviceModel:
         self.draft_layers: list[Layer] = []
         for i, here in enumerate(positions):
             self.layers.append(load.layer(i, here))
-            if draft_bits:
-                self.draft_layers.append(_in_bits(self.layers[-1], draft_bits))
+            if draft_weights:
+                self.draft_layers.append(_in_few_bits(self.layers[-1], draft_weights))
             if loaded is not None:
                 loaded(i / len(positions))
         self.embed = load.matrix(read("embed"))
         self.final_gain = load.vector(read("final_norm"))
         self.head = self.embed if tied else load.matrix(read("head"))
-        self.draft_head = quantized(self.head, draft_bits) if draft_bits else None
+        self.draft_head = quantized(self.head, draft_weights) if draft_weights else None
         store = (len(positions), num_slots, shapes.kv_heads, shapes.head_dim)
         self.k = torch.zeros(store, dtype=torch.bfloat16, device=device.name)
         self.v = torch.zeros(store, dtype=torch.bfloat16, device=device.name)
@@ -187,9 +187,9 @@ def _is_cached(w: Matrix) -> bool:
     return 2 * w.shape[0] * w.shape[1] <= CACHED_NBYTES
 
 
-def _in_bits(layer: Layer, bits: int) -> Layer:
-    """The layer with its matrices in so many bits."""
-    qkv, o, gate_up, down = (quantized(w, bits) for w in (layer.qkv, layer.o, layer.gate_up, layer.down))
+def _in_few_bits(layer: Layer, kind: str) -> Layer:
+    """The layer with its matrices in numbers of this kind."""
+    qkv, o, gate_up, down = (quantized(w, kind) for w in (layer.qkv, layer.o, layer.gate_up, layer.down))
     return replace(layer, qkv=qkv, o=o, gate_up=gate_up, down=down)
 
 

@@ -494,8 +494,9 @@ class Kernels:
         row_tile = draft_rows(columns, rows)
         form = draft_form(kind, w.shape, w.bits, row_tile, self._num_sms)
         defines = {
-            "KIND": int(kind), "N": outputs, "K": columns, "BITS": w.bits, "BLOCK_ROWS": row_tile, "WARPS": form.warps,
-            "STAGES": form.stages, "STEP": form.step, "LATE": form.late, **self._sizes,
+            "KIND": int(kind), "N": outputs, "K": columns, "BITS": w.bits, "E4M3": int(w.is_float),
+            "BLOCK_ROWS": row_tile, "WARPS": form.warps, "STAGES": form.stages, "STEP": form.step, "LATE": form.late,
+            **self._sizes,
         }  # fmt: skip
         grid = (min(outputs // 16, form.per_sm * self._num_sms), -(-rows // row_tile), 1)
         kernel = self._kernel("quantized.cu", "quantized", defines)

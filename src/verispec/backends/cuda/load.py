@@ -26,10 +26,11 @@ def load(checkpoints: Sequence[Checkpoint], options: CudaOptions, *, progress: P
 
         return CudaModel(checkpoint.architecture, read)
 
+    draft_weights = options.fast_weights if DRAFT_BITS[options.fast_weights] else ""
     device = Gpu(options.device, options.cache_folder, lambda: progress("compiling kernels", 0.0))
     with loading(all_of(options.num_slots)):
         return CudaBackend(
             [reader(c) for c in checkpoints], device=device, num_slots=options.num_slots,
             num_seq_rows=options.num_seq_rows, context_len=options.context_len,
-            max_tail=options.max_tail, progress=progress, draft_bits=DRAFT_BITS[options.fast_weights],
+            max_tail=options.max_tail, progress=progress, draft_weights=draft_weights,
         )  # fmt: skip

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from verispec.backends.audit import KernelProbe
-from verispec.backends.cuda.arrange import MIN_RUN, spans_of
+from verispec.backends.cuda.arrange import MAX_HEAD_ROWS, MIN_RUN, spans_of
 from verispec.backends.cuda.device import Device
 from verispec.backends.cuda.drawing import DrawInputs
 from verispec.backends.cuda.forward import DeviceModel, Plan
@@ -26,7 +26,7 @@ from verispec.kv import NUM_RESERVED
 
 _MOST_OUTPUTS = 4096  # of a product: the audit compares on the host
 _LENGTHS = (1, 63, 65, 255, 257, 520)
-_PRODUCTS = {"q/k/v": "qkv", "output": "o", "gate/up": "gate_up", "down": "down", "head": "head"}  # fields of Forms
+_PRODUCTS = {"q/k/v": "qkv", "output": "o", "gate/up": "gate_up", "down": "down"}  # fields of Forms
 Float32 = NDArray[np.float32]
 
 
@@ -35,9 +35,10 @@ def probes(model: DeviceModel, device: Device, limits: BackendLimits) -> list[Ke
     layer, shapes = model.layers[0], model.shapes
     found = []
     for name, field in _PRODUCTS.items():
-        w = model.head if field == "head" else getattr(layer, field)
+        w = getattr(layer, field)
         form = partial(_product_form, model, field, w)
         found.append(KernelProbe(name, w.shape[1], partial(_product, model, device, field, w), form))
+    found.append(KernelProbe("head", shapes.width, partial(_logits, model, device), partial(_head_form, model)))
     for name, in_groups in (("attention", False), ("prompt attention", True)):
         attention = _Attention(model, device, limits, in_groups=in_groups)
         found.append(KernelProbe(name, shapes.attention, attention.run, attention.form))
@@ -63,6 +64,22 @@ def _product(model: DeviceModel, device: Device, field: str, w: torch.Tensor, x:
         y = model.kernels.plain(_sent(x, device, torch.bfloat16), w, many=_is_many(model, field, len(x)))
         found: Float32 = y[:, ::step].float().cpu().numpy()
     return found
+
+
+def _head_form(model: DeviceModel, rows: int) -> str:
+    return _product_form(model, "head", model.head, min(rows, MAX_HEAD_ROWS))
+
+
+def _logits(model: DeviceModel, device: Device, x: Float32) -> Float32:
+    """Of rows whose norm is the same, in as many calls as a pass has rows with logits."""
+    b, step, found = model.buffers, -(-len(model.head) // _MOST_OUTPUTS), []
+    with device.current(), device.exact_products():
+        for part in np.split(x, range(MAX_HEAD_ROWS, len(x), MAX_HEAD_ROWS)):
+            rows = len(part)
+            b.scaled[:rows], b.nodes[:rows] = _sent(part, device, torch.bfloat16), 1.0
+            model.kernels.head(model.head, b, model.logits, None, rows, many=_is_many(model, "head", rows))
+            found.append(model.logits[:rows, ::step].clone().cpu().numpy())
+    return np.concatenate(found)
 
 
 class _Attention:
@@ -133,12 +150,13 @@ class _Attention:
 
 
 def _draw(device: Device, logits: Float32) -> NDArray[np.float64]:
-    rows, kernels = len(logits), device.draws(logits.shape[1], len(logits))
+    rows = len(logits)
 
     def column(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.full((rows,), value, dtype=dtype, device=device.name)
 
     with device.current():
+        kernels = device.draws(logits.shape[1], rows)
         inputs = DrawInputs(
             seeds=torch.tensor([[7, 0]] * rows, dtype=torch.int32, device=device.name),
             counters=torch.tensor([[5, 0, 0]] * rows, dtype=torch.int32, device=device.name),
