@@ -117,3 +117,35 @@ class Texts:
         while len(positions) < _MOST_LOOKED_AT and (found := text.rfind(gram, 0, positions[-1] - 1)) >= 0:
             positions.append(found + len(gram))
         return Match(text, level, positions)
+
+
+class History:
+    """Answers by salt. When the newer half of the tokens is full, the older half goes."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self._half = num_tokens // 2
+        self._newer: dict[str, Texts] = {}
+        self._older: dict[str, Texts] = {}
+        self._num_newer = 0
+
+    def add(self, salt: str, token_ids: Sequence[int]) -> None:
+        """Keep a text, or the end of it that fits."""
+        if not self._half:
+            return
+        kept = token_ids[max(0, len(token_ids) + 1 - self._half) :]
+        if self._num_newer + len(kept) + 1 > self._half:
+            self._older, self._newer, self._num_newer = self._newer, {}, 0
+        self._num_newer += len(kept) + 1
+        texts = self._newer.setdefault(salt, Texts())
+        texts.extend(kept)
+        texts.close()
+
+    def find(self, salt: str, token_ids: Sequence[int], *, above: int = -1) -> Match | None:
+        """The longest match of the end of a text, if it is above a level; of two that are as long, the newer."""
+        best = None
+        for half in (self._newer, self._older):
+            texts = half.get(salt)
+            found = texts.find(token_ids, above=above) if texts is not None else None
+            if found is not None:
+                best, above = found, found.level
+        return best
