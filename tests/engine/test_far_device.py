@@ -203,7 +203,8 @@ def played(method: str, count: int, *, quotes: bool = False) -> tuple[float, lis
 
     def text(seed: int) -> list[int]:
         prompt = prompts[seed % count]
-        return prompt + (prompt[seed % 50 :][:NUM_NEW] if quotes else words(seed, NUM_NEW))
+        told = words(count + seed, NUM_NEW)  # by no prompt's seed: it would be a quote
+        return prompt + (prompt[seed % 50 :][:NUM_NEW] if quotes else told)
 
     backend = FarBackend(text, vocab_size=WORDS, num_slots=64 * count * 300, context_len=300, num_seq_rows=count)
     cost = CostTable(far_backend.ROWS, far_backend.SECONDS, (0.0,) * 4, learns=True, trip=far_backend.TRIP)

@@ -632,6 +632,8 @@ def test_a_model_drafter_learns_and_says_when() -> None:
     (second,) = drafter.curves(key)
     assert second.levels[0].tokens > first.levels[0].tokens
     assert drafter.version > before
+    drafter.forget(turn(1, "none").sequence)
+    assert drafter.curves(key) == (second,), "others that end say nothing of its drafts"
     drafter.forget(asking.sequence)
     (third,) = drafter.curves(key)
     assert first.levels[0].tokens < third.levels[0].tokens < second.levels[0].tokens

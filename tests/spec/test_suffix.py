@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,17 +12,18 @@ from typing import Any
 import pytest
 
 from tests.support.fake_backend import FakeBackend
-from tests.support.tiny_llm import loaded, write_model
+from tests.support.tiny_llm import fix_cost, loaded, write_model
 from verispec.backends.cost import CostTable
 from verispec.config import EngineConfig
 from verispec.engine import Engine, Request
 from verispec.errors import InputError
 from verispec.spec.drafter import Refusal
+from verispec.spec.match_rates import Chances
 from verispec.spec.none import NoDrafter
-from verispec.spec.registry import DraftSetup, make_drafters
+from verispec.spec.registry import DRAFTER_NAMES, DraftSetup, make_drafters
 from verispec.spec.speculation import Speculation
-from verispec.spec.suffix import History, SuffixConfig, SuffixDrafter, grown
-from verispec.spec.texts import LENGTHS, Match, Texts
+from verispec.spec.suffix import SuffixConfig, SuffixDrafter, grown
+from verispec.spec.texts import Match, Texts
 from verispec.spec.tree import TreeShape
 from verispec.types import NO_PARENT, SampleOutput, SamplingParams, TokenEvent, Verdict
 
@@ -31,137 +31,49 @@ CHEAP_ROWS = CostTable((1, 64), (1.0, 1.1), (0.0, 0.0))
 VOCAB = 16
 
 
-def texts_of(*texts: Sequence[int]) -> Texts:
-    texts_ = Texts()
-    for text in texts:
-        texts_.extend(text)
-        texts_.close()
-    return texts_
-
-
-def common_len(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens at their ends are equal."""
-    return next(
-        (i for i, (x, y) in enumerate(zip(reversed(a), reversed(b), strict=False)) if x != y), min(len(a), len(b))
-    )
-
-
-def level_of(length: int) -> int:
-    return sum(n <= length for n in LENGTHS) - 1
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_the_longest_match_is_found_and_followed(seed: int) -> None:
-    """Against a search of the whole text, which is short enough for every occurrence to be looked at."""
-    rng = random.Random(seed)
-    piece = [rng.randrange(30) for _ in range(rng.randrange(2, 40))]
-    text = [rng.randrange(30) for _ in range(30)] + piece + [30, 31] + piece[: rng.randrange(1, len(piece) + 1)]
-    texts = Texts()
-    for start in range(0, len(text), 3):
-        texts.extend(text[start : start + 3])
-    reach = {p: common_len(text[:p], text) for p in range(1, len(text))}
-    longest = max(reach.values())
-    match = texts.find_end()
-    assert (match is not None) == (longest > 0)
-    if match is None:
-        return
-    pad = len(texts.text) - len(text)
-    assert match.level == level_of(longest)
-    assert {p - pad for p in match.positions} == {p for p, n in reach.items() if level_of(n) == match.level}
-    expected = list(text)
-    positions = [p - pad for p in match.positions]
-    for _ in range(9):
-        votes = Counter(expected[p] for p in positions)
-        expected.append(votes.most_common(1)[0][0])
-        positions = [p + 1 for p in positions if expected[p] == expected[-1]]
-    assert match.follow(9) == expected[len(text) :]
-    chain = grown(match, 9, TreeShape.chain(9), rate=0.5)
-    assert (list(chain.token_ids), chain.is_chain) == (expected[len(text) :], True)
-
-
-def test_a_match_in_another_text_ends_with_it() -> None:
-    match = texts_of([1, 2, 3, 4], [5, 6, 3, 4, 7]).find([9, 3, 4])
-    assert isinstance(match, Match)
-    assert LENGTHS[match.level] == 2
-    assert match.follow(5) == [7]
-    assert texts_of([1, 2, 3]).find([8, 8, 3]).follow(4) == []  # type: ignore[union-attr]
-    assert texts_of([1, 2, 3]).find([4]) is None
-
-
-def test_the_path_is_that_of_the_most_frequent_child_at_each_node() -> None:
-    """Whatever the occurrences agree on is taken at once, which changes nothing; closed texts and loops included."""
-    rng, num_splits = random.Random(5), 0
-    for _ in range(3000):
-        texts = Texts()
-        for is_last in (False, False, True):
-            texts.extend([rng.randrange(2) for _ in range(rng.randrange(1, 12))] * rng.choice((1, 1, 3)))
-            if not is_last or rng.random() < 0.2:
-                texts.close()
-        end = len(texts.text)
-        positions = sorted(rng.sample(range(end), min(end, rng.randrange(1, 6))), reverse=True)
-        match, num_tokens = Match(texts.text, 0, positions), rng.randrange(1, 20)
-        path: list[int] = []
-        while len(path) < num_tokens and (children := match.children(path, positions)):
-            num_splits += len(children) > 1
-            path.append(children[0][0])
-            positions = children[0][1]
-        assert match.follow(num_tokens) == path
-    assert num_splits > 1000
-
-
-def test_every_token_of_a_large_vocabulary_is_a_character() -> None:
-    """Also those whose numbers are surrogates or no characters at all."""
-    ids = [0, 10, 0xD800, 0xDFFF, 0xFFFF, 0x10000, 0x10FFFE]
-    match = texts_of(ids).find(ids[:3])
-    assert isinstance(match, Match)
-    assert match.follow(9) == ids[3:]
-
-
 def test_a_tree_grows_where_the_text_is_split_and_inside_its_shape() -> None:
-    match = texts_of([1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6, 7], [1, 2, 3, 4]).find([9, 1, 2])
+    texts = Texts()
+    for text in ([1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6, 7], [1, 2, 3, 4]):
+        texts.extend(text)
+        texts.close()
+    match, chances = texts.find([9, 1, 2]), Chances(first=0.6, later=0.6, other=0.5)
     assert isinstance(match, Match)
-    tree = grown(match, 8, TreeShape.beam(4, 3), rate=0.6)
+    tree = grown(match, 8, TreeShape.beam(4, 3), chances)
     paths = {tuple(tree.token_ids[n] for n in tree.path_to(node)): p for node, p in enumerate(tree.probabilities)}
     assert paths == {(3,): 0.75, (3, 4): 2 / 3, (3, 5): 1 / 3, (6,): 0.25, (6, 7): 1.0}
     assert tree.token_ids[:2] == (3, 4), "the likeliest nodes come first"
-    narrow = grown(match, 8, TreeShape.branch(2, 1), rate=0.6)
+    narrow = grown(match, 8, TreeShape.branch(2, 1), chances)
     assert (set(zip(narrow.token_ids, narrow.parents, strict=True))) == {(3, NO_PARENT), (4, 0), (6, NO_PARENT), (7, 2)}
-    assert len(grown(match, 3, TreeShape.beam(4, 3), rate=0.6)) == 3
-
-
-def test_history_is_bounded_and_the_oldest_goes() -> None:
-    history = History(64)
-    for i in range(50):
-        history.add("a", [100 + i, 200 + i, 300 + i])
-        kept = sum(len(t.text) for half in (history._newer, history._older) for t in half.values())
-        assert kept <= 64 + 2 * 3, "beside what stands before the first text of each half"
-    assert history.find("a", [149, 249]) is not None
-    assert history.find("a", [100, 200]) is None
-    history.add("a", range(1000))
-    assert history.find("a", [997]) is not None
-    assert history.find("a", [500]) is None
-    nothing = History(0)
-    nothing.add("a", [1, 2, 3])
-    assert nothing.find("a", [1, 2]) is None
+    assert len(grown(match, 3, TreeShape.beam(4, 3), chances)) == 3
+    assert grown(match, 1, TreeShape.beam(4, 3), chances._replace(first=0.1)).token_ids == (6,)
 
 
 def view(token_ids: Sequence[int], **fields: Any) -> Any:
     defaults = {"sequence_id": 0, "prompt_len": 3, "prediction_ids": (), "salt": "", "is_traced": False}
-    return SimpleNamespace(token_ids=list(token_ids), speculation=Speculation("suffix"), **{**defaults, **fields})
+    defaults |= {"speculation": Speculation("suffix"), "params": SamplingParams()}
+    return SimpleNamespace(token_ids=list(token_ids), **{**defaults, **fields})
 
 
+@pytest.mark.parametrize("is_looked_at", [False, True])
 @pytest.mark.parametrize(
     ("shares", "traced", "expected"), [(False, False, False), (True, False, True), (True, True, False)]
 )
 def test_only_answers_of_the_same_salt_are_drafted_from_unless_they_are_shared(
-    shares: bool, traced: bool, expected: bool
+    shares: bool, traced: bool, expected: bool, is_looked_at: bool
 ) -> None:
     drafter = SuffixDrafter(SuffixConfig(shares_history=shares))
     first = view([1, 2, 3, 4, 5, 6], salt="one")
-    drafter.state(first)
+    if is_looked_at:
+        drafter.state(first)
     drafter.forget(first)
     assert isinstance(drafter.state(view([7, 4, 5], salt="two", is_traced=traced)), Refusal) is not expected
     assert isinstance(drafter.state(view([7, 4, 5], salt="one", sequence_id=1)), tuple)
+
+
+def test_a_prompt_without_an_answer_is_not_kept() -> None:
+    drafter = SuffixDrafter()
+    drafter.forget(view([1, 2, 3]))
+    assert isinstance(drafter.state(view([7, 1, 2])), Refusal)
 
 
 def test_a_prediction_is_followed_from_the_first_token_and_again_behind_a_change() -> None:
@@ -184,9 +96,13 @@ def test_a_prediction_is_followed_from_the_first_token_and_again_behind_a_change
 
 
 def make_engine(**config: Any) -> Engine:
-    setup = DraftSetup(backend=FakeBackend(), shares_history=config.get("shares_history", False))
+    backend, history_len = FakeBackend(num_stores=2), config.pop("history_len", 4096)
+    setup = DraftSetup(
+        backend=backend, history_len=history_len, shares_history=config.get("shares_history", False),
+        draft_cost=CHEAP_ROWS,
+    )  # fmt: skip
     return Engine(
-        FakeBackend(), family=(4, 8, 16, 64), drafters=make_drafters(setup), cost=CHEAP_ROWS,
+        backend, family=(4, 8, 16, 64), drafters=make_drafters(setup), cost=CHEAP_ROWS,
         config=EngineConfig(num_slots=256, row_budget=64, **config),
     )  # fmt: skip
 
@@ -202,14 +118,34 @@ def play(engine: Engine, requests: Sequence[Request]) -> tuple[list[SampleOutput
     return [e.output for e in done if e.output is not None], events
 
 
-def asked(seed: int, tree: str | None = None, temperature: float = 0.7, **fields: Any) -> Request:
+def asked(
+    seed: int, tree: str | None = None, temperature: float = 0.7, method: str = "suffix", **fields: Any
+) -> Request:
     params = SamplingParams(max_tokens=40, temperature=temperature, seed=seed, ignore_eos=True)
-    return Request([1, 2, 3, seed % 4], params, Speculation.of("suffix", tree=tree), **fields)
+    return Request([1, 2, 3, seed % 4], params, Speculation.of(method, tree=tree), **fields)
 
 
 def truth(requests: Sequence[Request]) -> list[SampleOutput]:
     engine = Engine(FakeBackend(), family=(4, 8, 16, 64), drafters={"suffix": NoDrafter()})
     return [play(engine, [replace(r, speculation=Speculation("suffix"))])[0][0] for r in requests]
+
+
+def told(request: Request, answer: Sequence[int], **fields: Any) -> Request:
+    """The same question with this answer, all but the last token of which the client has already: the rest of it is
+    drawn, and all of it becomes history."""
+    params = replace(request.params, max_tokens=len(answer))
+    return replace(request, params=params, committed_ids=[answer[:-1]], **fields)
+
+
+def misleading(requests: Sequence[Request], answers: Sequence[Sequence[int]], vocab_size: int) -> list[Request]:
+    """Requests whose answers become a history of what the target nearly draws and what it never draws, of each of these
+    requests, and of what it draws, of half of them."""
+    rng, found = random.Random(0), []
+    for number, (request, right) in enumerate(zip(requests, answers, strict=True)):
+        nearly = [(t + 1) % vocab_size if rng.random() < 0.3 else t for t in right]
+        texts = [nearly, rng.choices(range(vocab_size), k=len(right)), right]
+        found += [told(request, text) for text in texts[: 2 + number // 2 % 2]]
+    return found
 
 
 @pytest.mark.parametrize("tree", [None, "chain:3", "branch:3,2,1", "beam:4,6"])
@@ -218,29 +154,53 @@ def test_predictions_and_an_adversarial_history_change_nothing(tree: str | None,
     """The history says of every context what the target never draws there, and what it does; predictions likewise."""
     requests = [asked(i, tree, temperature=i % 2) for i in range(10)]
     expected = truth(requests)
-    rng = random.Random(0)
+    rng = random.Random(1)
     engine = make_engine(shares_history=True, **config)
-    history = engine._drafters._drafters["suffix"]._history  # type: ignore[attr-defined]
-    for output in expected:
-        right = list(output.token_ids)
-        for text in (
-            right,
-            [(t + 1) % VOCAB if rng.random() < 0.3 else t for t in right],
-            rng.choices(range(VOCAB), k=40),
-        ):
-            history.add("", text)
+    play(engine, misleading(requests, [list(output.token_ids) for output in expected], VOCAB))
+    before = engine.totals
     wrong = [[(t + (rng.random() < 0.4)) % VOCAB for t in output.token_ids] for output in expected]
     predicted = [
         replace(r, prediction_ids=p, salt=str(i)) for i, (r, p) in enumerate(zip(requests, wrong, strict=True))
     ]
-    engine.add(replace(requests[0], salt="aborted"))
+    request_id = engine.add(replace(requests[0], salt="aborted"))
     engine.step()
-    engine.abort(0)
+    engine.abort(request_id)
     outputs, _ = play(engine, predicted)
     found = outputs[-len(requests) :]
     assert [(o.digest, o.finish_reason) for o in found] == [(o.digest, o.finish_reason) for o in expected]
-    assert engine.totals.accepted > 40
-    assert engine.totals.drafted > engine.totals.accepted + 40
+    accepted = engine.totals.accepted - before.accepted
+    assert accepted > 40
+    assert engine.totals.drafted - before.drafted > accepted + 40
+
+
+@pytest.mark.parametrize("backend", ["numpy", "native"])
+def test_on_real_kernels_it_changes_nothing_either(backend: str, tmp_path: Path) -> None:
+    with loaded(write_model(tmp_path / "tiny.gguf"), tmp_path, backend=backend, kv_slots=1024) as llm:
+        fix_cost(llm)
+        params = [SamplingParams(max_tokens=32, temperature=i % 2, seed=i, ignore_eos=True) for i in range(6)]
+        requests = [llm.request(f"abc {'xyz'[i % 3]}", p, drafter="suffix") for i, p in enumerate(params)]
+        plain = [llm.run([replace(r, speculation=Speculation("none"), salt="plain")])[0] for r in requests]
+        llm.run(misleading(requests, [list(output.token_ids) for output in plain], llm.tokenizer.vocab_size))
+        before = llm.engine.totals
+        assert [completion.digest for completion in llm.run(requests)] == [completion.digest for completion in plain]
+        accepted = llm.engine.totals.accepted - before.accepted
+        assert accepted > 20
+        assert llm.engine.totals.drafted - before.drafted > accepted + 20
+
+
+@pytest.mark.parametrize("method", DRAFTER_NAMES)
+def test_answers_are_kept_whichever_drafter_they_had(method: str) -> None:
+    """An answer with `suffix` to the same question is drafted from them, by the same salt alone."""
+    (plain,) = truth([asked(3)])
+    passes = {}
+    for salt, history_len in (("one", 4096), ("two", 4096), ("one", 0)):
+        engine = make_engine(history_len=history_len)
+        play(engine, [asked(3, method=method, salt="one")])
+        (again,), _ = play(engine, [asked(3, salt=salt)])
+        assert again.digest == plain.digest
+        passes[salt, history_len] = again.stats.passes
+    assert passes["one", 4096] < 0.6 * passes["two", 4096]
+    assert passes["one", 0] == passes["two", 4096]
 
 
 def test_control_a_history_that_is_taken_for_true_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -255,6 +255,7 @@ class StandIn:
     """A device of tests."""
 
     name = "cpu"
+    leaves_out = False
 
     def __init__(self, *, backwards: bool = False, changes: tuple[tuple[str, str, str], ...] = ()) -> None:
         """Threads of kernels between passes take turns `backwards`; `changes` are made to a

@@ -113,7 +113,7 @@ class Drafter(Protocol):
         """Learn what became of a turn. The sequence holds the committed tokens by now."""
 
     def forget(self, sequence: SequenceView) -> None:
-        """The sequence has ended."""
+        """A sequence has ended, whichever drafter it had."""
 
 
 class DrafterSkills(NamedTuple):
@@ -236,9 +236,10 @@ class DrafterSet:
                     _failed(name, None)
 
     def forget(self, sequence: SequenceView) -> None:
-        for name in self.members_of(sequence):
+        """Tell every drafter: what one has drawn, another may draft from."""
+        for name, drafter in self._drafters.items():
             try:
-                self._drafters[name].forget(sequence)
+                drafter.forget(sequence)
             except Exception:
                 _failed(name, None)
 

@@ -107,6 +107,7 @@ class ModelDrafter:
         self._find = find
         self._config = config
         self._exit = DraftExit()
+        self._observed: set[int] = set()  # live sequences whose drafts were judged
 
     @property
     def version(self) -> int:
@@ -234,6 +235,7 @@ class ModelDrafter:
         if verdict is None:
             return
         is_sampled = turn.sequence.params.temperature > 0
+        self._observed.add(turn.sequence.sequence_id)
         self._acceptances[is_sampled].observe(draft, verdict)
         if draft.is_chain and self._exits(turn.sequence.speculation.tree):
             matched, drafted, most = len(verdict.path), len(draft), turn.choice.num_nodes
@@ -243,8 +245,12 @@ class ModelDrafter:
             self._early_ends[is_sampled].observe(matched=matched, drafted=drafted, most=most)
 
     def forget(self, sequence: SequenceView) -> None:
-        """What was learned fades: the next text may be of another kind. The exit's state is carried on."""
-        if isinstance(self._source, Source):
+        """What was learned fades: the next text may be of another kind. The exit's state is carried on.
+
+        Sequences that it drafted nothing for say nothing of its drafts.
+        """
+        if sequence.sequence_id in self._observed:
+            self._observed.remove(sequence.sequence_id)
             for learned in (*self._acceptances, *self._early_ends):
                 learned.fade()
 

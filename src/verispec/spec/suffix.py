@@ -2,8 +2,8 @@
 
 It looks in the sequence's own text, in what its client predicts, and in what requests of the same salt were answered
 lately. The longest match wins; of two that are as long, the one in its own text. Text that quotes, repeats or edits is
-drafted well; other text costs a few look-ups. How often such a match was right, by its length and by how far its
-occurrences agree, is the drafter's confidence, and what the policy chooses the length of a draft by.
+drafted well; other text costs a few look-ups. How often such matches came true (`match_rates.py`) is what it promises,
+and what the policy chooses the length of a draft by.
 """
 
 from __future__ import annotations
@@ -16,18 +16,28 @@ from typing import NamedTuple
 from verispec.arguments import check_int
 from verispec.config import DEFAULTS, MAX_SIZE
 from verispec.spec.drafter import Curve, Level, Refusal
-from verispec.spec.rate import Rate
-from verispec.spec.texts import Match, Texts
+from verispec.spec.match_rates import (
+    ALL,
+    FEW,
+    MOST,
+    ONE,
+    TRAIL_LEN,
+    WIDTH,
+    Chances,
+    MatchKind,
+    MatchRates,
+    Trail,
+    shares,
+)
+from verispec.spec.texts import LENGTHS, History, Match, Texts
 from verispec.spec.tree import TreeShape
 from verispec.spec.turn import SequenceView, Turn
 from verispec.types import NO_DRAFT, NO_PARENT, Draft
 
 _NOTHING = Refusal("the last token occurred nowhere before")
 _LEAD_LEN = 16  # tokens of the prompt that stand before an answer, so that its first token can be matched
-_MOST_PREDICTED = 2**15  # tokens of a prediction that are looked at
-_PRIOR_WEIGHT, _MEMORY = 4.0, 0.98  # of the running acceptance
-_WIDTH = 4  # next tokens that are tried where occurrences disagree
-_ONE, _ALL, _MOST, _FEW = range(4)  # votes for the most frequent next token: of the occurrences that there are
+_STEPS = 32  # of chances, in keys: matches that promise nearly the same are drafted alike
+_LEAST_CHANCE = 0.01  # of a node that is promised
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,54 +56,41 @@ class SuffixConfig:
 
 
 class _Key(NamedTuple):
-    """What a match is like: how long, how far its occurrences agree, and where; and the tree that is asked for."""
+    """What a match promises, in steps; how many next tokens it has, and the tree that is asked for."""
 
-    level: int
-    votes: int
-    is_own: bool
+    first: int
+    later: int
+    other: int
+    num_next: int
     tree: TreeShape | None
+
+
+class _Look(NamedTuple):
+    """A match of the end of a sequence's text: what follows, the most frequent first, and how often that comes true."""
+
+    match: Match
+    next_ids: list[int]
+    rates: MatchRates
 
 
 @dataclass(slots=True)
 class _Own:
-    """The text of a sequence so far, behind what its client predicts, and the match of its end."""
+    """The text of a sequence so far, behind what its client predicts, and what was found at the last look."""
 
     texts: Texts
     num_tokens: int = 0
-    match: Match | None = None
+    look: _Look | None = None
+    trail: Trail | None = None
     key: _Key | Refusal = _NOTHING
 
-
-class History:
-    """Answers by salt. When the newer half of the tokens is full, the older half goes."""
-
-    def __init__(self, num_tokens: int) -> None:
-        self._half = num_tokens // 2
-        self._newer: dict[str, Texts] = {}
-        self._older: dict[str, Texts] = {}
-        self._num_newer = 0
-
-    def add(self, salt: str, token_ids: Sequence[int]) -> None:
-        """Keep a text, or the end of it that fits."""
-        if not self._half:
-            return
-        kept = token_ids[max(0, len(token_ids) + 1 - self._half) :]
-        if self._num_newer + len(kept) + 1 > self._half:
-            self._older, self._newer, self._num_newer = self._newer, {}, 0
-        self._num_newer += len(kept) + 1
-        texts = self._newer.setdefault(salt, Texts())
-        texts.extend(kept)
-        texts.close()
-
-    def find(self, salt: str, token_ids: Sequence[int], *, above: int = -1) -> Match | None:
-        """The longest match of the end of a text, if it is above a level; of two that are as long, the newer."""
-        best = None
-        for half in (self._newer, self._older):
-            texts = half.get(salt)
-            found = texts.find(token_ids, above=above) if texts is not None else None
-            if found is not None:
-                best, above = found, found.level
-        return best
+    def learn(self, came: Sequence[int]) -> None:
+        """These tokens were committed since the last look."""
+        if self.trail is not None and not self.trail.read(came):
+            self.trail = None
+        look, self.look = self.look, None
+        if look is not None and look.rates.learn(look.next_ids, came[0]) and self.trail is None:
+            trail = Trail(look.rates.later, look.match.follow(TRAIL_LEN))
+            self.trail = trail if trail.read(came[1:]) else None
 
 
 class SuffixDrafter:
@@ -103,64 +100,67 @@ class SuffixDrafter:
     has_trees = True
     is_companion = False
     needs_cheap_rows = True
+    version = 0  # a curve is its key's alone
 
     def __init__(self, config: SuffixConfig | None = None) -> None:
         self._config = config or SuffixConfig()
-        self._any_tree = TreeShape.beam(_WIDTH, min(self._config.max_depth, self._config.max_draft))
+        self._any_chain = TreeShape.chain(self._config.max_draft)
+        self._any_tree = TreeShape.beam(WIDTH, min(self._config.max_depth, self._config.max_draft))
         self._own: dict[int, _Own] = {}
         self._history = History(self._config.history_len)
-        self._rates: dict[tuple[int, int, bool], Rate] = {}
-        self.version = 0
+        self._rates: dict[MatchKind, MatchRates] = {}
 
     def state(self, sequence: SequenceView) -> _Key | Refusal:
-        """What the longest match is like."""
+        """What the longest match promises."""
         return self._look_up(sequence).key
 
     def curves(self, key: Hashable) -> tuple[Curve, ...]:
         """Nodes in the order in which a draft grows: along the most frequent path, and where occurrences disagree
-        along another."""
+        along the others that its shape has room for."""
         assert isinstance(key, _Key)
-        rate, most = self._rate(key).value, self._config.max_draft
-        chances = [rate**depth for depth in range(1, most + 1)]
-        if key.votes > _ALL:
-            chances = sorted(chances + [_other(rate) * rate**depth for depth in range(most)], reverse=True)
-        if key.tree is not None:
-            most = min(most, key.tree.num_nodes)
-        return (Curve(tuple(Level(1, chance) for chance in chances[:most])),)
+        shape = self._shape(key)
+        if not shape.depth:
+            return ()
+        first, later, other = (steps / _STEPS for steps in key[:3])
+        others = shares(key.num_next - 1)[: min(shape.branching[0], shape.keep[0]) - 1]
+        begun = [first, *((1 - first) * other * share for share in others)]
+        chances = sorted([chance * later**depth for chance in begun for depth in range(shape.depth)], reverse=True)
+        most = min(self._config.max_draft, shape.num_nodes)
+        return (Curve(tuple(Level(1, chance) for chance in chances[:most] if chance >= _LEAST_CHANCE)),)
+
+    def _shape(self, key: _Key) -> TreeShape:
+        """What drafts grow inside: trees no deeper than the backend can follow them."""
+        tree = key.tree
+        if tree is None:
+            return self._any_tree if key.num_next > 1 else self._any_chain
+        return tree if tree.is_chain else tree.within(tree.num_nodes, self._config.max_depth)
 
     def draft(self, turns: Sequence[Turn]) -> list[Draft]:
         return [self._draft(turn.sequence, turn.choice.num_nodes) for turn in turns]
 
     def _draft(self, sequence: SequenceView, num_nodes: int) -> Draft:
         own = self._look_up(sequence)
-        if own.match is None or isinstance(own.key, Refusal):
+        if own.look is None or isinstance(own.key, Refusal):
             return NO_DRAFT
-        shape = own.key.tree or self._any_tree
-        if own.key.votes <= _ALL or shape.is_chain:
-            shape = TreeShape.chain(num_nodes)
+        shape = self._shape(own.key)
+        if own.key.num_next == 1 or shape.is_chain:
+            num_nodes = min(num_nodes, shape.depth)
             if not sequence.is_traced:
-                return Draft.chain(own.match.follow(num_nodes))
-        return grown(own.match, num_nodes, shape, self._rate(own.key).value)
+                return Draft.chain(own.look.match.follow(num_nodes))
+            shape = TreeShape.chain(num_nodes)
+        return grown(own.look.match, num_nodes, shape, own.look.rates.chances)
 
     def observe(self, turn: Turn) -> None:
-        """Move the acceptance of such matches: that of the most frequent path."""
-        own = self._own.get(turn.sequence.sequence_id)
-        if own is None or isinstance(own.key, Refusal) or turn.verdict is None or not isinstance(turn.draft, Draft):
-            return
-        num_nodes, num_accepted = len(turn.draft), len(turn.verdict.path)
-        if not turn.draft.is_chain:
-            path = _first_path(turn.draft)
-            num_nodes, num_accepted = len(path), sum(map(int.__eq__, path, turn.verdict.path))
-        rate = self._rate(own.key)
-        before = rate.version
-        rate.observe_chain(num_accepted, num_nodes)
-        self.version += rate.version - before
+        """Nothing: the next look reads what became of it in the committed text, as where nothing was drafted."""
 
     def forget(self, sequence: SequenceView) -> None:
-        """The answer becomes history, behind the end of its prompt."""
-        if self._own.pop(sequence.sequence_id, None) is not None:
-            start = max(0, sequence.prompt_len - _LEAD_LEN)
-            self._history.add(self._salt(sequence), sequence.token_ids[start:])
+        """The answer becomes history, behind the end of its prompt, whoever drafted it."""
+        tokens = sequence.token_ids
+        own = self._own.pop(sequence.sequence_id, None)
+        if own is not None and own.num_tokens < len(tokens):
+            own.learn(tokens[own.num_tokens :])
+        if self._config.history_len and len(tokens) > sequence.prompt_len:
+            self._history.add(self._salt(sequence), tokens[max(0, sequence.prompt_len - _LEAD_LEN) :])
 
     def _look_up(self, sequence: SequenceView) -> _Own:
         tokens = sequence.token_ids
@@ -169,58 +169,46 @@ class SuffixDrafter:
             own = self._own[sequence.sequence_id] = _Own(Texts())
             for row in reversed(sequence.prediction_ids):  # the newest wins where they disagree: that is the first one
                 lead = tokens[max(0, sequence.prompt_len - _LEAD_LEN) : sequence.prompt_len]
-                own.texts.extend([*lead, *row[:_MOST_PREDICTED]])
+                own.texts.extend([*lead, *row])
                 own.texts.close()
         if own.num_tokens < len(tokens):
-            own.texts.extend(tokens[own.num_tokens :])
+            came = tokens[own.num_tokens :]
+            own.learn(came)
+            own.texts.extend(came)
             own.num_tokens = len(tokens)
-            own.match = own.texts.find_end()
-            if not (self._config.shares_history and sequence.is_traced):
-                above = -1 if own.match is None else own.match.level
-                own.match = self._history.find(self._salt(sequence), tokens, above=above) or own.match
-            own.key = self._key(own, sequence.speculation.tree)
+            own.look = self._look(own.texts, sequence)
+            own.key = _NOTHING if own.look is None else _key(own.look, sequence.speculation.tree)
         return own
 
-    def _key(self, own: _Own, tree: TreeShape | None) -> _Key | Refusal:
-        match = own.match
+    def _look(self, texts: Texts, sequence: SequenceView) -> _Look | None:
+        match = texts.find_end()
+        if not (self._config.shares_history and sequence.is_traced):
+            above = -1 if match is None else match.level
+            match = self._history.find(self._salt(sequence), sequence.token_ids, above=above) or match
         if match is None:
-            return _NOTHING
-        is_own = match.text is own.texts.text
-        if is_own and len(match.positions) == 1:
-            return _Key(match.level, _ONE, True, tree)
-        children = match.children((), match.positions)
+            return None
+        children, num_occurrences = match.children((), match.positions), len(match.positions)
         if not children:
-            return _NOTHING
+            return None
         if len(children) == 1:
-            votes = _ALL if len(match.positions) > 1 else _ONE
+            votes = ALL if num_occurrences > 1 else ONE
         else:
-            votes = _MOST if 2 * len(children[0][1]) > len(match.positions) else _FEW
-        return _Key(match.level, votes, is_own, tree)
+            votes = MOST if 2 * len(children[0][1]) > num_occurrences else FEW
+        is_own, samples = match.text is texts.text, sequence.params.temperature > 0
+        kind = MatchKind(LENGTHS[match.level], votes, is_own, samples)
+        rates = self._rates.get(kind)
+        if rates is None:
+            rates = self._rates[kind] = MatchRates.believed(kind)
+        return _Look(match, [token_id for token_id, _ in children], rates)
 
     def _salt(self, sequence: SequenceView) -> str:
         return "" if self._config.shares_history else sequence.salt
 
-    def _rate(self, key: _Key) -> Rate:
-        found = self._rates.get(key[:3])
-        if found is None:
-            # Rather too high: what is not drafted is never learned. A single token is seldom followed by the same one.
-            prior = (0.55 + 0.04 * key.level if key.level else 0.35) * (0.8 if key.votes > _ALL else 1.0)
-            found = self._rates[key[:3]] = Rate.fading(prior, _PRIOR_WEIGHT, _MEMORY)
-        return found
 
-
-def _other(rate: float) -> float:
-    """Believed of all next tokens together but the most frequent, where occurrences disagree."""
-    return (1 - rate) / 2
-
-
-def _first_path(draft: Draft) -> list[int]:
-    """The first child of the root, its first child, and so on."""
-    path: list[int] = []
-    for node, parent in enumerate(draft.parents):
-        if parent == (path[-1] if path else NO_PARENT):
-            path.append(node)
-    return path
+def _key(look: _Look, tree: TreeShape | None) -> _Key:
+    rates, num_next = look.rates, min(WIDTH, len(look.next_ids))
+    other = round(_STEPS * rates.other.value) if num_next > 1 else 0
+    return _Key(round(_STEPS * rates.first.value), round(_STEPS * rates.later.value), other, num_next, tree)
 
 
 class _Offer(NamedTuple):
@@ -234,22 +222,23 @@ class _Offer(NamedTuple):
     positions: list[int]
 
 
-def grown(match: Match, num_nodes: int, shape: TreeShape, rate: float) -> Draft:
+def grown(match: Match, num_nodes: int, shape: TreeShape, chances: Chances) -> Draft:
     """A tree by best-first growth inside a shape: each node is the likeliest to be accepted of those left.
 
-    `rate` is the acceptance of the most frequent next token; the others have their share of half of the rest.
+    Behind an accepted node, too, the others have the same part of what the most frequent next token leaves them.
     """
     nodes: list[_Offer] = []
     offers: list[_Offer] = []
     width = [0] * (shape.depth + 1)
 
     def offer(parent: int, chance: float, path: tuple[int, ...], positions: list[int]) -> None:
-        children = match.children(path, positions)
-        num_others = len(positions) - len(children[0][1]) if children else 0
+        children = match.children(path, positions)[:WIDTH]
+        best = chances.later if path else chances.first
+        likely = [best, *((1 - best) * chances.other * share for share in shares(len(children) - 1))]
         for rank, (token_id, where) in enumerate(children[: shape.branching[len(path)]]):
-            likely = chance * (_other(rate) * len(where) / num_others if rank else rate)
             share = len(where) / len(positions)
-            heapq.heappush(offers, _Offer(-likely, len(nodes) + rank, parent, (*path, token_id), share, where))
+            node = _Offer(-chance * likely[rank], len(nodes) + rank, parent, (*path, token_id), share, where)
+            heapq.heappush(offers, node)
 
     offer(NO_PARENT, 1.0, (), match.positions)
     while offers and len(nodes) < num_nodes:

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # of matches that are told apart
-_LONGEST_ORDER = 3  # of n-grams that are searched; longer matches are occurrences of these
-_MOST_LOOKED_AT = 8  # occurrences of an n-gram
+_MOST_LOOKED_AT = 8  # occurrences of the longest match: the newest
 _CODE = "utf-32-le" if sys.byteorder == "little" else "utf-32-be"
 _END = "\U0010ffff"  # behind each text: the last code point, larger than any token
+_END_ID = ord(_END)
 
 
 def characters(token_ids: Sequence[int]) -> str:
@@ -43,7 +43,7 @@ class Match(NamedTuple):
         for position in positions:
             at = position + depth
             found.setdefault(ord(text[at]) if at < end else path[at - end], []).append(position)
-        found.pop(ord(_END), None)
+        found.pop(_END_ID, None)
         return sorted(found.items(), key=lambda child: -len(child[1])) if len(found) > 1 else list(found.items())
 
     def follow(self, num_tokens: int) -> list[int]:
@@ -99,41 +99,53 @@ class Texts:
         return self._find(characters(token_ids[-LENGTHS[-1] :]), len(self.text), above=above)
 
     def _find(self, written: str, end: int, *, above: int) -> Match | None:
-        """The longest of the newest occurrences, before `end`, of what was `written` last."""
-        text, order, newest = self.text, 0, -1
-        while order < min(_LONGEST_ORDER, len(written)):
-            found = text.rfind(written[-order - 1 :], 0, end)
+        """The newest of the longest occurrences, before `end`, of what was `written` last.
+
+        A longer match ends where a shorter one does, so each search goes on where the last one ended: all of them
+        together read the text once.
+        """
+        text, level = self.text, above
+        while level + 1 < len(LENGTHS) and LENGTHS[level + 1] <= len(written):
+            length = LENGTHS[level + 1]
+            found = text.rfind(written[-length:], 0, end)
             if found < 0:
                 break
-            order, newest = order + 1, found
-        level = order - 1
-        if level < 0 or (order < _LONGEST_ORDER and level <= above):
+            level, end = level + 1, found + length
+        if level == above:
             return None
-        if order < _LONGEST_ORDER:  # a longer match would be an occurrence of the longer n-gram
-            return Match(text, level, [at + order for at in self._occurrences(written[-order:], newest)])
-        positions: list[int] = []
-        level = max(level, above + 1)
-        for at in self._occurrences(written[-order:], newest):
-            reached = self._reach(at + order, written, level)
-            if reached > level:
-                level, positions = reached, []
-            if reached == level:
-                positions.append(at + order)
-        return Match(text, level, positions) if positions else None
+        gram, positions = written[-LENGTHS[level] :], [end]
+        while len(positions) < _MOST_LOOKED_AT and (found := text.rfind(gram, 0, positions[-1] - 1)) >= 0:
+            positions.append(found + len(gram))
+        return Match(text, level, positions)
 
-    def _occurrences(self, gram: str, newest: int) -> list[int]:
-        """Where an n-gram begins, from its newest occurrence on."""
-        found, text = [newest], self.text
-        while len(found) < _MOST_LOOKED_AT and (newest := text.rfind(gram, 0, newest + len(gram) - 1)) >= 0:
-            found.append(newest)
-        return found
 
-    def _reach(self, position: int, written: str, level: int) -> int:
-        """The level of a match before `position`, if it is this one or above; -1 otherwise."""
-        reached = -1
-        for higher in range(level, len(LENGTHS)):
-            length = LENGTHS[higher]
-            if length > len(written) or not self.text.endswith(written[-length:], 0, position):
-                break
-            reached = higher
-        return reached
+class History:
+    """Answers by salt. When the newer half of the tokens is full, the older half goes."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self._half = num_tokens // 2
+        self._newer: dict[str, Texts] = {}
+        self._older: dict[str, Texts] = {}
+        self._num_newer = 0
+
+    def add(self, salt: str, token_ids: Sequence[int]) -> None:
+        """Keep a text, or the end of it that fits."""
+        if not self._half:
+            return
+        kept = token_ids[max(0, len(token_ids) + 1 - self._half) :]
+        if self._num_newer + len(kept) + 1 > self._half:
+            self._older, self._newer, self._num_newer = self._newer, {}, 0
+        self._num_newer += len(kept) + 1
+        texts = self._newer.setdefault(salt, Texts())
+        texts.extend(kept)
+        texts.close()
+
+    def find(self, salt: str, token_ids: Sequence[int], *, above: int = -1) -> Match | None:
+        """The longest match of the end of a text, if it is above a level; of two that are as long, the newer."""
+        best = None
+        for half in (self._newer, self._older):
+            texts = half.get(salt)
+            found = texts.find(token_ids, above=above) if texts is not None else None
+            if found is not None:
+                best, above = found, found.level
+        return best

@@ -249,8 +249,11 @@ def test_where_there_are_no_conditional_nodes_work_runs_in_any_case(
     for name, stand_in_ in (found | changes).items():
         monkeypatch.setattr(branches, name, stand_in_)
     ran = []
-    Branches().only_if(torch.zeros(1), lambda: ran.append(1))
+    there = Branches()
+    there.only_if(torch.zeros(1), lambda: ran.append(1))
     assert ran == [1]
+    assert not there.are_there
+    assert not alone().limits.leaves_out, "the policy counts such steps in full"
 
 
 TREE_FAULTS = {

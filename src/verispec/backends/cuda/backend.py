@@ -128,6 +128,7 @@ class CudaBackend:
                 _loaded(m, device, self.limits, partial(_report, progress, i, len(models)), kind)
                 for i, (m, kind) in enumerate(zip(models, _kinds(models, draft_weights, second_weights), strict=True))
             ]
+            self.limits = replace(self.limits, leaves_out=device.leaves_out)  # a kernel is linked: behind the first one
             self._max_row_spans = min(_row_spans(Shapes.of(arch)) for arch in self._architectures)
             self._state = StepState(self.limits, MAX_PLACES, device.name)
             self._graphs = Graphs(device, self._models, self._state, MAX_ROWS)

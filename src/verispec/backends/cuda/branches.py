@@ -32,7 +32,7 @@ class Branches:
 
     def only_if(self, busy: torch.Tensor, work: Callable[[], object]) -> None:
         """Put `work` on the current stream, which must be capturing for the word to count. It must allocate nothing."""
-        if not self._is_there() or not torch.cuda.is_current_stream_capturing():
+        if not self.are_there or not torch.cuda.is_current_stream_capturing():
             work()
             return
         self.num_begun += 1
@@ -92,7 +92,8 @@ class Branches:
         nodes, edges = list(nodes or ())[:count], list(edges or ())[:count]
         return graph, nodes, edges or None
 
-    def _is_there(self) -> bool:
+    @property
+    def are_there(self) -> bool:
         """Whether this machine has conditional nodes; found out at the first call, which is made before a capture."""
         if self._kernels is None:
             self._kernels = {}

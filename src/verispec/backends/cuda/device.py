@@ -40,6 +40,10 @@ class Device(Protocol):
     def name(self) -> str:
         """As torch names it."""
 
+    @property
+    def leaves_out(self) -> bool:
+        """Whether captured work inside of `only_if` that is not wanted does not run at all."""
+
     def kernels(self, shapes: Shapes) -> Any: ...
     def draws(self, vocab_size: int, rows: int) -> Any: ...
     def steps(self) -> Any: ...
@@ -102,6 +106,11 @@ class Gpu:
         self._pool: Any = None
         self._first: Any = None  # kept, because the memory of captures ends with the last graph that uses it
         self._failed: list[Any] = []  # graphs that torch may still ask whether they are being captured
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether it has conditional nodes. The first time they are linked for that, which needs a context."""
+        return self._branches.are_there
 
     def kernels(self, shapes: Shapes) -> Kernels:
         """Those of a model's passes."""
