@@ -11,7 +11,7 @@ GPU_CHECKS := draw backend quantized chains lookup trees weighing sanitize
 SANITIZER ?= compute-sanitizer
 CHROMIUM := $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
 
-.PHONY: help run serve check test-page judges test test-hf test-scale test-scale-core test-cuda gpu-test gpu-check-device gpu-check-oracle gpu-check-real gpu-sanitize gpu-sanitize-memory gpu-sanitize-rounds gpu-sanitize-graphs gpu-sanitize-races gpu-sanitize-product-races gpu-times test-long test-wheel wheel native native-asan native-aarch64 native-digests lint goldens model setup clean
+.PHONY: help run serve check test-page judges test test-hf test-scale test-scale-core test-cuda gpu-test gpu-checks gpu-check-device gpu-check-oracle gpu-check-real gpu-sanitize gpu-sanitize-memory gpu-sanitize-rounds gpu-sanitize-graphs gpu-sanitize-races gpu-sanitize-product-races gpu-times test-long test-wheel wheel native native-asan native-aarch64 native-digests lint goldens model setup clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -49,13 +49,16 @@ test-scale-core: $(BIN)/.ray model ## The core of it: two nodes are lost; and pa
 test-cuda: $(BIN)/.cuda-compiler ## Compile the CUDA kernels, look at their PTX and registers (installs NVRTC, 64 MB; no GPU)
 	$(BIN)/pytest -n auto -m cuda tests/backends/cuda/test_compile.py
 
-gpu-test: gpu-check-device $(GPU_CHECKS:%=gpu-check-%) $(if $(PROMPTS),gpu-check-oracle) ## On a machine with an H200 and torch: every kernel, the backend and (PROMPTS=FILE MODEL=FILE) the equality oracle; quicker with -j8
+gpu-test: ## On a machine with an H200 and torch: every kernel, the backend and (PROMPTS=FILE MODEL=FILE) the equality oracle; quicker with -j9
 	@$(MAKE) --no-print-directory gpu-check-failures
+	@$(MAKE) --no-print-directory gpu-checks
 	@awk 'match($$0, / of [0-9]+ differ/) { n += substr($$0, RSTART + 4) } match($$0, /comparisons of [0-9]+ rows/) { n += substr($$0, RSTART + 15) } \
-	  END { print "gpu-test: all checks passed, " n " comparisons: device $(GPU_CHECKS) failures $(if $(PROMPTS),oracle)" }' \
-	  $(patsubst %,"$(FOLDER)"/gpu-%.log,device $(GPU_CHECKS) failures $(if $(PROMPTS),oracle))
+	  END { print "gpu-test: all checks passed, " n " comparisons: failures device $(GPU_CHECKS) $(if $(PROMPTS),oracle)" }' \
+	  $(patsubst %,"$(FOLDER)"/gpu-%.log,failures device $(GPU_CHECKS) $(if $(PROMPTS),oracle))
 
-# `failures` fills the GPU's memory, so it runs when all others have ended.
+# `failures` fills the GPU's memory, so it runs before all others.
+gpu-checks: gpu-check-device $(GPU_CHECKS:%=gpu-check-%) $(if $(PROMPTS),gpu-check-oracle)
+
 # What a check prints is shown when it has ended, so that several at once do not mix, and kept for the sum.
 gpu_logged = mkdir -p "$(FOLDER)" && log="$(FOLDER)/gpu-$(1).log"; PYTHONPATH=src:. $(2) > "$$log" 2>&1; status=$$?; cat "$$log"
 gpu_check = $(call gpu_logged,$(1),$(PYTHON) -m tests.backends.cuda.$(1)_check $(2)); exit $$status

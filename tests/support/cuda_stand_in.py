@@ -256,6 +256,7 @@ class StandIn:
 
     name = "cpu"
     leaves_out = False
+    is_abandoned = False
 
     def __init__(self, *, backwards: bool = False, changes: tuple[tuple[str, str, str], ...] = ()) -> None:
         """Threads of kernels between passes take turns `backwards`; `changes` are made to a
@@ -280,6 +281,9 @@ class StandIn:
 
     def host_words(self, count: int) -> torch.Tensor:
         return torch.zeros(count, dtype=torch.int32)
+
+    def abandon(self) -> None:
+        self.is_abandoned = True
 
     def event(self) -> StandInEvent:
         return StandInEvent()

@@ -107,10 +107,11 @@ def is_fault(error: RuntimeError) -> bool:
 
 
 class Health:
-    """Whether the device still works. An error of CUDA is for ever; only memory that ran out is not."""
+    """Whether the device still works. An error of CUDA is for ever, and `failed` hears of it; only memory that ran out
+    is not."""
 
-    def __init__(self) -> None:
-        self._failure = ""
+    def __init__(self, failed: Callable[[], object] = lambda: None) -> None:
+        self._failure, self._failed = "", failed
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
@@ -126,6 +127,7 @@ class Health:
             if failure.is_memory:
                 raise DeviceMemoryError("the GPU's memory ran out in a pass: lower gpu_memory or kv_slots") from error
             self._failure = f"the GPU failed and cannot be used by this process any more: {failure.reason}"
+            self._failed()
             raise BackendDeadError(self._failure) from error
 
     def guarding(self, probes: Sequence[KernelProbe]) -> list[KernelProbe]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import sys
-from contextlib import nullcontext
+import weakref
+from contextlib import nullcontext, suppress
 from enum import IntEnum
 from queue import SimpleQueue
 from types import ModuleType, SimpleNamespace
@@ -172,6 +173,42 @@ def test_a_device_that_failed_ends_everything(error: Exception, where: str, fail
     with pytest.raises(BackendDeadError, match="cannot be used by this process any more"):
         thread.submit(requests(1)[0], lambda events: None)
     thread.stop()
+
+
+@pytest.mark.parametrize("error", [*MEMORY.values(), *FATAL.values()])
+def test_a_device_that_failed_is_abandoned(error: Exception) -> None:
+    """One whose memory ran out is not."""
+    heard: list[int] = []
+    with suppress(DeviceMemoryError, BackendDeadError), gpu.Health(lambda: heard.append(1)).guarded():
+        raise error
+    assert bool(heard) is any(error is each for each in FATAL.values())
+
+
+def test_memory_that_a_device_copies_from_outlives_its_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Giving it back would end the process. A device that works gives back everything in the end."""
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda count, *, dtype, pin_memory: zeros(count, dtype=dtype))
+    for fails in (False, True):
+        device = devices.Gpu()
+        words = weakref.ref(device.host_words(4))
+        assert words() is not None, "the device has it"
+        if fails:
+            device.abandon()
+        del device
+        gc.collect()
+        assert (words() is not None) is fails
+
+
+def test_captures_take_no_such_memory() -> None:
+    """It would be given back behind each."""
+    device = StandIn()
+    served, asked = thread_on(device), list[int]()
+    Served(served).outputs(requests(1))  # lanes have theirs now
+    device.host_words = asked.append  # type: ignore[assignment,method-assign]
+    found = Served(served).outputs(requests(2))
+    assert {output.finish_reason for output in found.values()} == {FinishReason.LENGTH}
+    assert not asked
+    served.stop()
 
 
 def test_what_is_not_the_devices_fault_does_not_kill_it() -> None:

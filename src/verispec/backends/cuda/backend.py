@@ -141,7 +141,7 @@ class CudaBackend:
         self._binds: dict[int, Int32] = {}  # not yet sent
         self._new_masks: list[tuple[int, Int32]] = []  # not yet sent: the first row of the table, and words
         self._lanes: list[Lane] = []
-        self._health = Health()
+        self._health = Health(device.abandon)
 
     def bind(self, seq_row: int, sampler: Sampler) -> None:
         """A sequence takes this row of the table. It is sent with the next pass."""

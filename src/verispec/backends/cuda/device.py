@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import threading
 from collections.abc import Callable, Iterator
@@ -50,6 +51,9 @@ class Device(Protocol):
     def capture(self, work: Callable[[], object]) -> Graph: ...
     def only_if(self, busy: torch.Tensor, work: Callable[[], object]) -> None: ...
     def host_words(self, count: int) -> torch.Tensor: ...
+    def abandon(self) -> None:
+        """It failed, and cannot be used any more."""
+
     def event(self) -> Event: ...
     def current(self) -> AbstractContextManager[object]: ...
     def exact_products(self) -> AbstractContextManager[object]: ...
@@ -106,6 +110,7 @@ class Gpu:
         self._pool: Any = None
         self._first: Any = None  # kept, because the memory of captures ends with the last graph that uses it
         self._failed: list[Any] = []  # graphs that torch may still ask whether they are being captured
+        self._pinned: list[torch.Tensor] = []  # all that were given, until the device ends
 
     @property
     def leaves_out(self) -> bool:
@@ -171,8 +176,15 @@ class Gpu:
         return self._branches.num_made
 
     def host_words(self, count: int) -> torch.Tensor:
-        """Memory of the host that copies need not wait for."""
-        return torch.zeros(count, dtype=torch.int32, pin_memory=True)
+        """Memory of the host that copies need not wait for. It stays until the device ends: see `abandon`."""
+        self._pinned.append(torch.zeros(count, dtype=torch.int32, pin_memory=True))
+        return self._pinned[-1]
+
+    def abandon(self) -> None:
+        """It failed: nothing of the host's memory that it may copy from or to is ever given back. Torch asks the device
+        when it may be, and where that fails it ends the process."""
+        for words in self._pinned:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(words))
 
     def event(self) -> Event:
         """A new one."""
