@@ -251,16 +251,14 @@ def forced_drafts(llm: LLM) -> dict[str, Drafts]:
 
 
 def drafters_of(llm: LLM) -> dict[str, Drafter]:
-    """Those of the engine; `lookup` on the host where the backend does not do it; `suffix` without history; and `skip`
-    and `model` forced to draft."""
+    """Those of the engine; `n-grams`; `suffix` without history; and `skip` and `model` forced to draft."""
     menu, cost, draft_cost = llm.skip_menu(), llm.calibration.cost, llm.calibration.draft_cost
     setup = DraftSetup(backend=llm.backend, cost=cost, find_menu=lambda: menu, draft_cost=draft_cost)
     found = make_drafters(setup)
     found["suffix"] = Renewed(SuffixDrafter, is_for_auto=True)
     found["suffix, own text"] = Renewed(lambda: SuffixDrafter(SuffixConfig(history_len=0)))
-    found["lookup"] = Renewed(PromptLookup)
-    if llm.backend.limits.looks_up:
-        found["lookup"] = Renewed(lambda: DRAFTERS["lookup"](setup), is_for_auto=True)
+    found["n-grams"] = Renewed(PromptLookup)
+    found["lookup"] = Renewed(lambda: DRAFTERS["lookup"](setup), is_for_auto=True)
     for name, drafts in forced_drafts(llm).items():
 
         def forced(backend: Backend, name: str = name) -> Callable[[], Drafter]:

@@ -5,8 +5,8 @@
 
 The device is simulated with the costs of an H200 (`tests/support/far_backend.py`); the host is this machine's, by its
 CPU time. All requests are there from the start, their prompts in the cache. The answers are text in which words recur
-but not what follows them (*words*), in which nothing occurs twice (*new*), or which quotes the prompt (*quotes*). Arms
-run in turns.
+but not what follows them (*words*), in which nothing occurs twice (*new*), which quotes the prompt (*quotes*), or of
+which every third does (*some*). Arms run in turns.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from verispec.spec.speculation import Speculation
 from verispec.types import SamplingParams
 
 VOCAB, NUM_PROMPT, CONTEXT_LEN = 49_152, 320, 1024
-TEXTS = ("words", "new", "quotes")
+TEXTS = ("words", "new", "quotes", "some")
 WRONG_EVERY = 24  # of a text that quotes
 
 
@@ -85,7 +85,7 @@ class Bench:
     def _answer(self, seed: int) -> list[int]:
         """The prompt and what is drawn behind it."""
         prompt = self._prompts[seed % self._batch]
-        if self._text == "quotes":
+        if self._text == "quotes" or (self._text == "some" and seed % self._batch % 3 == 0):
             start, step = seed % 64, 1 + seed // self._batch % 5
             quoted = prompt[start : start + self._num_new]
             return prompt + [(t + step) % VOCAB if i % WRONG_EVERY == 9 else t for i, t in enumerate(quoted)]

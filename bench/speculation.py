@@ -4,7 +4,7 @@
                                 [--model TARGET] [--draft-model DRAFT] [--backend NAME] [--seconds 60]
 
 Parts: *tasks*: each drafter by task, one stream and batches, T = 0 and 1 (`skip` is draft and verify, `decode` is
-decode-verify-rollback, `lookup` is what `ngram` was); *trees*: recursive speculative decoding, tokens a pass and
+decode-verify-rollback, `n-grams` is what `ngram` was); *trees*: recursive speculative decoding, tokens a pass and
 tokens a second at fixed draft lengths and target budgets; *replay*: shares of deterministic requests, all there from
 the start and arriving as in a --trace; *recomputed*: what `decode` accepts and recomputes, by N (with --backend numpy
 also for fast passes that are rounded to bf16, or run on weights of 8 and 4 bits); *auto*: the policy's choice against
@@ -237,6 +237,7 @@ def tasks_part(bench: Bench) -> None:
     options, drafts = bench.options, wanted_drafts(bench)
     arms = [
         Arm("suffix, own text", "suffix, own text"), Arm("suffix", "suffix"), Arm("lookup", "lookup"),
+        Arm("n-grams", "n-grams"),
         Arm("decode", "decode"), *(Arm(name, name) for name in drafts),
         *(Arm(f"{name}, forced", f"{name}, forced") for name in drafts), Arm("auto", "auto"),
     ]  # fmt: skip
@@ -361,7 +362,7 @@ def block_efficiencies(
 def auto_part(bench: Bench) -> None:
     """Every fixed choice and `auto`, by batch: requests of all tasks, all there from the start."""
     options, drafts = bench.options, wanted_drafts(bench)
-    arms = [Arm(name, name) for name in ("suffix", "lookup", "decode", *drafts)]
+    arms = [Arm(name, name) for name in ("suffix", "lookup", "n-grams", "decode", *drafts)]
     if "model" in drafts:
         arms += [Arm(tree, "model, full", tree) for tree in ("chain:2", "chain:4", "beam:2,3")]
     arms = [*chosen_arms(options, arms), Arm("auto", "auto")]
@@ -411,7 +412,9 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=Path, nargs="*", default=[], help="JSON lines")
     parser.add_argument("--trace", type=Path, help="CSV of arrival times; default: evenly spaced")
     parser.add_argument("--seconds", type=float, default=60.0, help="for each part")
-    parser.add_argument("--drafters", nargs="+", default=["suffix", "lookup", "decode", "skip", "model", "auto"])
+    parser.add_argument(
+        "--drafters", nargs="+", default=["suffix", "lookup", "n-grams", "decode", "skip", "model", "auto"]
+    )
     parser.add_argument("--arms", nargs="+", help="of tasks, trees and auto, by their names in tables; default: all")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 128], help="tasks: those up to 8")
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])

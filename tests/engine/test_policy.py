@@ -177,6 +177,50 @@ def test_passes_that_nobody_wants_cost_all_of_it_where_they_are_not_left_out(
     assert first.choice.num_nodes == expected
 
 
+# A batch ends with its last sequence.
+
+
+def drafting(rooms: Sequence[int], *, others: int | None, forced: bool = False, plain: int = 0) -> list[int]:
+    """The sequences that draft, of those that have so much left; the last `plain` of them have no drafter."""
+    chosen = policy({"it": tree((1, 0.9), forced=forced), "none": NoDrafter()}, (1, 64), cost(m1=1.0, m64=1.1))
+    turns = [turn(i, "it" if i < len(rooms) - plain else "none", room=room) for i, room in enumerate(rooms)]
+    more = {"other_rows": others is not None, "other_tokens": others is not None}
+    chosen.choose(turns, is_canonical=True, **more, beside=0, room_of_others=others)
+    return [i for i, t in enumerate(turns) if t.choice.num_nodes]
+
+
+def test_where_a_batch_would_end_no_earlier_nobody_drafts() -> None:
+    """Unless it is not known to be one, all draft, or it is the last ones that do."""
+    assert drafting([50, 50, 50], others=None) == [0, 1, 2]
+    assert drafting([50, 50, 50], others=-1) == [0, 1, 2]
+    assert drafting([50, 50, 50], others=50) == []
+    assert drafting([50, 50, 50], others=49) == [0, 1, 2]
+    assert drafting([60, 50, 40], others=45) == [0, 1]
+    assert drafting([60, 50, 55], others=-1, plain=1) == [0]
+    assert drafting([50, 50], others=90, forced=True) == [0, 1]
+
+
+class Zeros(Eager):
+    def guess(self, sequence: object, num_nodes: int) -> Draft:
+        return Draft.chain([0] * num_nodes)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_of_a_batch_only_the_last_draft(is_streamed: bool) -> None:
+    """By the engine: beside one that cannot draft and has more left, others draft only if somebody sees their tokens,
+    or when it has ended."""
+    backend = FakeBackend()
+    drafters = {"it": Zeros(), "none": NoDrafter()}
+    engine = Engine(backend, family=(1, 16, 64), drafters=drafters, cost=CHEAP, config=EngineConfig(num_slots=256))
+    for method, max_tokens in (("it", 30), ("none", 40)):
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        engine.add(Request([1, 2, 3], params, Speculation(method), is_streamed=is_streamed))
+    events = [event for _ in iter(lambda: engine.has_work, False) for event in engine.step()]
+    drafted = {event.request_id: event.output.stats.drafted for event in events if event.output is not None}
+    assert (drafted[0] > 0) is is_streamed
+    assert drafted[1] == 0
+
+
 # What the host costs.
 
 

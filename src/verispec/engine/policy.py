@@ -27,10 +27,12 @@ _WINDOWS_WORTH_IT = 1.03  # times the tokens of plain decoding: not all windows 
 _LOOKS, _LONGEST_REST = 0.02, 128  # the share of time for looking whether to draft, in which no draft is made; rounds
 _ROUND_STEP, _MANY_ROUNDS = 0.2, 64  # towards what the host last took for a round
 _LOOK_STEP = 0.1  # the same for a look
+_NEAR_HOST = 1e-3  # seconds for a round that the host drafts, believed: a pass leaves its caches cold
 _FADED = 0.8  # of the host's time for a round, when those that rest for it could look again
 _NOTICEABLE_HOST = 0.15  # a change of the host's time, as a logarithm, that entries are made anew for
 LEFT_OUT = 3e-5  # seconds of a draft pass that nobody wants and that is left out, though it was sent before; H200
 NOT_WORTH_IT = "verifying a draft was not predicted to pay at this load"
+NOT_LAST = PLAIN._replace(reason="the batch would end no earlier: others, which draft nothing, have as much left")
 _BEST_GAIN, _MOST_ROWS = 1.1, 3  # at best so many times the tokens a second, by at most so many times the rows
 _WAIT, _LONGEST_WAIT = 0.025, 0.1  # seconds that a stream waits for a burst: 40 frames a second, or 10
 _HOST_SHARE = 0.02  # of the time of a burst: where the host would take more, streams wait longer
@@ -116,7 +118,8 @@ class Policy:
         self._row_budget = row_budget
         self._max_draft = max_draft
         self.max_burst = max_burst
-        self.host_seconds = cost.trip / 2  # of a round that the host drafts, beyond T; the engine measures it
+        near = _NEAR_HOST if cost.learns else 0.0
+        self.host_seconds = cost.trip / 2 or near  # of a round that the host drafts, beyond T; the engine measures it
         self._look_seconds = 0.0  # of the host, to ask a sequence's drafters
         self._round_seconds = 0.0  # of the host, for a sequence's round that the backend drafts
         self._cost_versions = (0, 0, 0)
@@ -124,11 +127,20 @@ class Policy:
         self._can_pay: dict[tuple[int, bool], tuple[tuple[int, int], bool]] = {}  # with the versions of the costs
 
     def choose(
-        self, turns: Sequence[Turn], *, is_canonical: bool, other_rows: int, other_tokens: int, beside: int
+        self,
+        turns: Sequence[Turn],
+        *,
+        is_canonical: bool,
+        other_rows: int,
+        other_tokens: int,
+        beside: int,
+        room_of_others: int | None = None,
     ) -> None:
         """Fill in the choices of turns that complete.
 
-        `other_rows` run in the same pass and give `other_tokens`; `beside` rows run in the step's other pass.
+        `other_rows` run in the same pass and give `other_tokens`; `beside` rows run in the step's other pass. Where all
+        that counts is when the last of a batch ends, `room_of_others` are the most tokens that one of the others has
+        left.
         """
         versions = self._cost.version, _rough(self.host_seconds), _rough(self._round_seconds)
         if versions != self._cost_versions:
@@ -163,6 +175,8 @@ class Policy:
         left = max(0, self._row_budget - rows)  # prompts may have more rows than that by themselves
         if drafts > left:
             _ration([turn for turn in turns if held_window(turn.states) is None], left)
+        if room_of_others is not None:
+            _hold_back(turns, room_of_others)
 
     def _needs_host(self, turn: Turn) -> bool:
         """Whether its next round needs the host, whatever is drafted."""
@@ -218,6 +232,7 @@ class Policy:
                 choice = Choice(
                     name, found.num_nodes, curve.shape, by_backend=curve.by_backend and not crowd.needs_host,
                     is_replay=curve.is_window, draft_seconds=found.draft_seconds, num_tokens=1.0 + found.tokens,
+                    is_forced=curve.is_forced,
                 )  # fmt: skip
                 best = _Entry(choice, found.rate, version)
             elif not best.choice.num_nodes and curve.cost is not None:
@@ -416,6 +431,16 @@ def _ration(turns: Sequence[Turn], left: int) -> None:
         if turn.choice.num_nodes > left:
             turn.choice = PLAIN._replace(reason="no rows were left for a draft")
         left -= turn.choice.num_nodes
+
+
+def _hold_back(turns: Sequence[Turn], room_of_others: int) -> None:
+    """Drafts of those that have no more left than somebody who draws token by token would only take its time."""
+    most = max([room_of_others, *(turn.room for turn in turns if not turn.choice.num_nodes)])
+    for turn in turns:
+        choice = turn.choice
+        is_free = not (choice.is_forced or choice.grows or held_window(turn.states) is not None)
+        if choice.num_nodes and turn.room <= most and is_free:
+            turn.choice = NOT_LAST
 
 
 def _within(choice: Choice, turn: Turn) -> Choice:

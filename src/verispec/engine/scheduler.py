@@ -526,6 +526,7 @@ class Scheduler:
         num_fast = (
             len(plain[False]) + num_resting.get(False, 0) + sum(t.num_pending for t in turns if not t.is_canonical)
         )
+        is_joint = not self._roster.waiting and not any(s.is_streamed for s in self._roster.running)
         for is_canonical, beside in ((True, num_fast), (False, 0)):
             together = [t for t in turns if t.is_canonical is is_canonical]
             free = [t for t in together if t.completes and own(t).may_draft]
@@ -538,7 +539,14 @@ class Scheduler:
                     other_rows=others + num_plain,
                     other_tokens=sum(t.completes for t in together) - len(free) + num_plain,
                     beside=beside,
+                    room_of_others=self._room_beside(free) if is_joint else None,
                 )
+
+    def _room_beside(self, turns: SequenceOf[Turn]) -> int:
+        """The most tokens that one has left of all that run beside these turns."""
+        asked = {own(turn) for turn in turns}
+        others = [s for s in self._roster.running if s not in asked]
+        return max([s.max_len - len(s.token_ids) - 1 - s.kv.num_ahead for s in others], default=-1)
 
     def _has_slots(self, turn: Turn) -> bool:
         """Lease the slots of the draft chosen; a whole window's, when it is opened. Rows of others come first."""

@@ -98,7 +98,7 @@ class Choice(NamedTuple):
     of them are leased at once. `is_replay`: they are a window that is verified now; `num_drawn` of it were drawn in
     earlier steps. `waits`: they are ready, but the pass has no rows.
     `by_backend`: the backend can draft them by itself, round after round; that takes it `draft_seconds` a round, in
-    which `num_tokens` are expected to be committed.
+    which `num_tokens` are expected to be committed. `is_forced`: whether that pays or not.
     """
 
     drafter: str = ""
@@ -111,6 +111,7 @@ class Choice(NamedTuple):
     by_backend: bool = False
     draft_seconds: float = 0.0
     num_tokens: float = 1.0
+    is_forced: bool = False
     reason: str = ""
     because: str = ""
 
