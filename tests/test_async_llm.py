@@ -125,6 +125,31 @@ def test_a_reader_that_is_too_slow_is_told_and_others_go_on(llm: LLM) -> None:
     run(work)
 
 
+def test_who_reads_what_was_delivered_is_not_slow(llm: LLM) -> None:
+    """However many events a delivery has: nobody can have read any of them before the next one. The control reads
+    none."""
+
+    async def work() -> None:
+        model = AsyncLLM(llm)
+        for reads in (True, False):
+            stream = model.stream("many", LONG, max_pending=5)
+            (request_id,) = stream.request_ids
+            event = (await stream.take())[0]._replace(request_id=request_id, output=None)
+            for _ in range(3):
+                model._deliver([event] * 20)
+                assert len(stream._pending) >= 20 or not reads
+                if reads:
+                    assert len(await stream.take()) >= 20
+            if reads:
+                stream.close()
+            else:
+                with pytest.raises(SlowReaderError, match="5 events"):
+                    await stream.take()
+        await _idle(llm)
+
+    run(work)
+
+
 def test_a_bad_request_is_refused_at_once_and_leaves_nothing(llm: LLM) -> None:
     async def work() -> None:
         model = AsyncLLM(llm)

@@ -103,10 +103,15 @@ class Stream:
             self._num_left[event.request_id] -= 1
             if not self._num_left[event.request_id]:
                 del self._num_left[event.request_id]
-        if self._max_pending is not None and len(self._pending) > self._max_pending:
-            message = f"the stream was not read for {self._max_pending} events, so the request was ended"
-            self.fail(SlowReaderError(message))
         self._wake()
+
+    def _is_read(self) -> bool:
+        """Whether there is room for what is delivered now, however much that is: else the stream fails."""
+        if self._max_pending is None or len(self._pending) < self._max_pending:
+            return True
+        message = f"the stream was not read for {self._max_pending} events, so the request was ended"
+        self.fail(SlowReaderError(message))
+        return False
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -237,10 +242,12 @@ class AsyncLLM:
     def _deliver(self, events: list[TokenEvent]) -> None:
         if any(event.logprobs or event.finish_reason in _ENDS for event in events):
             self._heard_at = time.monotonic()
+        heard: set[Stream] = set()  # of what is delivered now nobody can have read anything
         for event in events:
             stream = self._streams.get(event.request_id)
-            if stream is None:  # closed by its reader
+            if stream is None or not (stream in heard or stream._is_read()):  # closed by its reader, or for it
                 continue
+            heard.add(stream)
             if event.output is not None and stream._num_left[event.request_id] == 1:
                 del self._streams[event.request_id]
             stream._put(event)

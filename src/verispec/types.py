@@ -579,6 +579,7 @@ class TokenEvent(NamedTuple):
     rejected_ids: tuple[int, ...] = ()
     output: SampleOutput | None = None  # everything about the sample, with its last event
     trace: DraftTrace | None = None  # of the draft that was judged, if the request asked for traces
+    tells_drafts: bool = True  # False: nothing of them may be seen, not even which tokens were committed together
 
     @property
     def text(self) -> str:
@@ -599,9 +600,10 @@ class TokenEvent(NamedTuple):
         """The same, which tells of no draft, as events of one token each; the output comes with the last of them."""
         last = len(self.logprobs) - 1
         if last < 1:
-            return [self]
+            return [self._replace(tells_drafts=False)]
         return [
             self._replace(
+                tells_drafts=False,
                 logprobs=self.logprobs[i : i + 1],
                 pieces=self.pieces[i : i + 1],
                 output=self.output if i == last else None,

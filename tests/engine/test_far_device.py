@@ -279,3 +279,34 @@ def test_what_preparing_takes_keeps_no_drafts_away(monkeypatch: pytest.MonkeyPat
     assert min(accepted_one_by_one()) > 30
     monkeypatch.setattr(engine_module, "_PREPARING", 1.0)
     assert max(accepted_one_by_one()[1:]) == 0
+
+
+@pytest.mark.parametrize("num_quoting", [8, 3])
+def test_a_batch_that_quotes_drafts_together(num_quoting: int) -> None:
+    """Prompts of many lengths, so that looks would not be due at once; where only some quote, the batch ends with the
+    others, and loses nothing by it."""
+    rng, taken = np.random.default_rng(1), {}
+    prompts = [rng.integers(2, 40_000, 100 + 120 * i).tolist() for i in range(8)]
+
+    def text(seed: int) -> list[int]:
+        new = np.random.default_rng(100 + seed).integers(2, 40_000, 300).tolist()
+        return prompts[seed] + (new[:60] + prompts[seed] * 3 if seed < num_quoting else new)[:260]
+
+    for method in ("none", "lookup"):
+        backend = FarBackend(text, vocab_size=49_152, num_slots=32_000, context_len=2048, num_seq_rows=8)
+        cost = CostTable(
+            far_backend.ROWS, far_backend.SECONDS, (0.0,) * len(far_backend.ROWS), learns=True, trip=far_backend.TRIP
+        )
+        engine = Engine(
+            backend, family=FarBackend.shapes, drafters=make_drafters(DraftSetup(backend=backend, cost=cost)),
+            cost=cost, clock=lambda backend=backend: backend.now,
+            config=EngineConfig(num_slots=32_000, row_budget=2048, max_running=8, depth=2),
+        )  # fmt: skip
+        for i, prompt in enumerate(prompts):
+            params = SamplingParams(max_tokens=256, seed=i, ignore_eos=True)
+            engine.add(Request(prompt, params, Speculation(method), is_streamed=False))
+        while engine.has_work:
+            engine.step()
+        taken[method] = backend.now
+    ratio = taken["lookup"] / taken["none"]
+    assert ratio < 0.85 if num_quoting == 8 else ratio < 1.03

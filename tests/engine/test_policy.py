@@ -200,6 +200,15 @@ def test_where_a_batch_would_end_no_earlier_nobody_drafts() -> None:
     assert drafting([50, 50], others=90, forced=True) == [0, 1]
 
 
+def test_of_a_batch_rows_go_to_who_ends_last() -> None:
+    """Where they are too few for all; without a batch to the oldest."""
+    for others, expected in ((-1, [10]), (None, [0, 1, 2, 3, 4, 5])):
+        chosen = policy(tree(*[(1, 0.9)] * 4), (1, 64), cost(m1=1.0, m64=1.1), row_budget=35)
+        turns = [turn(i, "it", room=1000 if i == 10 else 10) for i in range(11)]
+        chosen.choose(turns, is_canonical=True, other_rows=0, other_tokens=0, beside=0, room_of_others=others)
+        assert [i for i, t in enumerate(turns) if t.choice.num_nodes] == expected
+
+
 class Zeros(Eager):
     def guess(self, sequence: object, num_nodes: int) -> Draft:
         return Draft.chain([0] * num_nodes)

@@ -108,6 +108,7 @@ def test_a_tree_is_its_paths_and_a_row_is_itself() -> None:
         ([1, 2.5], "prediction_ids: token id 2.5 is not"),
         ([[1], [2, -1]], r"prediction_ids\[1\]: token id -1 is not"),
         ([[1], 2], r"prediction_ids\[1\] must be a row of token ids, not int"),
+        *((odd, "prediction_ids must be token ids, rows of them or a Draft") for odd in ({1}, None, {5: 1})),
         ("ab", r"prediction_ids\[0\]: token id 'a' is not"),
         ([[1]] * 17, "prediction_ids has 17 alternatives; at most 16 are possible"),
         ([1] * (MAX_PREDICTED + 1), "prediction_ids has 32769 tokens; at most 32768 are possible"),

@@ -174,7 +174,10 @@ class Policy:
                 turn.choice = _within(choice, turn) if turn.room > 0 else NO_ROOM
         left = max(0, self._row_budget - rows)  # prompts may have more rows than that by themselves
         if drafts > left:
-            _ration([turn for turn in turns if held_window(turn.states) is None], left)
+            rationed = [turn for turn in turns if held_window(turn.states) is None]
+            if room_of_others is not None:  # who ends last comes first
+                rationed.sort(key=lambda turn: -turn.room)
+            _ration(rationed, left)
         if room_of_others is not None:
             _hold_back(turns, room_of_others)
 
@@ -424,7 +427,7 @@ def _refused(reason: str) -> Choice:
 
 
 def _ration(turns: Sequence[Turn], left: int) -> None:
-    """Drafts as far as there are rows, oldest first."""
+    """Drafts as far as there are rows, in this order."""
     for turn in turns:
         if turn.choice.grows:
             continue

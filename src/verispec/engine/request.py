@@ -102,7 +102,11 @@ class RequestChecks:
         for token_id in request.params.stop_ids:
             if token_id >= vocab_size:
                 raise InputError(f"stop_ids names token {token_id}; the vocabulary has {vocab_size}")
-        _check_prediction(request, vocab_size)
+        try:
+            _check_prediction(request, vocab_size)
+        except (TypeError, KeyError):
+            given = kind_of(request.prediction_ids)
+            raise InputError(f"prediction_ids must be token ids, rows of them or a Draft, not {given}") from None
         self._check_constraint(request)
         self._check_speculation(request)
         self._check_committed(request)

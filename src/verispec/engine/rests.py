@@ -25,11 +25,12 @@ class Rests:
         del self._until[sequence]
         sequence.rest(is_resting=False)
 
-    def due(self) -> list[Sequence]:
-        """Those whose rest is over; who does not run any more is forgotten."""
+    def due(self, *, together: bool = False) -> list[Sequence]:
+        """Those whose rest is over, or all `together` if one's is; who does not run any more is forgotten."""
         if not self._until or self._first_due > self.num_planned:
             return []
         for sequence in [s for s in self._until if not s.is_running]:
             self.get_up(sequence)
         self._first_due = min(self._until.values(), default=0)
-        return [s for s, due in self._until.items() if due <= self.num_planned]
+        found = [s for s, due in self._until.items() if due <= self.num_planned]
+        return list(self._until) if found and together else found

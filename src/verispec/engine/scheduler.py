@@ -299,7 +299,7 @@ class Scheduler:
         near all get up, and are asked when the next step is planned.
         """
         turns, num_asked = [], 0
-        due = self._rests.due()
+        due = self._rests.due(together=self._is_joint())
         if any(map(self._needs_other_load, due)):
             self._policy.forget_host()
         for sequence in due:
@@ -526,7 +526,9 @@ class Scheduler:
         num_fast = (
             len(plain[False]) + num_resting.get(False, 0) + sum(t.num_pending for t in turns if not t.is_canonical)
         )
-        is_joint = not self._roster.waiting and not any(s.is_streamed for s in self._roster.running)
+        undrafted = [s for group in (*plain.values(), map(own, turns)) for s in group if not s.may_draft]
+        undrafted += [s for group in resting.values() for s, _ in group]
+        room = max(map(_room, undrafted), default=-1)
         for is_canonical, beside in ((True, num_fast), (False, 0)):
             together = [t for t in turns if t.is_canonical is is_canonical]
             free = [t for t in together if t.completes and own(t).may_draft]
@@ -539,14 +541,12 @@ class Scheduler:
                     other_rows=others + num_plain,
                     other_tokens=sum(t.completes for t in together) - len(free) + num_plain,
                     beside=beside,
-                    room_of_others=self._room_beside(free) if is_joint else None,
+                    room_of_others=room if self._is_joint() else None,
                 )
 
-    def _room_beside(self, turns: SequenceOf[Turn]) -> int:
-        """The most tokens that one has left of all that run beside these turns."""
-        asked = {own(turn) for turn in turns}
-        others = [s for s in self._roster.running if s not in asked]
-        return max([s.max_len - len(s.token_ids) - 1 - s.kv.num_ahead for s in others], default=-1)
+    def _is_joint(self) -> bool:
+        """Whether what counts is when the last one ends: nobody streams, and nobody waits for a place."""
+        return not self._roster.waiting and not any(s.is_streamed for s in self._roster.running)
 
     def _has_slots(self, turn: Turn) -> bool:
         """Lease the slots of the draft chosen; a whole window's, when it is opened. Rows of others come first."""
@@ -582,6 +582,11 @@ class Scheduler:
 
 def _age(turn: Turn) -> int:
     return turn.sequence.sequence_id
+
+
+def _room(sequence: Sequence) -> int:
+    """Tokens behind the next one that it may still draw."""
+    return sequence.max_len - len(sequence.token_ids) - 1 - sequence.kv.num_ahead
 
 
 def _reads_prompt(sequence: Sequence) -> bool:

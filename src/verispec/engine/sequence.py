@@ -314,8 +314,8 @@ class Sequence:
         about = self.request_id, self.sample_key.sample_index, self._entries(start), pieces
         draft, outbox.draft = outbox.draft, NO_NEWS
         if draft is NO_NEWS:
-            return _new_event((*about, 0, (), output, None))
-        return _new_event((*about, min(draft.num_accepted, count), draft.rejected_ids, output, draft.trace))
+            return _new_event((*about, 0, (), output, None, True))
+        return _new_event((*about, min(draft.num_accepted, count), draft.rejected_ids, output, draft.trace, True))
 
     def _take_pieces(self, count: int) -> tuple[str, ...]:
         """Text by the token that released it; what was held back comes with the last token, if there is one."""

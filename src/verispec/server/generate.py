@@ -214,11 +214,18 @@ def _token(token_id: int, logprob: float) -> dict[str, Any]:
 
 
 async def _frames(answer: Answer, written: Callable[[], Any]) -> AsyncIterator[bytes]:
-    """Everything so far with each frame, as SGLang has it."""
+    """Everything so far with each frame, as SGLang has it: one a step, or one a commit where drafts are not told."""
     told = Told(answer)
     try:
         async for commits in answer.commits():
-            if found := b"".join(event(_encode(written()), event_id=told.take(commit)) for commit in commits):
+            found, event_id, is_left = b"", None, False
+            for commit in commits:
+                event_id, is_left = told.take(commit), commit.event.tells_drafts
+                if not is_left:
+                    found += event(_encode(written()), event_id=event_id)
+            if is_left:
+                found += event(_encode(written()), event_id=event_id)
+            if found:
                 yield found
     except Exception as error:
         yield event(_encode(as_api_error(error).body()))

@@ -199,6 +199,31 @@ def test_memory_that_a_device_copies_from_outlives_its_failure(monkeypatch: pyte
         assert (words() is not None) is fails
 
 
+def test_a_pass_that_found_no_memory_leaves_its_lane_to_others() -> None:
+    """Or each of them would keep some of the host's memory for ever."""
+
+    class Full(StandIn):
+        is_full, num_given = False, 0
+
+        def host_words(self, count: int):
+            self.num_given += 1
+            return super().host_words(count)
+
+        def capture(self, work) -> StandInGraph:
+            if self.is_full:
+                raise MEMORY["torch's own"]
+            return super().capture(work)
+
+    device = Full()
+    served = Served(thread_on(device))
+    served.outputs(requests(1))
+    device.is_full, before = True, device.num_given
+    for _ in range(8):
+        found = served.outputs(requests(5))
+        assert FinishReason.ERROR in {output.finish_reason for output in found.values()}
+    assert device.num_given <= before + 4
+
+
 def test_captures_take_no_such_memory() -> None:
     """It would be given back behind each."""
     device = StandIn()

@@ -141,6 +141,7 @@ class CudaBackend:
         self._binds: dict[int, Int32] = {}  # not yet sent
         self._new_masks: list[tuple[int, Int32]] = []  # not yet sent: the first row of the table, and words
         self._lanes: list[Lane] = []
+        self._left_lanes: list[Lane] = []  # of passes that failed, which the device may still read
         self._health = Health(device.abandon)
 
     def bind(self, seq_row: int, sampler: Sampler) -> None:
@@ -161,9 +162,22 @@ class CudaBackend:
         """Start the pass; what the host must take part in is done before this returns."""
         check_pass(pass_, self.limits)
         with self._health.guarded(), self._device.current():
-            lane = self._lanes.pop() if self._lanes else Lane(self._device, self._state)
-            ticket = self._started(pass_, lane)
-            return ReadyTicket(self._sampled_by_hand(pass_, lane)) if ticket is None else ticket
+            lane = self._free_lane()
+            try:
+                ticket = self._started(pass_, lane)
+                return ReadyTicket(self._sampled_by_hand(pass_, lane)) if ticket is None else ticket
+            except RuntimeError:
+                if lane not in self._lanes:
+                    self._left_lanes.append(lane)
+                raise
+
+    def _free_lane(self) -> Lane:
+        if self._lanes:
+            return self._lanes.pop()
+        if self._left_lanes:
+            self._left_lanes[-1].settle()
+            return self._left_lanes.pop()
+        return Lane(self._device, self._state)
 
     # Passes that only draw.
 

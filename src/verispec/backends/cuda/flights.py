@@ -38,6 +38,11 @@ class Lane:
         self._back_words[:count].copy_(out[:count], non_blocking=True)
         self._event.record()
 
+    def settle(self) -> None:
+        """Wait until the device has no use for it."""
+        self._event.record()
+        self._event.synchronize()
+
     def wait(self) -> Int32:
         """What came back, once it has."""
         self._event.synchronize()
