@@ -25,6 +25,8 @@ from verispec.spec.turn import NO_ROOM, PLAIN, Choice, States, Turn
 _MOST_ENTRIES = 4096
 _WINDOWS_WORTH_IT = 1.03  # times the tokens of plain decoding: not all windows are opened and replayed together
 _LOOKS, _LONGEST_REST = 0.02, 128  # the share of time for looking whether to draft, in which no draft is made; rounds
+_HIDDEN_LOOKS, _WHILE_BUSY = 0.1, 0.25  # the share of looks that take less than this of a burst: the device is busy
+_SHORT_LOOK = 0.015  # of the time that is left
 _ROUND_STEP, _MANY_ROUNDS = 0.2, 64  # towards what the host last took for a round
 _LOOK_STEP = 0.1  # the same for a look
 _NEAR_HOST = 1e-3  # seconds for a round that the host drafts, believed: a pass leaves its caches cold
@@ -32,6 +34,7 @@ _FADED = 0.8  # of the host's time for a round, when those that rest for it coul
 _NOTICEABLE_HOST = 0.15  # a change of the host's time, as a logarithm, that entries are made anew for
 LEFT_OUT = 3e-5  # seconds of a draft pass that nobody wants and that is left out, though it was sent before; H200
 NOT_WORTH_IT = "verifying a draft was not predicted to pay at this load"
+NO_FASTER = "fast passes take as long as canonical ones at this load, and replays would come on top"
 NOT_LAST = PLAIN._replace(reason="the batch would end no earlier: others, which draft nothing, have as much left")
 _BEST_GAIN, _MOST_ROWS = 1.1, 3  # at best so many times the tokens a second, by at most so many times the rows
 _WAIT, _LONGEST_WAIT = 0.025, 0.1  # seconds that a stream waits for a burst: 40 frames a second, or 10
@@ -251,6 +254,8 @@ class Policy:
         one too, where a plain row beside those of prompts may be free.
         """
         to_come = crowd._replace(rows=crowd.tokens)
+        if is_free and not self._has_faster_rounds(drafting, to_come):
+            return best._replace(choice=best.choice._replace(because=NO_FASTER))
         longest = min(self._limit(len(curve.levels)), self._row_budget - 1)
         lengths = range(1, longest + 1) if is_free else range(longest, longest + 1)
         rates = {n: self._window_rate(curve, n, drafting, to_come) for n in lengths if n}
@@ -264,6 +269,14 @@ class Policy:
         if num_nodes and (pays or not is_free):
             return best._replace(choice=Choice(name, num_nodes, grows=True, because=because), rate=rate)
         return best._replace(choice=best.choice._replace(because=because))
+
+    def _has_faster_rounds(self, drafting: int, crowd: Crowd) -> bool:
+        """Whether a round is shorter if these sequences draw in fast passes: replays come on top of that."""
+        if not self.costs.family:
+            return False
+        others = max(0, crowd.rows - drafting)
+        drawn = self.costs.seconds(others, crowd.beside + drafting, crowd.context_len)
+        return drawn < self.costs.seconds(crowd.rows, crowd.beside, crowd.context_len)
 
     def _best_nodes(self, curve: Curve, drafting: int, crowd: Crowd) -> _Best:
         """Whole levels of the curve, at least one: as many as promise most, or if they are forced as many as fit."""
@@ -404,13 +417,20 @@ class Policy:
         """Whether who drafts nothing goes on without the host until a look says otherwise: where the host is far."""
         return self._cost.trip > 0 and self.max_burst > 1
 
-    def rest_len(self, num_rows: int, context_len: int, *, in_vain: bool) -> int:
+    def rest_len(self, num_rows: int, context_len: int, *, in_vain: bool = False, in_air: bool = False) -> int:
         """For how many rounds those that draft nothing do not look again.
 
-        A look is made while others' rounds run; one that was `in_vain` has ended them.
+        Rounds that run meanwhile, `in_air`, hide a look that is short; one that was `in_vain` has ended them.
         """
         seconds = self.host_seconds if in_vain else num_rows * self._look_seconds
-        return min(_LONGEST_REST, int(seconds / (_LOOKS * self.costs.fast_seconds(num_rows, context_len))))
+        round_seconds = self.costs.fast_seconds(num_rows, context_len)
+        is_hidden = in_air and seconds < _WHILE_BUSY * max(_SHORT_BURST, self.max_burst * round_seconds)
+        return min(_LONGEST_REST, int(seconds / ((_HIDDEN_LOOKS if is_hidden else _LOOKS) * round_seconds)))
+
+    def is_short_look(self, num_rows: int, context_len: int, room: int) -> bool:
+        """Whether a look takes hardly any of the time that so many further rounds do."""
+        round_seconds = self.costs.fast_seconds(num_rows, context_len)
+        return num_rows * self._look_seconds < _SHORT_LOOK * room * round_seconds
 
 
 def refusal(states: States) -> Choice | None:

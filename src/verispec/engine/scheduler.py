@@ -289,6 +289,8 @@ class Scheduler:
             length = sequence.committed_len
             rest_len = self._policy.rest_len(len(sequences), length, in_vain=sequence.num_rested > 0)
             rest_len //= 2 if _reads_prompt(sequence) else 1  # what an answer begins with tells most
+            if not sequence.num_rested and self._policy.is_short_look(len(sequences), length, _room(sequence)):
+                rest_len = min(rest_len, _FIRST_LOOK)  # their rounds end then in any case
             self._rests.lie_down(sequence, rest_len * are_asked)
 
     def look(self) -> int:
@@ -310,7 +312,7 @@ class Scheduler:
             elif not _reads_prompt(sequence):
                 num_asked += 1
                 self._rests.lie_down(
-                    sequence, self._policy.rest_len(len(self._rests), sequence.committed_len, in_vain=False)
+                    sequence, self._policy.rest_len(len(self._rests), sequence.committed_len, in_air=True)
                 )
                 states = self._policy.states(sequence)
                 if refusal(states) is None:

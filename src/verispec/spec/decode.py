@@ -81,6 +81,7 @@ class DecodeDrafter:
         self._config = config or DecodeConfig()
         self._rate = Rate.fading(self._config.prior_acceptance, self._config.prior_weight, self._config.memory)
         self._windows: dict[int, _Window] = {}
+        self._curves: tuple[int, tuple[Curve, ...]] | None = None  # with the version they were made for
 
     @property
     def version(self) -> int:
@@ -98,7 +99,10 @@ class DecodeDrafter:
         return _KEY if self._config.window_len else _OFF
 
     def curves(self, key: Hashable) -> tuple[Curve, ...]:
-        return (Curve.chain(self._config.window_len, self._rate.value, by_fast_rounds=True),)
+        if self._curves is None or self._curves[0] != self.version:
+            chain = Curve.chain(self._config.window_len, self._rate.value, by_fast_rounds=True)
+            self._curves = self.version, (chain,)
+        return self._curves[1]
 
     def draft(self, turns: Sequence[Turn]) -> list[Draft | Pending]:
         """The window as a chain where it is to be verified; otherwise it goes on growing."""

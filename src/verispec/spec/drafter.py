@@ -271,8 +271,15 @@ def _failed(name: str, fallback: T) -> T:
     return fallback
 
 
+def _is_in_range(level: Level) -> bool:
+    num_nodes, tokens, share = level
+    return type(num_nodes) is int and num_nodes > 0 and 0.0 < tokens <= 1.0 and 0.0 < share <= 1.0
+
+
 def _in_range(curve: Curve) -> Curve | None:
     """The curve with at most MAX_NODES nodes and chances for tokens; None where nothing is left of it."""
+    if sum([level[0] for level in curve.levels]) <= MAX_NODES and all(map(_is_in_range, curve.levels)):
+        return curve if curve.levels else None
     levels: list[Level] = []
     room = MAX_NODES
     for num_nodes, tokens, share in curve.levels:

@@ -86,6 +86,7 @@ def _suffix(setup: DraftSetup) -> Drafter:
         max_depth=SuffixConfig().max_depth if setup.backend is None else setup.backend.limits.max_tail,
         history_len=setup.history_len,
         shares_history=setup.shares_history,
+        leaves_own_text=setup.backend is not None and setup.backend.limits.looks_up,
     )
     return SuffixDrafter(config)
 

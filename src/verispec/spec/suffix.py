@@ -29,12 +29,14 @@ from verispec.spec.match_rates import (
     Trail,
     shares,
 )
+from verispec.spec.speculation import AUTO
 from verispec.spec.texts import LENGTHS, History, Match, Texts
 from verispec.spec.tree import TreeShape
 from verispec.spec.turn import SequenceView, Turn
 from verispec.types import NO_DRAFT, NO_PARENT, Draft
 
 _NOTHING = Refusal("the last token occurred nowhere before")
+_LEFT = Refusal("its own text has the longest match, and drafter lookup drafts from that without the host")
 _LEAD_LEN = 16  # tokens of the prompt that stand before an answer, so that its first token can be matched
 _STEPS = 32  # of chances, in keys: matches that promise nearly the same are drafted alike
 _LEAST_CHANCE = 0.01  # of a node that is promised
@@ -43,12 +45,14 @@ _LEAST_CHANCE = 0.01  # of a node that is promised
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuffixConfig:
     """The most nodes of one draft, the most levels of a tree, and the most tokens of answers that are kept, of all
-    salts together. With `shares_history` requests draft from the answers of every salt."""
+    salts together. With `shares_history` requests draft from the answers of every salt. With `leaves_own_text` matches
+    in a sequence's own text are left to the backend, which looks them up by itself, if `auto` may choose that."""
 
     max_draft: int = 32
     max_depth: int = 16
     history_len: int = DEFAULTS.history_len
     shares_history: bool = DEFAULTS.shares_history
+    leaves_own_text: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_draft", "max_depth", "history_len"):
@@ -178,7 +182,16 @@ class SuffixDrafter:
             own.num_tokens = len(tokens)
             own.look = self._look(own.texts, sequence)
             own.key = _NOTHING if own.look is None else _key(own.look, sequence.speculation.tree)
+            if own.look is not None and own.look.match.text is own.texts.text and self._leaves(sequence):
+                own.key = _LEFT
         return own
+
+    def _leaves(self, sequence: SequenceView) -> bool:
+        """Whether the backend can draft as much from the sequence's own text, in bursts. What a client predicts, and
+        the host behind each round, it does without."""
+        if not self._config.leaves_own_text or sequence.speculation.method != AUTO or sequence.prediction_ids:
+            return False
+        return not (sequence.needs_host or sequence.uses_probabilities)
 
     def _look(self, texts: Texts, sequence: SequenceView) -> _Look | None:
         match = texts.find_end()
