@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from drafting import Arm, Drafts, Run
@@ -35,6 +35,10 @@ class Round(NamedTuple):
     batch: int
     exits: bool = False
 
+    def of(self, batch: int) -> Round:
+        """The same for other numbers of sequences."""
+        return self._replace(batch=batch)
+
     @property
     def shortest(self) -> Round:
         return self._replace(shape=TreeShape.chain(1), exits=False)
@@ -42,6 +46,34 @@ class Round(NamedTuple):
     def __str__(self) -> str:
         rule = ", by probability" if self.by_probability else ""
         return f"{self.name} {self.shape}{rule}, {self.batch} at once"
+
+
+def sizes_up_to(batch: int) -> list[int]:
+    """Numbers of sequences that rounds are timed with."""
+    return [*(1 << i for i in range((batch - 1).bit_length())), batch]
+
+
+def longest_of(count: int, average: float, most: int) -> float:
+    """How long the longest of so many chains is on average, if each goes on with the same chance behind every token."""
+
+    def expected(chance: float, count: int) -> float:
+        return sum(1 - (1 - chance**depth) ** count for depth in range(most))
+
+    low, high = 0.0, 1.0
+    for _ in range(30):
+        middle = (low + high) / 2
+        low, high = (middle, high) if expected(middle, 1) < average else (low, middle)
+    return expected(high, count)
+
+
+def _total(num_rounds: Sequence[int], seconds: Mapping[Any, float]) -> float:
+    """Of a batch whose sequences have so many rounds, by what one takes with a number of sequences that was timed."""
+    total, done = 0.0, 0
+    for i, count in enumerate(sorted(num_rounds)):
+        left = len(num_rounds) - i
+        total += (count - done) * seconds[min(n for n in sizes_up_to(len(num_rounds)) if n >= left)]
+        done = count
+    return total
 
 
 def round_of(arm: Arm, drafts: Mapping[str, Drafts], batch: int) -> Round | None:
@@ -124,13 +156,15 @@ class Costs:
         """Speed-up E / (N c + v), given the tokens a pass that these runs had; `name` is what drafts. None where rounds
         were timed, but none like those of the arm."""
         passes = sum(run.num_passes for run in runs)
+        if self._rounds and batch > 1:
+            return None if round_ is None else self._of_batches(round_, runs)
         if self._rounds:
             steady = [part for part in (run.steady for run in runs) if part is not None]
             tokens = sum(part.tokens for part in steady) / max(1, sum(part.passes for part in steady))
             tokens = tokens or sum(run.num_tokens for run in runs) / passes
             if round_ is None or round_ not in self._rounds:
                 return None
-            return tokens * self._rounds[batch] / self._round_seconds(round_, runs)
+            return tokens * self._rounds[1] / self._round_seconds(round_, runs)
         tokens, nodes = (sum(values) / passes for values in zip(*_counts(runs), strict=True))
         if arm.tree is None or TreeShape.parse(arm.tree).is_chain:
             # A pass of a draft serves all sequences that still draft: as many as the one has that exits last.
@@ -143,6 +177,14 @@ class Costs:
             drafting = sum(self.seconds(name, batch * width) for width in widths)
         return tokens * self.seconds("none", batch) / (drafting + self.seconds("none", batch * (1 + nodes)))
 
+    def _of_batches(self, round_: Round, runs: Sequence[Run]) -> float | None:
+        """Speed-up of whole batches: each ends with its slowest answer, in rounds of as many as are still there."""
+        if not all(key in self._rounds for count in sizes_up_to(round_.batch) for key in (count, round_.of(count))):
+            return None
+        took = {count: self._round_seconds(round_.of(count), runs) for count in sizes_up_to(round_.batch)}
+        plain = sum(_total([len(o.token_ids) for o in run.outputs], self._rounds) for run in runs)
+        return plain / sum(_total([o.stats.passes + o.stats.fast_passes for o in run.outputs], took) for run in runs)
+
     def _round_seconds(self, round_: Round, runs: Sequence[Run]) -> float:
         """Of a round as these runs had them on average: chains that exit are timed in full, and with one token."""
         longest, most = self._rounds[round_], round_.shape.depth
@@ -151,7 +193,7 @@ class Costs:
         outputs = [output for run in runs for output in run.outputs]
         drafted = sum(o.stats.draft_passes for o in outputs) / max(1, sum(o.stats.passes for o in outputs))
         shortest = self._rounds[round_.shortest]
-        left_out = max(0.0, most - max(1.0, drafted))
+        left_out = max(0.0, most - longest_of(round_.batch, drafted, most))
         return longest - left_out * ((longest - shortest) / (most - 1) - LEFT_OUT)
 
     def table(self) -> dict[str, dict[int, float]]:

@@ -15,7 +15,8 @@ any differs. (SD, RSD-C and RSD-S judge by probabilities, so theirs are others, 
 --seconds: every cell is measured once, then every cell once more, up to --rounds times, and written each time; cells
 that the file has are not measured again, so the same command goes on where it was cut off. `--tables` prints what the
 file has, and measures nothing. Intervals are of 95 %, by bootstrap. Beside the speed-up of whole answers stands that of
-their *steady* part, from the first commit to the last but one, and what is predicted of it by E / (N c + v).
+their *steady* part, from the first commit to the last but one, and what is predicted of it by E / (N c + v); of
+batches, what is predicted of the whole, which ends with its slowest answer.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from drafting import (
     speed_up,
 )
 from replays import SIMULATED, recomputed_part, replay_part
-from round_costs import Costs, round_of
+from round_costs import Costs, round_of, sizes_up_to
 from tables import tables
 
 from verispec import LLM, SamplingParams
@@ -277,7 +278,8 @@ def chosen_arms(options: argparse.Namespace, arms: Sequence[Arm]) -> list[Arm]:
 
 def measured_costs(bench: Bench, drafts: Mapping[str, Drafts], arms: Sequence[Arm], batches: Sequence[int]) -> Costs:
     """What passes and rounds of these arms take; kept in the file."""
-    rounds = [round_of(arm, drafts, batch) for arm in arms for batch in batches]
+    sizes = sorted({size for batch in batches for size in sizes_up_to(batch)})
+    rounds = [round_of(arm, drafts, size) for arm in arms for size in sizes]
     costs = Costs(
         bench.llm.backend, drafts, seconds=bench.options.seconds / 20, most_rows=MOST_ROWS,
         rounds=[round_ for round_ in rounds if round_ is not None],

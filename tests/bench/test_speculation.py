@@ -113,6 +113,27 @@ def test_predictions_are_tokens_by_cost() -> None:
     assert costs.predicted(arm, "model", None, 1, [run]) == pytest.approx(2 / 2.5)
 
 
+def test_predictions_of_a_batch_end_with_its_slowest_answer() -> None:
+    """Four answers of 6 tokens; three drafted them in 2 rounds, one in 5."""
+    costs, arm = object.__new__(round_costs.Costs), drafting.Arm("", "model, full", "beam:2,3")
+    round_ = round_costs.round_of(arm, {"model": drafting.Drafts(View(), 1, 4)}, 4)
+    assert round_ is not None
+    assert round_costs.sizes_up_to(4) == [1, 2, 4]
+    costs._rounds = {1: 1.0, 2: 1.0, 4: 1.5, round_.of(1): 2.0, round_.of(2): 2.0, round_: 3.0}
+    outputs = [SimpleNamespace(token_ids=range(6), stats=SequenceStats(passes=n)) for n in (2, 2, 5, 2)]
+    run = drafting.Run(outputs, 1.0)
+    assert costs.predicted(arm, "model", round_, 4, [run]) == pytest.approx((6 * 1.5) / (2 * 3.0 + 3 * 2.0))
+    del costs._rounds[round_.of(2)]
+    assert costs.predicted(arm, "model", round_, 4, [run]) is None
+
+
+def test_the_longest_of_several_chains() -> None:
+    rng = np.random.default_rng(0)
+    drawn = 1 + (rng.random((40_000, 8, 7)) < 0.6).cumprod(axis=2).sum(axis=2)  # chains of 1 to 8
+    assert round_costs.longest_of(1, 2.0, 8) == pytest.approx(2.0, abs=1e-6)
+    assert round_costs.longest_of(8, drawn.mean(), 8) == pytest.approx(drawn.max(axis=1).mean(), rel=0.01)
+
+
 def test_predictions_by_whole_rounds_are_of_the_steady_part() -> None:
     """Three tokens a round between the first commit and the last but one; a round takes as long as two plain ones."""
     costs, arm = object.__new__(round_costs.Costs), drafting.Arm("", "model, full", "beam:2,3")
