@@ -25,7 +25,7 @@ from verispec.spec.turn import NO_ROOM, PLAIN, Choice, States, Turn
 _MOST_ENTRIES = 4096
 _WINDOWS_WORTH_IT = 1.03  # times the tokens of plain decoding: not all windows are opened and replayed together
 _LOOKS, _LONGEST_REST = 0.02, 128  # the share of time for looking whether to draft, in which no draft is made; rounds
-_HIDDEN_LOOKS, _WHILE_BUSY = 0.1, 0.25  # the share of looks that take less than this of a burst: the device is busy
+_HIDDEN_LOOKS, _WHILE_BUSY = 0.1, 0.0015  # the share of looks that take fewer seconds than that: a burst hides them
 _SHORT_LOOK = 0.015  # of the time that is left
 _ROUND_STEP, _MANY_ROUNDS = 0.2, 64  # towards what the host last took for a round
 _LOOK_STEP = 0.1  # the same for a look
@@ -424,13 +424,12 @@ class Policy:
         """
         seconds = self.host_seconds if in_vain else num_rows * self._look_seconds
         round_seconds = self.costs.fast_seconds(num_rows, context_len)
-        is_hidden = in_air and seconds < _WHILE_BUSY * max(_SHORT_BURST, self.max_burst * round_seconds)
-        return min(_LONGEST_REST, int(seconds / ((_HIDDEN_LOOKS if is_hidden else _LOOKS) * round_seconds)))
+        share = _HIDDEN_LOOKS if in_air and seconds < _WHILE_BUSY else _LOOKS
+        return min(_LONGEST_REST, int(seconds / (share * round_seconds)))
 
-    def is_short_look(self, num_rows: int, context_len: int, room: int) -> bool:
-        """Whether a look takes hardly any of the time that so many further rounds do."""
-        round_seconds = self.costs.fast_seconds(num_rows, context_len)
-        return num_rows * self._look_seconds < _SHORT_LOOK * room * round_seconds
+    def is_short_look(self, context_len: int, room: int) -> bool:
+        """Whether a look at one sequence takes hardly any of the time that so many further rounds of it do."""
+        return self._look_seconds < _SHORT_LOOK * room * self.costs.fast_seconds(1, context_len)
 
 
 def refusal(states: States) -> Choice | None:

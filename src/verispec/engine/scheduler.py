@@ -289,8 +289,9 @@ class Scheduler:
             length = sequence.committed_len
             rest_len = self._policy.rest_len(len(sequences), length, in_vain=sequence.num_rested > 0)
             rest_len //= 2 if _reads_prompt(sequence) else 1  # what an answer begins with tells most
-            if not sequence.num_rested and self._policy.is_short_look(len(sequences), length, _room(sequence)):
-                rest_len = min(rest_len, _FIRST_LOOK)  # their rounds end then in any case
+            is_alone = len(self._roster.running) == 1  # several would wait for each other's looks
+            if is_alone and not sequence.num_rested and self._policy.is_short_look(length, _room(sequence)):
+                rest_len = min(rest_len, _FIRST_LOOK)  # its rounds end then in any case
             self._rests.lie_down(sequence, rest_len * are_asked)
 
     def look(self) -> int:
