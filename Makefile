@@ -11,7 +11,7 @@ GPU_CHECKS := draw backend quantized chains lookup trees weighing sanitize
 SANITIZER ?= compute-sanitizer
 CHROMIUM := $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
 
-.PHONY: help run serve check test-page judges test test-hf test-scale test-scale-core test-cuda gpu-test gpu-checks gpu-check-device gpu-check-oracle gpu-check-real gpu-sanitize gpu-sanitize-memory gpu-sanitize-rounds gpu-sanitize-graphs gpu-sanitize-races gpu-sanitize-product-races gpu-times test-long test-wheel wheel native native-asan native-aarch64 native-digests lint goldens model setup clean
+.PHONY: help run serve check test-page judges test test-hf test-scale test-scale-core test-cuda gpu-test gpu-checks gpu-check-device gpu-check-oracle gpu-check-real gpu-conformance gpu-sanitize gpu-sanitize-memory gpu-sanitize-rounds gpu-sanitize-graphs gpu-sanitize-races gpu-sanitize-product-races gpu-times test-long test-wheel wheel native native-asan native-aarch64 native-digests lint goldens model setup clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -74,6 +74,9 @@ gpu-check-real: ## The same machine with transformers: logits of real weights ag
 
 gpu-check-%:
 	@$(call gpu_check,$*)
+
+gpu-conformance: ## The same machine with pytest and hypothesis: the conformance suite, bursts and drafted rounds, on the GPU
+	PYTHONPATH=src:. $(PYTHON) -m pytest -m cuda tests/backends/cuda/test_backend.py
 
 # Each target is one run of the sanitizer; all of them run, whichever fails.
 sanitized = $(call gpu_logged,sanitize-$(1),$(2) --error-exitcode 1 $(PYTHON) -m tests.backends.cuda.sanitize_check $(3)); \

@@ -70,6 +70,32 @@ def test_only_answers_of_the_same_salt_are_drafted_from_unless_they_are_shared(
     assert isinstance(drafter.state(view([7, 4, 5], salt="one", sequence_id=1)), tuple)
 
 
+@pytest.mark.parametrize(
+    ("fields", "is_left"),
+    [
+        ({}, True),
+        ({"speculation": Speculation("suffix")}, False),
+        ({"needs_host": True}, False),
+        ({"uses_probabilities": True}, False),
+        ({"prediction_ids": ((9, 9),)}, False),
+    ],
+)
+def test_own_text_is_left_to_a_backend_that_looks_up_where_auto_may_choose_that(
+    fields: dict[str, Any], is_left: bool
+) -> None:
+    """Not where that backend could draft nothing, nor what a client predicts. History is still drafted from, where it
+    has the longer match."""
+    more = {"speculation": Speculation("auto"), "needs_host": False, "uses_probabilities": False, **fields}
+    leaving, keeping = SuffixDrafter(SuffixConfig(leaves_own_text=True)), SuffixDrafter()
+    quoting = view([1, 2, 3, 4, 1, 2], **more)
+    assert isinstance(leaving.state(quoting), Refusal) is is_left
+    assert not isinstance(keeping.state(quoting), Refusal)
+    for drafter in (leaving, keeping):
+        drafter.forget(view([7, 7, 7, 5, 4, 1, 2, 8], sequence_id=1, **more))
+        again = view([1, 2, 3, 4, 1, 2], sequence_id=2, **more)
+        assert not isinstance(drafter.state(again), Refusal), "4 1 2 is a longer match than 1 2"
+
+
 def test_a_prompt_without_an_answer_is_not_kept() -> None:
     drafter = SuffixDrafter()
     drafter.forget(view([1, 2, 3]))

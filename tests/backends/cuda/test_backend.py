@@ -44,6 +44,8 @@ from verispec.spec.speculation import Speculation  # noqa: E402
 from verispec.types import SamplingParams  # noqa: E402
 
 pytestmark = pytest.mark.cuda
+# Faults in the sources that stand in for kernels, and looks into them; on a GPU `make gpu-test` has their subjects.
+of_the_stand_in = pytest.mark.skipif(torch.cuda.is_available(), reason="of the CPU that stands in for a GPU")
 
 
 GEMMA = {"num_layers": 3, "window": 21, "tied_head": True}
@@ -97,9 +99,14 @@ test_three_drafters = drafted.test_three_drafters_and_none_in_one_burst
 
 
 def test_trees_end_with_the_table() -> None:
-    """No place behind it is read, whoever drafts. The control reads one."""
+    """No place behind it is read, whoever drafts."""
     drafted.test_trees_end_with_the_table(alone)
     drafted.test_trees_end_with_the_table(hosted)
+
+
+@of_the_stand_in
+def test_a_place_behind_the_table_is_noticed() -> None:
+    """The control reads one."""
     fault = "chains.cu", "record[kLength] + m.lengths[s] <= a.table_width", "true"
     with pytest.raises(AssertionError):
         drafted.test_trees_end_with_the_table(partial(alone, changes=(fault,)))
@@ -176,6 +183,7 @@ FAULTS_OF_LOOKING_UP = {
 }
 
 
+@of_the_stand_in
 def test_a_fault_in_the_chains_is_noticed() -> None:
     """The control."""
     for drafter, limits, faults in (("skip", "some near", FAULTS), ("lookup", "none near", FAULTS_OF_LOOKING_UP)):
@@ -196,6 +204,7 @@ FAULTS_OF_IDLING = {
 }
 
 
+@of_the_stand_in
 def test_products_nobody_wants_are_left_out() -> None:
     """A burst of more rounds than its sequences have tokens left: passes behind the last one, and those that would
     draft behind an early end, have no rows, and what stands in the place of their results changes nothing. Faults are
@@ -271,6 +280,7 @@ TREE_FAULTS = {
 }
 
 
+@of_the_stand_in
 def test_trees_are_those_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Grown by captured graphs alone, by every rule: tokens, log-probabilities and counters. A fault is noticed."""
     monkeypatch.setattr(backend_check, "FAILED", [])
@@ -280,6 +290,7 @@ def test_trees_are_those_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     assert backend_check.FAILED == []
 
 
+@of_the_stand_in
 def test_only_what_the_target_draws_can_break_a_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control marks sequences for whatever was drafted for them."""
     monkeypatch.setattr(backend_check, "FAILED", [])
@@ -299,6 +310,7 @@ def drafted_tree(backend: CudaBackend, tree: str) -> list[trees_check.Told] | No
     return None
 
 
+@of_the_stand_in
 def test_a_fault_in_the_trees_is_noticed() -> None:
     """The control; and the loop of `backends/rounds.py` gives the same."""
 
@@ -328,6 +340,7 @@ WEIGHING_FAULTS = {
 }
 
 
+@of_the_stand_in
 def test_the_kernel_judges_by_probabilities_as_the_host_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens, log-probabilities and paths, of chains and trees with places left free, in vocabularies of one part and
     of several. The controls are faults in the kernel."""
@@ -344,6 +357,7 @@ def test_the_kernel_judges_by_probabilities_as_the_host_does(monkeypatch: pytest
             assert backend_check.FAILED[-1:] == [f"{name}: rounds judged by the kernel and by numpy"], name
 
 
+@of_the_stand_in
 @pytest.mark.parametrize(
     ("tree", "drafter", "num_requests"),
     [("chain:3", "skip", 8), ("chain:3", "model", 8), ("branch:3,2,1", "model", 8), ("branch:2,2", "skip", 4),
@@ -359,6 +373,7 @@ def test_rounds_by_probabilities_are_those_of_the_host(
     assert backend_check.FAILED == []
 
 
+@of_the_stand_in
 @pytest.mark.parametrize(("drafter", "seed"), [("skip", 8), ("model", 3)])
 def test_trees_of_one_node_are_planned_alike_where_slots_are_short(
     drafter: str, seed: int, monkeypatch: pytest.MonkeyPatch
@@ -373,6 +388,7 @@ def test_trees_of_one_node_are_planned_alike_where_slots_are_short(
     assert backend_check.FAILED == []
 
 
+@of_the_stand_in
 def test_what_is_not_finite_ends_the_same_under_every_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend_check, "FAILED", [])
     weighing.check_poison(StandIn(), max_tokens=8, num_requests=8)
@@ -393,6 +409,7 @@ FAULTS_OF_WEIGHING = {
 }  # fmt: skip
 
 
+@of_the_stand_in
 def test_a_fault_in_rounds_by_probabilities_is_noticed() -> None:
     """The control."""
 
@@ -411,6 +428,7 @@ def test_a_fault_in_rounds_by_probabilities_is_noticed() -> None:
             assert found(tree, fault) != expected, name
 
 
+@of_the_stand_in
 def test_without_the_limit_the_host_judges(monkeypatch: pytest.MonkeyPatch) -> None:
     """The way back: one constant."""
     monkeypatch.setattr("verispec.backends.cuda.backend.JUDGES_BY_PROBABILITY", False)
@@ -426,6 +444,7 @@ def test_tree_rows_equal_plain_decoding(shape_of_tree: str) -> None:
     conformance.test_tree_rows_equal_plain_decoding(stand_in("llama"), shape_of_tree)
 
 
+@of_the_stand_in
 def test_what_the_gpu_check_compares(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend_check, "FAILED", [])
     for module in (chains_check, lookup_check):
@@ -436,6 +455,7 @@ def test_what_the_gpu_check_compares(monkeypatch: pytest.MonkeyPatch) -> None:
     assert backend_check.FAILED == []
 
 
+@of_the_stand_in
 def test_draws_by_the_kernels_are_those_of_plain_numpy() -> None:
     """By their own source, whose threads run one after the other, the last one first. 5000 nearly equal ids are more
     than the list of a filter holds."""
@@ -443,6 +463,7 @@ def test_draws_by_the_kernels_are_those_of_plain_numpy() -> None:
         assert draw_check.check_draws(partial(EmulatedDraws, backwards=True), "cpu", (5000,)) == 0
 
 
+@of_the_stand_in
 def test_a_fault_between_rounds_is_noticed() -> None:
     """The control: a device that forgets stops or limits."""
 
@@ -456,6 +477,7 @@ def test_a_fault_between_rounds_is_noticed() -> None:
         assert backend_check.drawn([driven(("steps.cu", old, new)).start(17)]) != expected, old
 
 
+@of_the_stand_in
 @pytest.mark.parametrize("is_memory", [True, False])
 def test_a_failed_device_is_dead_and_memory_that_ran_out_is_not(is_memory: bool) -> None:
     class Failing(StandIn):
@@ -635,6 +657,7 @@ def test_quantised_weights_stand_for_nearly_the_same(kind: str) -> None:
     assert (error <= 0.51 * step + 1e-6).float().mean() > 0.9
 
 
+@of_the_stand_in
 @pytest.mark.parametrize(("kind", "most_accepted"), [("int4", 0.95), ("fp8", 0.99)])
 def test_windows_drawn_by_fast_weights_change_no_output(
     kind: str, most_accepted: float, monkeypatch: pytest.MonkeyPatch
@@ -679,6 +702,7 @@ def test_windows_drawn_by_fast_weights_change_no_output(
     assert run(CudaBackend([model], **sizes, draft_weights=kind), "none")[0] != plain
 
 
+@of_the_stand_in
 def test_a_draft_model_of_eight_bits_changes_no_output() -> None:
     """Its passes of few rows run on them, those of prompts do not; what it drafts is judged by the target."""
     config = TinyConfig(mlp_size=128, context_len=256)
