@@ -24,6 +24,7 @@ from verispec.backends.protocol import (
     View,
 )
 from verispec.engine import Engine, Request
+from verispec.engine.request import new_batch
 from verispec.kv import DRAFT_STORE, TARGET_STORE
 from verispec.spec.drafter import Curve, Drafter, Refusal
 from verispec.spec.none import NoDrafter
@@ -361,7 +362,8 @@ class Stage:
     def run(self, prompts: Sequence[Sequence[int]], params: SamplingParams, arm: Arm) -> Run:
         """Generate from all prompts at once."""
         params = params if arm.is_match else replace(params, deterministic=False)
-        requests = [Request(p, params, arm.speculation, eos_ids=self._eos_ids, is_streamed=False) for p in prompts]
+        how = {"eos_ids": self._eos_ids, "is_streamed": False, "batch": new_batch()}
+        requests = [Request(p, params, arm.speculation, **how) for p in prompts]
         marks, num_rounds = list[Mark](), self._backend.num_rounds
         start = time.perf_counter()
         ids = [self._engine.add(request) for request in requests]

@@ -37,6 +37,7 @@ from verispec.backends.blas import cpu_name
 from verispec.backends.cost import CostTable
 from verispec.config import EngineConfig
 from verispec.engine import Engine, Request
+from verispec.engine.request import new_batch
 from verispec.spec.registry import DRAFTERS, DraftSetup, make_drafters
 from verispec.spec.speculation import Speculation
 from verispec.types import SamplingParams
@@ -145,11 +146,11 @@ class Bench:
             drafter.renew()
 
     def run(self, drafter: str, seeds: Sequence[int]) -> Run:
-        engine, backend, temperature = self._engine, self._backend, self._texts.temperature
+        engine, backend, temperature, batch = self._engine, self._backend, self._texts.temperature, new_batch()
         requests = [
             Request(
                 self._texts.prompt(seed), SamplingParams(max_tokens=self._num_new, seed=seed, temperature=temperature),
-                Speculation(drafter), is_streamed=False,
+                Speculation(drafter), is_streamed=False, batch=batch,
             ) for seed in seeds
         ]  # fmt: skip
         start, busy, host, num_passes = backend.now, backend.busy, backend.host_seconds, len(backend.rounds)

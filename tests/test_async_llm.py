@@ -16,6 +16,7 @@ from tests.support.held import held
 from tests.support.tiny_llm import loaded
 from verispec import AsyncLLM, async_llm
 from verispec.async_llm import SlowReaderError
+from verispec.engine import Engine, Request
 from verispec.errors import InputError
 from verispec.llm import LLM
 from verispec.types import FinishReason, SamplingParams
@@ -55,6 +56,29 @@ def test_awaited_answers_are_the_waited_for_ones(llm: LLM) -> None:
 
     llm_chat = llm.chat(MESSAGES, PARAMS)
     run(work)
+
+
+def test_prompts_of_one_call_are_a_batch_and_other_calls_are_others(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody waits for all of a call's answers, and for nobody else's; streams have no batch."""
+    batches: list[int] = []
+    add = Engine.add
+
+    def noted(self: Engine, request: Request, **more: object) -> int:
+        batches.append(request.batch)
+        return add(self, request, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Engine, "add", noted)
+
+    async def work() -> None:
+        await AsyncLLM(llm).generate(["one", "two"], PARAMS)
+        async for _ in AsyncLLM(llm).stream("five", PARAMS):
+            pass
+
+    llm.generate(["three", "four"], PARAMS)
+    run(work)
+    first, same, second, other, stream = batches
+    assert first == same != second == other
+    assert stream == 0
 
 
 def test_many_calls_at_once_change_no_answer(llm: LLM) -> None:

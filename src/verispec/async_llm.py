@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from verispec.engine import Request
+from verispec.engine.request import new_batch
 from verispec.engine.thread import Sink, on_loop
 from verispec.errors import VerispecError
 from verispec.llm import LLM, Completion, Speculative, check_requests
@@ -223,7 +224,8 @@ class AsyncLLM:
     async def _completed(self, requests: Sequence[Request], *, receipts: bool = False) -> list[Completion]:
         check_requests(requests, receipts=receipts)
         samples: dict[int, list[SampleOutput]] = {}
-        async with self.open([replace(r, is_streamed=False) for r in requests]) as stream:
+        batch = new_batch()
+        async with self.open([replace(r, is_streamed=False, batch=batch) for r in requests]) as stream:
             while events := await stream.take():
                 for event in events:
                     if event.output is not None:

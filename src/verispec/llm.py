@@ -18,7 +18,7 @@ from typing import Any, overload
 from verispec.arguments import check_int
 from verispec.constraints import library_version
 from verispec.engine import Request
-from verispec.engine.request import Predicted
+from verispec.engine.request import Predicted, new_batch
 from verispec.engine.thread import Inbox
 from verispec.errors import InputError, NumericError
 from verispec.receipt.values import Receipt, check_recordable, make_receipt
@@ -186,7 +186,8 @@ class LLM(Runtime):
         samples: dict[int, list[SampleOutput]] = defaultdict(list)
         done: dict[int, Completion] = {}
         with Inbox(self.thread) as inbox, _collecting_only_new_objects():
-            ids = inbox.submit([replace(r, is_streamed=False) if r.is_streamed else r for r in requests])
+            batch = new_batch()
+            ids = inbox.submit([replace(r, is_streamed=False, batch=batch) for r in requests])
             while len(done) < len(requests):
                 for event in inbox.take():
                     index = event.request_id - ids.start

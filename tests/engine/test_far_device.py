@@ -222,7 +222,7 @@ def played(method: str, count: int, *, quotes: bool = False) -> tuple[float, lis
         start = backend.now
         for i in range(count):
             params = SamplingParams(max_tokens=NUM_NEW, seed=i + wave * count)
-            engine.add(Request(prompts[i], params, Speculation(method), is_streamed=False))
+            engine.add(Request(prompts[i], params, Speculation(method), is_streamed=False, batch=1 + wave))
         digests = [output.digest for _, output in sorted(collect(engine).items())]
     return count * NUM_NEW / (backend.now - start), digests
 
@@ -308,7 +308,7 @@ def test_a_batch_that_quotes_drafts_together(num_quoting: int) -> None:
         )  # fmt: skip
         for i, prompt in enumerate(prompts):
             params = SamplingParams(max_tokens=256, seed=i, ignore_eos=True)
-            engine.add(Request(prompt, params, Speculation(method), is_streamed=False))
+            engine.add(Request(prompt, params, Speculation(method), is_streamed=False, batch=1))
         while engine.has_work:
             engine.step()
         taken[method] = backend.now

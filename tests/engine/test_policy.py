@@ -214,19 +214,23 @@ class Zeros(Eager):
         return Draft.chain([0] * num_nodes)
 
 
-@pytest.mark.parametrize("is_streamed", [False, True])
-def test_of_a_batch_only_the_last_draft(is_streamed: bool) -> None:
+@pytest.mark.parametrize(
+    ("is_streamed", "batches", "drafts"),
+    [(False, (1, 1), False), (False, (1, 2), True), (False, (0, 0), True), (True, (1, 1), True)],
+    ids=["one caller", "two batches", "two callers", "streams"],
+)
+def test_of_a_batch_only_the_last_draft(is_streamed: bool, batches: tuple[int, int], drafts: bool) -> None:
     """By the engine: beside one that cannot draft and has more left, others draft only if somebody sees their tokens,
-    or when it has ended."""
+    or waits for them alone."""
     backend = FakeBackend()
     drafters = {"it": Zeros(), "none": NoDrafter()}
     engine = Engine(backend, family=(1, 16, 64), drafters=drafters, cost=CHEAP, config=EngineConfig(num_slots=256))
-    for method, max_tokens in (("it", 30), ("none", 40)):
+    for method, max_tokens, batch in (("it", 30, batches[0]), ("none", 40, batches[1])):
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-        engine.add(Request([1, 2, 3], params, Speculation(method), is_streamed=is_streamed))
+        engine.add(Request([1, 2, 3], params, Speculation(method), is_streamed=is_streamed, batch=batch))
     events = [event for _ in iter(lambda: engine.has_work, False) for event in engine.step()]
     drafted = {event.request_id: event.output.stats.drafted for event in events if event.output is not None}
-    assert (drafted[0] > 0) is is_streamed
+    assert (drafted[0] > 0) is drafts
     assert drafted[1] == 0
 
 

@@ -198,6 +198,7 @@ class Engine:
                 is_traced=request.is_traced,
                 tells_drafts=request.is_traced or not self._config.shares_history,
                 is_streamed=request.is_streamed,
+                batch=request.batch,
                 salt=request.salt,
                 prediction_ids=predictions,
                 stats=SequenceStats(arrival_time=now),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass, field, replace
+from itertools import count
 from numbers import Integral
 from typing import Any
 
@@ -17,6 +18,7 @@ from verispec.spec.speculation import AUTO, Speculation
 from verispec.types import MAX_PREDICTED, MAX_PREDICTIONS, Accept, Draft, NoText, SamplingParams, TextSink
 
 Predicted = Sequence[int] | Sequence[Sequence[int]] | Draft
+new_batch = count(1).__next__
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,8 @@ class Request:
     shared among requests of the same `salt` only. `grammar` is what `params` wants the answer to look like, compiled.
     `prediction_ids` is what the client expects as output: drafters may try it, which changes no token. It is a row of
     tokens, or several, which are alternatives, the likeliest first; or a Draft, each path of which down to a leaf is
-    one.
+    one. Requests of the same `batch` (`new_batch()`) are waited for together: drafts are made for when the last of them
+    ends. 0: for itself.
     """
 
     prompt_ids: Sequence[int]
@@ -45,6 +48,7 @@ class Request:
     salt: str = ""
     grammar: Grammar | None = None
     prediction_ids: Predicted = ()
+    batch: int = 0
 
     @property
     def predictions(self) -> tuple[tuple[int, ...], ...]:

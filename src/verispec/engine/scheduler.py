@@ -548,8 +548,11 @@ class Scheduler:
                 )
 
     def _is_joint(self) -> bool:
-        """Whether what counts is when the last one ends: nobody streams, and nobody waits for a place."""
-        return not self._roster.waiting and not any(s.is_streamed for s in self._roster.running)
+        """Whether what counts is when the last one ends: one caller waits for all, and nobody for a place."""
+        running = self._roster.running
+        if self._roster.waiting or any(s.is_streamed for s in running):
+            return False
+        return len({(s.batch, 0 if s.batch else s.request_id) for s in running}) == 1
 
     def _has_slots(self, turn: Turn) -> bool:
         """Lease the slots of the draft chosen; a whole window's, when it is opened. Rows of others come first."""

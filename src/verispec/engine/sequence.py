@@ -109,6 +109,7 @@ class Sequence:
     is_traced: bool = False  # whether events show whole drafts
     tells_drafts: bool = True  # whether the client hears of drafts at all; if not, an event has one token
     is_streamed: bool = True
+    batch: int = 0  # requests that are waited for together; 0: this one alone
     salt: str = ""
     prediction_ids: tuple[tuple[int, ...], ...] = ()  # what the client expects as output: alternatives
     stats: SequenceStats = field(default_factory=SequenceStats)
