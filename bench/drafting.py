@@ -256,7 +256,7 @@ def drafters_of(llm: LLM) -> dict[str, Drafter]:
     menu, cost, draft_cost = llm.skip_menu(), llm.calibration.cost, llm.calibration.draft_cost
     setup = DraftSetup(backend=llm.backend, cost=cost, find_menu=lambda: menu, draft_cost=draft_cost)
     found = make_drafters(setup)
-    found["suffix"] = Renewed(SuffixDrafter, is_for_auto=True)
+    found["suffix"] = Renewed(lambda: DRAFTERS["suffix"](setup), is_for_auto=True)
     found["suffix, own text"] = Renewed(lambda: SuffixDrafter(SuffixConfig(history_len=0)))
     found["n-grams"] = Renewed(PromptLookup)
     found["lookup"] = Renewed(lambda: DRAFTERS["lookup"](setup), is_for_auto=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from drafting import Arm, Drafts, Run
@@ -66,12 +66,12 @@ def longest_of(count: int, average: float, most: int) -> float:
     return expected(high, count)
 
 
-def _total(num_rounds: Sequence[int], seconds: Mapping[Any, float]) -> float:
+def _total(num_rounds: Sequence[int], seconds: Mapping[int, float]) -> float:
     """Of a batch whose sequences have so many rounds, by what one takes with a number of sequences that was timed."""
     total, done = 0.0, 0
     for i, count in enumerate(sorted(num_rounds)):
         left = len(num_rounds) - i
-        total += (count - done) * seconds[min(n for n in sizes_up_to(len(num_rounds)) if n >= left)]
+        total += (count - done) * seconds[min(n for n in seconds if n >= left)]
         done = count
     return total
 
@@ -182,7 +182,8 @@ class Costs:
         if not all(key in self._rounds for count in sizes_up_to(round_.batch) for key in (count, round_.of(count))):
             return None
         took = {count: self._round_seconds(round_.of(count), runs) for count in sizes_up_to(round_.batch)}
-        plain = sum(_total([len(o.token_ids) for o in run.outputs], self._rounds) for run in runs)
+        alone = {count: self._rounds[count] for count in took}
+        plain = sum(_total([len(o.token_ids) for o in run.outputs], alone) for run in runs)
         return plain / sum(_total([o.stats.passes + o.stats.fast_passes for o in run.outputs], took) for run in runs)
 
     def _round_seconds(self, round_: Round, runs: Sequence[Run]) -> float:

@@ -161,15 +161,17 @@ class Quiet(Eager):
 
     def __init__(self, far: Far, look_seconds: float) -> None:
         self._far, self._look_seconds = far, look_seconds
+        self.looked_at: set[int] = set()  # answers of so many tokens
 
     def state(self, sequence: SequenceView) -> Refusal:
         self._far.now += self._look_seconds
         self.num_looks += sequence.prompt_len == 2
+        self.looked_at.add(len(sequence.token_ids) - sequence.prompt_len)
         return Refusal("nothing")
 
 
 @pytest.mark.parametrize("arrivals", [False, True])
-@pytest.mark.parametrize(("look_seconds", "fewest", "most"), [(TRIP, 16, 64), (8 * TRIP, 4, 16)])
+@pytest.mark.parametrize(("look_seconds", "fewest", "most"), [(TRIP, 16, 64), (1.8e-3, 4, 15)])
 def test_who_rests_looks_again_also_while_others_come_and_go(
     arrivals: bool, look_seconds: float, fewest: int, most: int
 ) -> None:
@@ -189,6 +191,27 @@ def test_who_rests_looks_again_also_while_others_come_and_go(
         ended = any(event.output is not None and event.request_id == request_id for event in engine.step())
         num_steps += 1
     assert fewest <= quiet.num_looks <= most
+
+
+@pytest.mark.parametrize(
+    ("count", "look_seconds", "is_early"), [(1, 1.2e-3, True), (1, 30e-3, False), (2, 1.2e-3, False)],
+    ids=["alone", "alone, long looks", "two"],
+)  # fmt: skip
+def test_one_alone_is_looked_at_again_behind_its_first_rounds(count: int, look_seconds: float, is_early: bool) -> None:
+    """If that takes little of the time it may have left; several would wait for each other's looks."""
+    backend = Far()
+    quiet = Quiet(backend, look_seconds)
+    engine = Engine(
+        backend, family=SHAPES, drafters={"none": NoDrafter(), "suffix": quiet}, cost=table(),
+        clock=lambda: backend.now,
+        config=EngineConfig(num_slots=4096, max_running=32, max_len=600, depth=2, prefix_cache=False),
+    )  # fmt: skip
+    for _ in range(2):  # the first wave teaches how long looks take
+        quiet.looked_at.clear()
+        for i in range(count):
+            engine.add(Request([1, 2 + i], SamplingParams(max_tokens=200), Speculation("suffix"), is_streamed=False))
+        collect(engine)
+    assert bool(quiet.looked_at & set(range(1, 9))) is is_early
 
 
 # Where nothing pays, who may draft is as quick as who may not; what pays is found.

@@ -293,6 +293,18 @@ def test_where_small_canonical_passes_are_cheap_nobody_decodes_regularly() -> No
     assert not by_decoding((1, 2, 4, 8, 16, 64), STEEP_COST, count=3)
 
 
+@pytest.mark.parametrize("needs_host", [False, True])
+def test_where_every_round_needs_the_host_windows_may_pay_though_no_pass_is_shorter(needs_host: bool) -> None:
+    """They need it once for all of their tokens."""
+    chosen = policy({"drafts": NOTHING, "decode": Promising(WINDOW)}, (1, 2, 4, 8, 16, 64), FLAT_COST)
+    chosen.host_seconds = 2.0
+    asked = turn(0, AUTO)
+    asked.sequence.needs_host = needs_host  # type: ignore[misc]
+    chosen.choose([asked], is_canonical=True, other_rows=0, other_tokens=0, beside=0)
+    assert asked.choice.grows is needs_host
+    assert (asked.choice.because == NO_FASTER) is not needs_host
+
+
 def test_where_only_a_large_shape_is_canonical_windows_are_decoded() -> None:
     """One row in a pass of 64 costs 64 s a token; in a window it costs 1 s, and 1/33 of a replay of 64 s."""
     drafters = {"drafts": NOTHING, "decode": Promising(Curve.chain(32, 1.0, by_fast_rounds=True))}

@@ -78,16 +78,19 @@ def test_only_answers_of_the_same_salt_are_drafted_from_unless_they_are_shared(
         ({"needs_host": True}, False),
         ({"uses_probabilities": True}, False),
         ({"prediction_ids": ((9, 9),)}, False),
+        ({"speculation": Speculation.of("auto", tree="branch:2,2")}, False),
+        ({"token_ids": [1, 2, 3, 4, 5, 2]}, False),
     ],
 )
 def test_own_text_is_left_to_a_backend_that_looks_up_where_auto_may_choose_that(
     fields: dict[str, Any], is_left: bool
 ) -> None:
-    """Not where that backend could draft nothing, nor what a client predicts. History is still drafted from, where it
-    has the longer match."""
+    """Not where that backend could draft nothing, nor what a client predicts, nor a match that it does not look for.
+    History is still drafted from, where it has the longer match."""
+    tokens = fields.pop("token_ids", [1, 2, 3, 4, 1, 2])
     more = {"speculation": Speculation("auto"), "needs_host": False, "uses_probabilities": False, **fields}
     leaving, keeping = SuffixDrafter(SuffixConfig(leaves_own_text=True)), SuffixDrafter()
-    quoting = view([1, 2, 3, 4, 1, 2], **more)
+    quoting = view(tokens, **more)
     assert isinstance(leaving.state(quoting), Refusal) is is_left
     assert not isinstance(keeping.state(quoting), Refusal)
     for drafter in (leaving, keeping):

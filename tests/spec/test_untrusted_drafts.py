@@ -14,7 +14,7 @@ from tests.support.drafters import Eager
 from tests.support.fake_backend import FakeBackend
 from verispec.engine import Engine, Request
 from verispec.errors import InputError
-from verispec.spec.drafter import Curve, Drafter, Level
+from verispec.spec.drafter import Curve, Drafter, DrafterSet, Level
 from verispec.spec.none import NoDrafter
 from verispec.spec.speculation import Speculation
 from verispec.spec.turn import SequenceView, Turn
@@ -108,6 +108,17 @@ def test_an_odd_curve_drafts_nothing(odd: str) -> None:
     assert output.token_ids == run(NoDrafter()).token_ids
     assert output.stats.drafted == 0
     assert run(Liar()).stats.drafted > 0  # control
+
+
+@pytest.mark.parametrize("levels", [((2, 0.5, 1.0),), iter([(2, 0.5, 1.0)]), [Level(2, 0.5)]])
+def test_levels_of_another_type_are_levels(levels: object) -> None:
+    class Plain(Liar):
+        def curves(self, key: Hashable) -> tuple[Curve, ...]:
+            return (Curve(levels),)  # type: ignore[arg-type]
+
+    (curve,) = DrafterSet({"it": Plain()}, vocab_size=10, max_tail=4).curves("it", None)
+    assert curve.levels == (Level(2, 0.5),)
+    assert type(curve.levels[0]) is Level
 
 
 def test_a_draft_is_cut_to_what_is_left() -> None:

@@ -271,12 +271,14 @@ class Policy:
         return best._replace(choice=best.choice._replace(because=because))
 
     def _has_faster_rounds(self, drafting: int, crowd: Crowd) -> bool:
-        """Whether a round is shorter if these sequences draw in fast passes: replays come on top of that."""
+        """Whether a round is shorter if these sequences draw in fast passes: replays come on top of that. Rounds of a
+        window need the host for none of its tokens."""
         if not self.costs.family:
             return False
         others = max(0, crowd.rows - drafting)
         drawn = self.costs.seconds(others, crowd.beside + drafting, crowd.context_len)
-        return drawn < self.costs.seconds(crowd.rows, crowd.beside, crowd.context_len)
+        host = self._host_seconds(is_needed=crowd.needs_host)
+        return drawn < self.costs.seconds(crowd.rows, crowd.beside, crowd.context_len) + host
 
     def _best_nodes(self, curve: Curve, drafting: int, crowd: Crowd) -> _Best:
         """Whole levels of the curve, at least one: as many as promise most, or if they are forced as many as fit."""
@@ -423,7 +425,7 @@ class Policy:
         Rounds that run meanwhile, `in_air`, hide a look that is short; one that was `in_vain` has ended them.
         """
         seconds = self.host_seconds if in_vain else num_rows * self._look_seconds
-        round_seconds = self.costs.fast_seconds(num_rows, context_len)
+        round_seconds = max(1e-12, self.costs.fast_seconds(num_rows, context_len))
         share = _HIDDEN_LOOKS if in_air and seconds < _WHILE_BUSY else _LOOKS
         return min(_LONGEST_REST, int(seconds / (share * round_seconds)))
 

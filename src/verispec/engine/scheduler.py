@@ -291,7 +291,7 @@ class Scheduler:
             rest_len //= 2 if _reads_prompt(sequence) else 1  # what an answer begins with tells most
             is_alone = len(self._roster.running) == 1  # several would wait for each other's looks
             if is_alone and not sequence.num_rested and self._policy.is_short_look(length, _room(sequence)):
-                rest_len = min(rest_len, _FIRST_LOOK)  # its rounds end then in any case
+                rest_len = min(rest_len, _FIRST_LOOK)
             self._rests.lie_down(sequence, rest_len * are_asked)
 
     def look(self) -> int:

@@ -81,7 +81,7 @@ class DecodeDrafter:
         self._config = config or DecodeConfig()
         self._rate = Rate.fading(self._config.prior_acceptance, self._config.prior_weight, self._config.memory)
         self._windows: dict[int, _Window] = {}
-        self._curves: tuple[int, tuple[Curve, ...]] | None = None  # with the version they were made for
+        self._curves: tuple[float, tuple[Curve, ...]] | None = None  # with the rate they were made for
 
     @property
     def version(self) -> int:
@@ -99,9 +99,9 @@ class DecodeDrafter:
         return _KEY if self._config.window_len else _OFF
 
     def curves(self, key: Hashable) -> tuple[Curve, ...]:
-        if self._curves is None or self._curves[0] != self.version:
-            chain = Curve.chain(self._config.window_len, self._rate.value, by_fast_rounds=True)
-            self._curves = self.version, (chain,)
+        rate = self._rate.value
+        if self._curves is None or self._curves[0] != rate:
+            self._curves = rate, (Curve.chain(self._config.window_len, rate, by_fast_rounds=True),)
         return self._curves[1]
 
     def draft(self, turns: Sequence[Turn]) -> list[Draft | Pending]:

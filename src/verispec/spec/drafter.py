@@ -272,14 +272,17 @@ def _failed(name: str, fallback: T) -> T:
 
 
 def _is_in_range(level: Level) -> bool:
+    if type(level) is not Level:
+        return False
     num_nodes, tokens, share = level
     return type(num_nodes) is int and num_nodes > 0 and 0.0 < tokens <= 1.0 and 0.0 < share <= 1.0
 
 
 def _in_range(curve: Curve) -> Curve | None:
     """The curve with at most MAX_NODES nodes and chances for tokens; None where nothing is left of it."""
-    if sum([level[0] for level in curve.levels]) <= MAX_NODES and all(map(_is_in_range, curve.levels)):
-        return curve if curve.levels else None
+    is_usual = type(curve.levels) is tuple and all(map(_is_in_range, curve.levels))
+    if is_usual and 0 < sum([level.num_nodes for level in curve.levels]) <= MAX_NODES:
+        return curve
     levels: list[Level] = []
     room = MAX_NODES
     for num_nodes, tokens, share in curve.levels:

@@ -81,12 +81,15 @@ def _model(setup: DraftSetup) -> Drafter:
 
 
 def _suffix(setup: DraftSetup) -> Drafter:
+    """Where the host is far from a device that looks up by itself, rounds for the host's look-ups cost more than they
+    find there."""
+    is_far = setup.cost is not None and setup.cost.trip > 0
     config = SuffixConfig(
         max_draft=setup.length(SuffixConfig().max_draft),
         max_depth=SuffixConfig().max_depth if setup.backend is None else setup.backend.limits.max_tail,
         history_len=setup.history_len,
         shares_history=setup.shares_history,
-        leaves_own_text=setup.backend is not None and setup.backend.limits.looks_up,
+        leaves_own_text=setup.backend is not None and setup.backend.limits.looks_up and is_far,
     )
     return SuffixDrafter(config)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from verispec.arguments import check_int
+from verispec.backends.rounds import LOOKED_UP
 from verispec.config import DEFAULTS, MAX_SIZE
 from verispec.spec.drafter import Curve, Level, Refusal
 from verispec.spec.match_rates import (
@@ -180,18 +181,21 @@ class SuffixDrafter:
             own.learn(came)
             own.texts.extend(came)
             own.num_tokens = len(tokens)
-            own.look = self._look(own.texts, sequence)
-            own.key = _NOTHING if own.look is None else _key(own.look, sequence.speculation.tree)
-            if own.look is not None and own.look.match.text is own.texts.text and self._leaves(sequence):
+            own.look = look = self._look(own.texts, sequence)
+            own.key = _NOTHING if look is None else _key(look, sequence.speculation.tree)
+            if look is not None and look.match.text is own.texts.text and self._leaves(look.match, sequence):
                 own.key = _LEFT
         return own
 
-    def _leaves(self, sequence: SequenceView) -> bool:
-        """Whether the backend can draft as much from the sequence's own text, in bursts. What a client predicts, and
-        the host behind each round, it does without."""
-        if not self._config.leaves_own_text or sequence.speculation.method != AUTO or sequence.prediction_ids:
+    def _leaves(self, match: Match, sequence: SequenceView) -> bool:
+        """Whether the backend finds such a match in the sequence's own text by itself, and can draft from it. What a
+        client predicts it does not see, trees it does not make, and where each round needs the host it drafts
+        nothing."""
+        speculation = sequence.speculation
+        if not self._config.leaves_own_text or speculation.method != AUTO or speculation.tree is not None:
             return False
-        return not (sequence.needs_host or sequence.uses_probabilities)
+        needs_host = sequence.needs_host or sequence.uses_probabilities or bool(sequence.prediction_ids)
+        return LENGTHS[match.level] >= min(LOOKED_UP) and not needs_host
 
     def _look(self, texts: Texts, sequence: SequenceView) -> _Look | None:
         match = texts.find_end()
