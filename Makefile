@@ -27,7 +27,7 @@ check: setup lint ## Lint, types, and the engine's tests that need neither the m
 	  --ignore tests/server --ignore tests/batch --ignore tests/ray
 
 test: setup model lint $(if $(CHROMIUM),$(BIN)/.page) ## The whole test suite; the page too, where there is a Chromium
-	$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder --durations 15 -m "not hf and not cuda and not long"
+	$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder --durations 15 --times 0.6 -m "not hf and not cuda and not long"
 
 test-page: $(BIN)/.page ## The server's page in a real browser; needs Chromium (pictures with SHOTS=FOLDER)
 	$(BIN)/pytest tests/server/test_page.py --need-browser --shots=$(or $(SHOTS),build/shots)
