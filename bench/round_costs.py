@@ -182,8 +182,8 @@ class Costs:
         if not all(key in self._rounds for count in sizes_up_to(round_.batch) for key in (count, round_.of(count))):
             return None
         took = {count: self._round_seconds(round_.of(count), runs) for count in sizes_up_to(round_.batch)}
-        alone = {count: self._rounds[count] for count in took}
-        plain = sum(_total([len(o.token_ids) for o in run.outputs], alone) for run in runs)
+        undrafted = {count: self._rounds[count] for count in took}
+        plain = sum(_total([len(o.token_ids) for o in run.outputs], undrafted) for run in runs)
         return plain / sum(_total([o.stats.passes + o.stats.fast_passes for o in run.outputs], took) for run in runs)
 
     def _round_seconds(self, round_: Round, runs: Sequence[Run]) -> float:

@@ -170,12 +170,7 @@ class Quiet(Eager):
         return Refusal("nothing")
 
 
-@pytest.mark.parametrize("arrivals", [False, True])
-@pytest.mark.parametrize(("look_seconds", "fewest", "most"), [(TRIP, 16, 64), (1.8e-3, 4, 15)])
-def test_who_rests_looks_again_also_while_others_come_and_go(
-    arrivals: bool, look_seconds: float, fewest: int, most: int
-) -> None:
-    """A short look is hidden by the rounds in the air; a long one is not, and has to be rare."""
+def quiet_engine(look_seconds: float) -> tuple[Quiet, Engine]:
     backend = Far()
     quiet = Quiet(backend, look_seconds)
     engine = Engine(
@@ -183,6 +178,16 @@ def test_who_rests_looks_again_also_while_others_come_and_go(
         clock=lambda: backend.now,
         config=EngineConfig(num_slots=4096, max_running=32, max_len=600, depth=2, prefix_cache=False),
     )  # fmt: skip
+    return quiet, engine
+
+
+@pytest.mark.parametrize("arrivals", [False, True])
+@pytest.mark.parametrize(("look_seconds", "fewest", "most"), [(TRIP, 16, 64), (1.8e-3, 4, 15)])
+def test_who_rests_looks_again_also_while_others_come_and_go(
+    arrivals: bool, look_seconds: float, fewest: int, most: int
+) -> None:
+    """A short look is hidden by the rounds in the air; a long one is not, and has to be rare."""
+    quiet, engine = quiet_engine(look_seconds)
     request_id = engine.add(Request([1, 2], SamplingParams(max_tokens=500), Speculation("suffix")))
     num_steps, ended = 0, False
     while not ended:
@@ -199,13 +204,7 @@ def test_who_rests_looks_again_also_while_others_come_and_go(
 )  # fmt: skip
 def test_one_alone_is_looked_at_again_behind_its_first_rounds(count: int, look_seconds: float, is_early: bool) -> None:
     """If that takes little of the time it may have left; several would wait for each other's looks."""
-    backend = Far()
-    quiet = Quiet(backend, look_seconds)
-    engine = Engine(
-        backend, family=SHAPES, drafters={"none": NoDrafter(), "suffix": quiet}, cost=table(),
-        clock=lambda: backend.now,
-        config=EngineConfig(num_slots=4096, max_running=32, max_len=600, depth=2, prefix_cache=False),
-    )  # fmt: skip
+    quiet, engine = quiet_engine(look_seconds)
     for _ in range(2):  # the first wave teaches how long looks take
         quiet.looked_at.clear()
         for i in range(count):

@@ -194,8 +194,8 @@ class SuffixDrafter:
         speculation = sequence.speculation
         if not self._config.leaves_own_text or speculation.method != AUTO or speculation.tree is not None:
             return False
-        needs_host = sequence.needs_host or sequence.uses_probabilities or bool(sequence.prediction_ids)
-        return LENGTHS[match.level] >= min(LOOKED_UP) and not needs_host
+        is_beyond_it = sequence.needs_host or sequence.uses_probabilities or bool(sequence.prediction_ids)
+        return LENGTHS[match.level] >= min(LOOKED_UP) and not is_beyond_it
 
     def _look(self, texts: Texts, sequence: SequenceView) -> _Look | None:
         match = texts.find_end()
