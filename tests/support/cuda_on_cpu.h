@@ -50,6 +50,7 @@ inline double __dmul_rn(double a, double b) { return a * b; }
 inline double __dsub_rn(double a, double b) { return a - b; }
 inline double __drcp_rn(double a) { return 1.0 / a; }
 inline float __uint2float_rn(unsigned v) { return static_cast<float>(v); }
+inline float __int2float_rn(int v) { return static_cast<float>(v); }
 inline long long __float2ll_rn(float v) { return llrintf(v); }
 inline float __ll2float_rn(long long v) { return static_cast<float>(v); }
 inline double __ll2double_rn(long long v) { return static_cast<double>(v); }

@@ -22,7 +22,8 @@ from verispec.backends.cuda.arguments import filled
 from verispec.backends.cuda.compiler import Cubins
 from verispec.backends.cuda.device import Gpu
 from verispec.backends.cuda.forward import DeviceModel, Plan
-from verispec.backends.cuda.kernels import ALL_FEW, Kernels, Kind, Layer, LinearArgs
+from verispec.backends.cuda.kernels import ALL_FEW, Kernels, Layer, LinearArgs
+from verispec.backends.cuda.product_forms import Kind
 from verispec.backends.cuda.quantize import Quantized, eight_bits, quantized
 from verispec.backends.cuda.shapes import Shapes
 from verispec.model.hub import cache_dir

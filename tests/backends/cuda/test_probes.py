@@ -16,7 +16,7 @@ from tests.support.tiny_models import TinyConfig, make_tensors  # noqa: E402
 from verispec.backends.audit import Audit, ProbeOutcome, audit  # noqa: E402
 from verispec.backends.cuda import answers, kernels, probes, tiny  # noqa: E402
 from verispec.backends.cuda.backend import CudaBackend, CudaModel  # noqa: E402
-from verispec.backends.cuda.kernels import product_form  # noqa: E402
+from verispec.backends.cuda.product_forms import product_form  # noqa: E402
 from verispec.backends.cuda.shapes import Shapes  # noqa: E402
 
 pytestmark = pytest.mark.cuda

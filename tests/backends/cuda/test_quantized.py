@@ -8,7 +8,8 @@ torch = pytest.importorskip("torch")
 
 from tests.support import cuda_emulated  # noqa: E402
 from verispec.backends.cuda.arguments import filled  # noqa: E402
-from verispec.backends.cuda.kernels import Kind, LinearArgs, draft_form, draft_rows  # noqa: E402
+from verispec.backends.cuda.kernels import LinearArgs  # noqa: E402
+from verispec.backends.cuda.product_forms import Kind, draft_form, draft_rows  # noqa: E402
 from verispec.backends.cuda.quantize import Quantized, eight_bits, quantized  # noqa: E402
 from verispec.backends.options import DRAFT_BITS  # noqa: E402
 

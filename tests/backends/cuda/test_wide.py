@@ -11,7 +11,8 @@ torch = pytest.importorskip("torch")
 
 from tests.support import cuda_emulated  # noqa: E402
 from verispec.backends.cuda.arguments import filled  # noqa: E402
-from verispec.backends.cuda.kernels import Kind, LinearArgs, wide_form  # noqa: E402
+from verispec.backends.cuda.kernels import LinearArgs  # noqa: E402
+from verispec.backends.cuda.product_forms import Kind, wide_form  # noqa: E402
 
 pytestmark = pytest.mark.cuda
 

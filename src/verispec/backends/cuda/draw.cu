@@ -8,11 +8,14 @@ extern "C" __global__ void __launch_bounds__(kThreads) draw_top(const Args a) {
   wait_for_previous();
   if (is_idle(a.busy)) return;
   const int row = blockIdx.y, end = min(a.vocab, (blockIdx.x + 1) * a.chunk);
-  const float* raw = a.raw + static_cast<int64>(row) * a.vocab;
   uint64 best = 0, best_raw = 0;
-  for (int id = blockIdx.x * a.chunk + threadIdx.x; id < end; id += kThreads) {
-    best = Max()(best, best_key(processed(a, row, id), id));
-    if (!is_raw(a)) best_raw = Max()(best_raw, best_key(raw[id], id));
+  for (int id = blockIdx.x * a.chunk + threadIdx.x * 4; id < end; id += kThreads * 4) {
+    const Four logits(a, row, id);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      best = Max()(best, best_key(logits.processed[i], id + i));
+      if (!is_raw(a)) best_raw = Max()(best_raw, best_key(logits.raw[i], id + i));
+    }
   }
   best = block_reduce(best, Max());
   best_raw = is_raw(a) ? best : block_reduce(best_raw, Max());
@@ -29,30 +32,28 @@ extern "C" __global__ void __launch_bounds__(kThreads) draw_best(const Args a) {
   const int row = blockIdx.y, end = min(a.vocab, (blockIdx.x + 1) * a.chunk);
   const uint64* tops = a.tops + static_cast<int64>(row) * 2 * a.chunks;
   const uint64 top_key = best_of_chunks(tops, a.chunks), raw_key = best_of_chunks(tops + a.chunks, a.chunks);
-  const float* raw = a.raw + static_cast<int64>(row) * a.vocab;
   const float top = value_of(static_cast<unsigned>(top_key >> 32)), raw_top = value_of(static_cast<unsigned>(raw_key >> 32));
   const float temperature = a.temperature[row];
   const bool draws = temperature > 0.0f && usable(top_key), sums = usable(raw_key);
   const uint64 kept = a.kept[row];
   const unsigned *counter = a.counters + row * 3, *seed = a.seeds + row * 2;
   uint64 best = temperature > 0.0f ? 0 : top_key;
-  // The largest logit has z = 0 and passes every filter: nothing below its noise can win. As g <= -log u, an id whose word
-  // is above e^(z - bound) has z + g below the bound; the margin is far above every rounding.
+  // The largest logit has z = 0 and passes every filter: nothing below its noise can win.
   const int top_id = static_cast<int>(0xffffffffu - static_cast<unsigned>(top_key));
   const float bound = draws ? gumbel_f32(word_of(philox(top_id >> 2, counter[0], counter[1], counter[2], seed[0], seed[1]), top_id & 3)) : 0.0f;
   int64 sum = 0;
   for (int block = (blockIdx.x * a.chunk) / 4 + threadIdx.x; block * 4 < end; block += kThreads) {
+    const Four logits(a, row, block * 4);
     uint4 words = make_uint4(0, 0, 0, 0);
     if (draws) words = philox(block, counter[0], counter[1], counter[2], seed[0], seed[1]);
 #pragma unroll
     for (int lane = 0; lane < 4; ++lane) {
       const int id = block * 4 + lane;
-      if (id >= end) break;
-      if (sums) sum += weight(sub(raw[id], raw_top));
+      if (sums) sum += weight(sub(logits.raw[lane], raw_top));
       if (!draws) continue;
-      const float z = scaled(processed(a, row, id), top, temperature), above = sub(z, bound);
+      const float z = scaled(logits.processed[lane], top, temperature);
       const unsigned word = word_of(words, lane);
-      if (above < 0.0f && mul(__uint2float_rn(word), 2.3283064365386963e-10f) > mul(exp_f32(above), 1.01f)) continue;
+      if (is_below(sub(z, bound), word)) continue;
       if (z > neg_inf() && rank_key(z, id) <= kept) best = Max()(best, best_key(add(z, gumbel_f32(word)), id));
     }
   }

@@ -35,7 +35,7 @@ struct Args {
   double* masses;              // as shares, [.., chunks of 1024 ids]: their sums, neighbours first
   float* totals;               // [rows, 2]: the largest raw logit, and the logarithm of the sum
   const int* busy;             // 0: the pass has no row but padding, and nothing is drawn; or null
-  int vocab;
+  int vocab;                   // a multiple of 4
   int mask_words;
   int chunk;                   // ids of one block, a multiple of 4: as suits the number of rows
   int chunks;
@@ -58,9 +58,8 @@ __device__ __forceinline__ uint64 rank_key(float z, int id) {  // ascending in t
   return static_cast<uint64>(~ordered(z)) << 32 | static_cast<unsigned>(id);
 }
 
-// A logit behind all edits. A mask makes no row usable: NaN and +inf stay what they say.
-__device__ __forceinline__ float processed(const Args& a, int row, int id) {
-  const float v = a.edited[static_cast<int64>(row) * a.vocab + id];
+// A logit behind its edits, and behind the mask, which makes no row usable: NaN and +inf stay what they say.
+__device__ __forceinline__ float masked(const Args& a, int row, int id, float v) {
 #ifdef MASKED
   const int mask = a.masks[row];
   if (mask > 0 && !(a.allowed[static_cast<int64>(mask) * a.mask_words + id / 32] >> (id % 32) & 1))
@@ -68,6 +67,25 @@ __device__ __forceinline__ float processed(const Args& a, int row, int id) {
 #endif
   return v;
 }
+__device__ __forceinline__ float processed(const Args& a, int row, int id) {
+  return masked(a, row, id, a.edited[static_cast<int64>(row) * a.vocab + id]);
+}
+
+// Four logits of a row from id on, which is a multiple of 4: as they are, and processed.
+struct Four {
+  float raw[4], processed[4];
+  __device__ __forceinline__ Four(const Args& a, int row, int id) {
+    const int64 at = static_cast<int64>(row) * a.vocab + id;
+    put(raw, a.raw + at);
+    if (a.raw != a.edited) put(processed, a.edited + at);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) processed[i] = masked(a, row, id + i, a.raw == a.edited ? raw[i] : processed[i]);
+  }
+  __device__ static __forceinline__ void put(float* to, const float* from) {
+    const float4 v = *reinterpret_cast<const float4*>(from);
+    to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
+  }
+};
 __device__ __forceinline__ bool is_raw(const Args& a) {  // whether nothing was edited
 #ifdef MASKED
   return false;
@@ -138,5 +156,13 @@ __device__ __forceinline__ bool usable(uint64 top) {  // no NaN, and a finite ma
 }
 
 __device__ __forceinline__ float scaled(float logit, float top, float temperature) {
-  return div(sub(logit, top), temperature);
+  const float below = sub(logit, top);
+  return temperature == 1.0f ? below : div(below, temperature);
+}
+
+// Whether z + noise is surely below a bound, `above` being z - bound. As the noise is at most -log u, u = word / 2^32, it is if
+// log u > above. The bits of a float are a piecewise linear log2, nowhere above it; the margin is far above every rounding.
+__device__ __forceinline__ bool is_below(float above, unsigned word) {
+  const int log2_u = __float_as_int(mul(__uint2float_rn(word), 2.3283064365386963e-10f)) - 0x3F800000;  // times 2^23
+  return mul(__int2float_rn(log2_u), 1.1920928955078125e-7f) > fused(above, kLog2e, 0.015f);
 }

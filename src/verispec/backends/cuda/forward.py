@@ -14,17 +14,8 @@ import torch
 from numpy.typing import NDArray
 
 from verispec.backends.cuda.device import Device, Gpu, Graph
-from verispec.backends.cuda.kernels import (
-    ALL_FEW,
-    CACHED_NBYTES,
-    MAX_FEW_ROWS,
-    Buffers,
-    Forms,
-    Layer,
-    Matrix,
-    RowInputs,
-    Starts,
-)
+from verispec.backends.cuda.kernels import ALL_FEW, MAX_FEW_ROWS, Buffers, Forms, Layer, RowInputs, Starts
+from verispec.backends.cuda.product_forms import CACHED_NBYTES, ROWS_PER_TILE, Matrix
 from verispec.backends.cuda.quantize import quantized
 from verispec.backends.cuda.shapes import SPAN, TILE, Positions, Shapes, gate_up_order, num_parts, qkv_order
 from verispec.backends.protocol import FULL_VIEW, View
@@ -35,7 +26,6 @@ Reader = Callable[[str], Tensor]  # by verispec's name; KeyError for what the mo
 
 
 _NARROW = 4  # the last layer ends with the rows whose logits are wanted, if at most one in so many are
-_MAX_LINEAR_ROWS = 8  # of weights that wide.cu cannot take
 
 
 class Plan(NamedTuple):
@@ -180,7 +170,7 @@ def most_few_rows(w: Matrix) -> int:
     outputs, columns = w.shape
     if columns % TILE == 0:  # from 9 rows on by wide.cu, which loses to many rows where clusters are large
         return MAX_FEW_ROWS if num_parts(outputs, columns) <= 2 or _is_cached(w) else MAX_FEW_ROWS // 2
-    return MAX_FEW_ROWS if _is_cached(w) else _MAX_LINEAR_ROWS
+    return MAX_FEW_ROWS if _is_cached(w) else ROWS_PER_TILE
 
 
 def _is_cached(w: Matrix) -> bool:

@@ -11,55 +11,37 @@ import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import IntEnum
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 
 from verispec.backends.cuda.arguments import current_stream, filled, pointers, struct
 from verispec.backends.cuda.bit_model import softmax_scale
 from verispec.backends.cuda.compiler import NOT_KEPT, Cubins, Kernel, Modules
+from verispec.backends.cuda.product_forms import (
+    ALONE_NBYTES,
+    MAX_BLOCK_NBYTES,
+    Kind,
+    Matrix,
+    draft_form,
+    draft_rows,
+    is_wide,
+    linear_form,
+    wide_form,
+    wide_rows,
+)
 from verispec.backends.cuda.quantize import Quantized
 from verispec.backends.cuda.shapes import SPAN, TILE, Shapes, num_parts
 
 MAX_FEW_ROWS = 64
-# Weights that stay in the L2 cache are read by several blocks of 16 rows: a warp's own work is what takes time there.
-# Others have wide.cu from 9 rows on.
-_ROWS_PER_TILE, _MAX_ROW_TILES, CACHED_NBYTES = 8, 2, 4 << 20
-_STAGE_NBYTES = 2048  # 16 weight rows of 64 columns
-_STAGE_ROW_NBYTES = 128
-# Shared memory for rings: as much of an SM's 227 KiB as leaves room for the next kernel's first blocks.
-_SM_RING_NBYTES, _BLOCK_RING_NBYTES = 160 * 1024, 96 * 1024
-_MIN_STAGES, _MAX_STAGES = 4, 16
-_WHOLE_STAGES = 8  # of products that are not cut into parts of K, eight rows at most
 _MAX_ROW_THREADS = 256
-# Of a quantised product, whose blocks are persistent: bytes of shared memory of a block, at least and at most. They
-# start beside the kernel in front, so what they take decides which of them can come to share an SM: never more than
-# were meant to, because an SM with twice the work is what all others wait for.
-_QKV_NBYTES, _PAIR_NBYTES, _ALONE_NBYTES, _DOWN_NBYTES = 72 * 1024, 77 * 1024, 115 * 1024, 148 * 1024
-_PAIR_TILES = 4  # to an SM: so many are shared by two blocks of half the warps
-_MAX_DRAFT_WARPS, _MAX_DRAFT_STAGES, _MAX_ROWS_NBYTES = 20, 12, 152 * 1024
 WHOLE_GROUPS_PER_SM = 4  # with so many blocks in a launch, a block of prompt attention takes all spans of its rows
-_MAX_BLOCK_NBYTES = 227 * 1024  # of shared memory
-# Of products of 9 to 64 rows: most of an SM's shared memory, so that much is on its way; two columns of 64 at once
-# where that leaves enough stages. Blocks of more outputs have more to finish when there is nothing left to fetch.
-_MAX_WIDE_TILES, _MAX_WIDE_STAGES, _DOUBLE_STAGES, _WIDE_NBYTES = 9, 10, 5, 200 * 1024
 # Spans of a row whose blocks merge them through shared memory: so many, or fewer, if many rows take all SMs.
 _MAX_CLUSTER, _FREE_CLUSTER = 8, 4
 # With so many blocks to an SM, one has all spans of a row, if they are few: else all would wait for the longest row.
 _WHOLE_ROWS_PER_SM, _MAX_WHOLE_SPANS = 1.5, 8
 # Of its ring: two blocks share an SM at heads of 128, four at 64. And what it has beside the ring and the slots.
 _WHOLE_TILES, _WHOLE_OTHER_NBYTES = 3, 4096
-
-
-class Kind(IntEnum):
-    """What follows a product, as linear.cu numbers it."""
-
-    QKV = 0
-    RESIDUAL = 1
-    GATE_UP = 2
-    HEAD = 3
-    PLAIN = 4
 
 
 _KV = ("cosines", "sines", "positions", "slots", "k_store", "v_store", "not_finite")
@@ -102,9 +84,6 @@ class Forms(NamedTuple):
 
 
 ALL_FEW, ALL_MANY = Forms(*[False] * 5), Forms(*[True] * 5)
-
-
-Matrix: TypeAlias = torch.Tensor | Quantized
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,87 +175,6 @@ class Buffers:
 def _product_words(outputs: int, parts: int) -> int:
     """Of one row: one part is kept as bf16, several as float32."""
     return parts * outputs if parts > 1 else -(-outputs // 2)
-
-
-class DraftForm(NamedTuple):
-    """How blocks of a quantised product share its work: quantized.cu says what these are."""
-
-    warps: int
-    step: int
-    stages: int
-    shared: int  # bytes, beside the sums
-    per_sm: int  # blocks
-    late: int  # 1: the next kernel may start only when this one's rows are there
-
-
-def draft_rows(columns: int, rows: int) -> int:
-    """How many rows a block has at once: a power of two, as many as its shared memory has room for."""
-    return next(n for n in (1, 2, 4, 8) if n >= min(rows, _ROWS_PER_TILE) or 2 * n * columns > _MAX_ROWS_NBYTES)
-
-
-def draft_form(kind: Kind, w: tuple[int, int], bits: int, rows: int, num_sms: int) -> DraftForm:
-    """The form for a matrix [outputs, columns], found by timing whole passes of drafts on an H200."""
-    tiles, chunks = w[0] // 16, w[1] // TILE
-    is_pair = tiles >= _PAIR_TILES * num_sms
-    most = 12 if is_pair or kind is Kind.QKV else _MAX_DRAFT_WARPS
-    doubles = [n for n in range(most // 3, most + 1) if chunks % (2 * n) == 0]  # two chunks a step are quicker
-    warps = max(doubles, default=max(n for n in range(1, min(chunks, most) + 1) if chunks % n == 0))
-    if warps < most // 3 < chunks:  # better a few that idle than few
-        warps = most
-    each = -(-chunks // warps)
-    chunk, row_nbytes = warps * (128 * bits + 64), warps * each * rows * (TILE + 4)  # values and scales
-    fixed = warps * 2 * 32 * 16 + 1024  # sums
-    is_down = kind is Kind.RESIDUAL and w[1] > w[0]
-    least = _PAIR_NBYTES if is_pair else _ALONE_NBYTES
-    total = _DOWN_NBYTES if is_down else least
-    if kind is Kind.QKV and num_sms < tiles and not is_pair:
-        least, total = 0, _QKV_NBYTES
-    room = total - fixed - row_nbytes
-    if room < 3 * chunk:  # rows take what there is
-        is_pair, least, room = False, _ALONE_NBYTES, _MAX_BLOCK_NBYTES - fixed - row_nbytes
-    step = 2 if each % 2 == 0 and room >= 3 * 2 * chunk else 1
-    stages = max(2, min(_MAX_DRAFT_STAGES // step, room // (step * chunk)))
-    shared = max(stages * step * chunk + row_nbytes, least - fixed)
-    return DraftForm(warps, step, stages, shared, 1 + is_pair, int(is_down))
-
-
-class WideForm(NamedTuple):
-    """How blocks of a product of 9 to 64 rows share its work: wide.cu says what these are."""
-
-    tiles: int
-    step: int
-    stages: int
-    shared: int  # bytes
-
-
-def wide_form(w: tuple[int, int], parts: int, rows: int, num_sms: int) -> WideForm:
-    """The form for a matrix [outputs, columns]: blocks of so many outputs that an SM reads the least."""
-    usable = num_sms if parts <= 2 else num_sms * 7 // 8  # SMs of larger clusters must be near each other
-
-    def nbytes(tiles: int) -> int:  # of an SM, in units of a column
-        blocks = -(-w[0] // (16 * tiles)) * parts
-        return -(-blocks // usable) * (16 * tiles + _wide_rows(rows))
-
-    each = min(range(_MAX_WIDE_TILES, 0, -1), key=nbytes)
-    stage = (16 * each + _wide_rows(rows)) * _STAGE_ROW_NBYTES
-    step = 2 if w[1] // parts % (2 * TILE) == 0 and _WIDE_NBYTES // (2 * stage) >= _DOUBLE_STAGES else 1
-    stages = max(3, min(w[1] // parts // (TILE * step) + 1, _MAX_WIDE_STAGES, _WIDE_NBYTES // (step * stage)))
-    sums = 16 * each * _wide_rows(rows) * 4 if parts > 1 else 0  # which other blocks of the cluster read
-    return WideForm(each, step, stages, max(stages * step * stage, sums))
-
-
-def _wide_rows(rows: int) -> int:
-    return 32 if rows <= 32 else 64
-
-
-def is_wide(w: torch.Tensor, rows: int) -> bool:
-    """Whether wide.cu serves them: more rows than a step of `mma` has, weights that do not stay in the cache."""
-    return rows > _ROWS_PER_TILE and w.shape[0] * w.shape[1] * 2 > CACHED_NBYTES and w.shape[1] % TILE == 0
-
-
-def product_form(w: torch.Tensor, rows: int, *, many: bool) -> str:
-    """What computes a product of so many rows in this form."""
-    return "library" if many else "wide.cu" if is_wide(w, rows) else "linear.cu"
 
 
 class SpanForm(NamedTuple):
@@ -387,9 +285,9 @@ class Kernels:
     def _span_form(self, rows: int, spans: int) -> SpanForm:
         store, weights = SPAN * self.shapes.head_dim * 2, 16 * (SPAN + 8) * 2
         two_buffers = rows * self.shapes.kv_heads * spans <= 2 * self._num_sms
-        two_buffers &= 2 * store + weights <= _MAX_BLOCK_NBYTES
+        two_buffers &= 2 * store + weights <= MAX_BLOCK_NBYTES
         shared = (2 if two_buffers else 1) * store + weights
-        fits = spans <= _FREE_CLUSTER or rows * self.shapes.kv_heads * spans * shared <= self._num_sms * _ALONE_NBYTES
+        fits = spans <= _FREE_CLUSTER or rows * self.shapes.kv_heads * spans * shared <= self._num_sms * ALONE_NBYTES
         cluster = spans if two_buffers and fits and 1 < spans <= _MAX_CLUSTER else 1
         return SpanForm(two_buffers, cluster, shared)
 
@@ -507,7 +405,7 @@ class Kernels:
         outputs, columns = w.shape
         form = wide_form((outputs, columns), parts, rows, self._num_sms)
         defines = {
-            "KIND": int(kind), "N": outputs, "K": columns, "PARTS": parts, "HALVES": _wide_rows(rows) // 32,
+            "KIND": int(kind), "N": outputs, "K": columns, "PARTS": parts, "HALVES": wide_rows(rows) // 32,
             "TILES": form.tiles, "STEP": form.step, "STAGES": form.stages, **self._sizes,
         }  # fmt: skip
         blocks = -(-outputs // (16 * form.tiles)) * parts
@@ -525,32 +423,14 @@ class Kernels:
         if is_wide(w, rows):
             self._wide(kind, w, parts, rows, args)
             return
-        row_tiles = min(_MAX_ROW_TILES, -(-rows // _ROWS_PER_TILE))
-        row_blocks = -(-rows // (row_tiles * _ROWS_PER_TILE))
-        weight_tiles = outputs // 16
-        tile_nbytes = (_STAGE_NBYTES + row_tiles * _ROWS_PER_TILE * _STAGE_ROW_NBYTES) * parts  # of one stage
-        is_whole = parts == row_tiles == 1
-        if is_whole and weight_tiles > 256:
-            tiles = min((2, 1), key=lambda n: self._waves(-(-weight_tiles // n), n * _WHOLE_STAGES * tile_nbytes))
-        else:
-            tiles = 1 if parts > 1 or weight_tiles <= 256 else 2
-        blocks = -(-weight_tiles // tiles)
-        stage = tile_nbytes * tiles
-        room = min(_BLOCK_RING_NBYTES, _SM_RING_NBYTES // -(-blocks * row_blocks // self._num_sms))
-        steps = -(-columns // parts // TILE)
-        least = _WHOLE_STAGES if is_whole else _MIN_STAGES
-        stages = min(steps + 1, max(least, min(_MAX_STAGES, room // stage)))
+        form = linear_form((outputs, columns), parts, rows, self._num_sms)
         defines = {
-            "KIND": int(kind), "N": outputs, "K": columns, "PARTS": parts, "ROW_TILES": row_tiles, "TILES": tiles,
-            "STAGES": stages, **self._sizes,
+            "KIND": int(kind), "N": outputs, "K": columns, "PARTS": parts, "ROW_TILES": form.row_tiles,
+            "TILES": form.tiles, "STAGES": form.stages, **self._sizes,
         }  # fmt: skip
         kernel = self._kernel("linear.cu", "linear", defines)
-        warps = tiles * parts + (row_tiles if kind in (Kind.QKV, Kind.GATE_UP, Kind.HEAD) else 0)
-        kernel.launch((blocks, row_blocks, 1), 32 * warps, args, stream=current_stream(), shared=stages * stage)
-
-    def _waves(self, blocks: int, shared: int) -> int:
-        """How often the SMs take blocks of so much shared memory, until all have run."""
-        return -(-blocks // (self._num_sms * (_MAX_BLOCK_NBYTES // shared)))
+        warps = form.tiles * parts + (form.row_tiles if kind in (Kind.QKV, Kind.GATE_UP, Kind.HEAD) else 0)
+        kernel.launch(form.grid, 32 * warps, args, stream=current_stream(), shared=form.shared)
 
     def _eighths(self, rows: int) -> tuple[int, int, int]:
         """Blocks of 128 threads, each of which has eight values of the residual stream."""
@@ -581,7 +461,7 @@ class Kernels:
         return _by_parts(x, w, parts, out=y), parts
 
     def _takes_whole_rows(self, rows: int, spans: int) -> bool:
-        if self._whole_nbytes(spans) + _WHOLE_OTHER_NBYTES > _MAX_BLOCK_NBYTES:
+        if self._whole_nbytes(spans) + _WHOLE_OTHER_NBYTES > MAX_BLOCK_NBYTES:
             return False
         if self.whole_rows is not None:
             return self.whole_rows

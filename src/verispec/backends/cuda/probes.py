@@ -18,7 +18,8 @@ from verispec.backends.cuda.arrange import MAX_HEAD_ROWS, MIN_RUN, spans_of
 from verispec.backends.cuda.device import Device
 from verispec.backends.cuda.drawing import DrawInputs
 from verispec.backends.cuda.forward import DeviceModel, Plan
-from verispec.backends.cuda.kernels import ALL_FEW, RowInputs, product_form
+from verispec.backends.cuda.kernels import ALL_FEW, RowInputs
+from verispec.backends.cuda.product_forms import product_form
 from verispec.backends.cuda.tiny import groups_of
 from verispec.backends.probes import probe_rows
 from verispec.backends.protocol import BackendLimits, Rows

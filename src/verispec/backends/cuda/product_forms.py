@@ -1,0 +1,159 @@
+"""How products of few rows are cut into blocks.
+
+Every form of a product has the same bits (those of few-bit weights promise none), so all that counts here is time: the
+figures were found by timing whole passes on an H200.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from verispec.backends.cuda.quantize import Quantized
+from verispec.backends.cuda.shapes import TILE
+
+# Weights that stay in the L2 cache are read by several blocks of 16 rows: a warp's own work is what takes time there.
+# Others have wide.cu from 9 rows on.
+ROWS_PER_TILE, _MAX_ROW_TILES, CACHED_NBYTES = 8, 2, 4 << 20
+_STAGE_NBYTES = 2048  # 16 weight rows of 64 columns
+_STAGE_ROW_NBYTES = 128
+# Shared memory for rings: as much of an SM's 227 KiB as leaves room for the next kernel's first blocks.
+_SM_RING_NBYTES, _BLOCK_RING_NBYTES = 160 * 1024, 96 * 1024
+_MIN_STAGES, _MAX_STAGES = 4, 16
+_WHOLE_STAGES = 8  # of products that are not cut into parts of K, eight rows at most
+# Of a quantised product, whose blocks are persistent: bytes of shared memory of a block, at least and at most. They
+# start beside the kernel in front, so what they take decides which of them can come to share an SM: never more than
+# were meant to, because an SM with twice the work is what all others wait for.
+_QKV_NBYTES, _PAIR_NBYTES, ALONE_NBYTES, _DOWN_NBYTES = 72 * 1024, 77 * 1024, 115 * 1024, 148 * 1024
+_PAIR_TILES = 4  # to an SM: so many are shared by two blocks of half the warps
+_MAX_DRAFT_WARPS, _MAX_DRAFT_STAGES, _MAX_ROWS_NBYTES = 20, 12, 152 * 1024
+MAX_BLOCK_NBYTES = 227 * 1024  # of shared memory
+# Of products of 9 to 64 rows: most of an SM's shared memory, so that much is on its way; two columns of 64 at once
+# where that leaves enough stages. Blocks of more outputs have more to finish when there is nothing left to fetch.
+_MAX_WIDE_TILES, _MAX_WIDE_STAGES, _DOUBLE_STAGES, _WIDE_NBYTES = 9, 10, 5, 200 * 1024
+Matrix: TypeAlias = torch.Tensor | Quantized
+
+
+class Kind(IntEnum):
+    """What follows a product, as linear.cu numbers it."""
+
+    QKV = 0
+    RESIDUAL = 1
+    GATE_UP = 2
+    HEAD = 3
+    PLAIN = 4
+
+
+class DraftForm(NamedTuple):
+    """How blocks of a quantised product share its work: quantized.cu says what these are."""
+
+    warps: int
+    step: int
+    stages: int
+    shared: int  # bytes, beside the sums
+    per_sm: int  # blocks
+    late: int  # 1: the next kernel may start only when this one's rows are there
+
+
+def draft_rows(columns: int, rows: int) -> int:
+    """How many rows a block has at once: a power of two, as many as its shared memory has room for."""
+    return next(n for n in (1, 2, 4, 8) if n >= min(rows, ROWS_PER_TILE) or 2 * n * columns > _MAX_ROWS_NBYTES)
+
+
+def draft_form(kind: Kind, w: tuple[int, int], bits: int, rows: int, num_sms: int) -> DraftForm:
+    """The form for a matrix [outputs, columns], found by timing whole passes of drafts on an H200."""
+    tiles, chunks = w[0] // 16, w[1] // TILE
+    is_pair = tiles >= _PAIR_TILES * num_sms
+    most = 12 if is_pair or kind is Kind.QKV else _MAX_DRAFT_WARPS
+    doubles = [n for n in range(most // 3, most + 1) if chunks % (2 * n) == 0]  # two chunks a step are quicker
+    warps = max(doubles, default=max(n for n in range(1, min(chunks, most) + 1) if chunks % n == 0))
+    if warps < most // 3 < chunks:  # better a few that idle than few
+        warps = most
+    each = -(-chunks // warps)
+    chunk, row_nbytes = warps * (128 * bits + 64), warps * each * rows * (TILE + 4)  # values and scales
+    fixed = warps * 2 * 32 * 16 + 1024  # sums
+    is_down = kind is Kind.RESIDUAL and w[1] > w[0]
+    least = _PAIR_NBYTES if is_pair else ALONE_NBYTES
+    total = _DOWN_NBYTES if is_down else least
+    if kind is Kind.QKV and num_sms < tiles and not is_pair:
+        least, total = 0, _QKV_NBYTES
+    room = total - fixed - row_nbytes
+    if room < 3 * chunk:  # rows take what there is
+        is_pair, least, room = False, ALONE_NBYTES, MAX_BLOCK_NBYTES - fixed - row_nbytes
+    step = 2 if each % 2 == 0 and room >= 3 * 2 * chunk else 1
+    stages = max(2, min(_MAX_DRAFT_STAGES // step, room // (step * chunk)))
+    shared = max(stages * step * chunk + row_nbytes, least - fixed)
+    return DraftForm(warps, step, stages, shared, 1 + is_pair, int(is_down))
+
+
+class WideForm(NamedTuple):
+    """How blocks of a product of 9 to 64 rows share its work: wide.cu says what these are."""
+
+    tiles: int
+    step: int
+    stages: int
+    shared: int  # bytes
+
+
+def wide_form(w: tuple[int, int], parts: int, rows: int, num_sms: int) -> WideForm:
+    """The form for a matrix [outputs, columns]: blocks of so many outputs that an SM reads the least."""
+    usable = num_sms if parts <= 2 else num_sms * 7 // 8  # SMs of larger clusters must be near each other
+
+    def nbytes(tiles: int) -> int:  # of an SM, in units of a column
+        blocks = -(-w[0] // (16 * tiles)) * parts
+        return -(-blocks // usable) * (16 * tiles + wide_rows(rows))
+
+    each = min(range(_MAX_WIDE_TILES, 0, -1), key=nbytes)
+    stage = (16 * each + wide_rows(rows)) * _STAGE_ROW_NBYTES
+    step = 2 if w[1] // parts % (2 * TILE) == 0 and _WIDE_NBYTES // (2 * stage) >= _DOUBLE_STAGES else 1
+    stages = max(3, min(w[1] // parts // (TILE * step) + 1, _MAX_WIDE_STAGES, _WIDE_NBYTES // (step * stage)))
+    sums = 16 * each * wide_rows(rows) * 4 if parts > 1 else 0  # which other blocks of the cluster read
+    return WideForm(each, step, stages, max(stages * step * stage, sums))
+
+
+def wide_rows(rows: int) -> int:
+    return 32 if rows <= 32 else 64
+
+
+def is_wide(w: torch.Tensor, rows: int) -> bool:
+    """Whether wide.cu serves them: more rows than a step of `mma` has, weights that do not stay in the cache."""
+    return rows > ROWS_PER_TILE and w.shape[0] * w.shape[1] * 2 > CACHED_NBYTES and w.shape[1] % TILE == 0
+
+
+def product_form(w: torch.Tensor, rows: int, *, many: bool) -> str:
+    """What computes a product of so many rows in this form."""
+    return "library" if many else "wide.cu" if is_wide(w, rows) else "linear.cu"
+
+
+class LinearForm(NamedTuple):
+    """How blocks of a product of up to 8 rows, or of cached weights, share its work: linear.cu says what these are."""
+
+    row_tiles: int
+    tiles: int
+    stages: int
+    shared: int  # bytes
+    grid: tuple[int, int, int]
+
+
+def linear_form(w: tuple[int, int], parts: int, rows: int, num_sms: int) -> LinearForm:
+    """The form for a matrix [outputs, columns]."""
+
+    def waves(tiles: int, shared: int) -> int:  # how often the SMs take blocks, until all have run
+        blocks = -(-weight_tiles // tiles)
+        return -(-blocks // (num_sms * (MAX_BLOCK_NBYTES // shared)))
+
+    row_tiles, weight_tiles = min(_MAX_ROW_TILES, -(-rows // ROWS_PER_TILE)), w[0] // 16
+    row_blocks = -(-rows // (row_tiles * ROWS_PER_TILE))
+    tile_nbytes = (_STAGE_NBYTES + row_tiles * ROWS_PER_TILE * _STAGE_ROW_NBYTES) * parts  # of one stage
+    is_whole = parts == row_tiles == 1
+    if is_whole and weight_tiles > 256:
+        tiles = min((2, 1), key=lambda n: waves(n, n * _WHOLE_STAGES * tile_nbytes))
+    else:
+        tiles = 1 if parts > 1 or weight_tiles <= 256 else 2
+    blocks, stage = -(-weight_tiles // tiles), tile_nbytes * tiles
+    room = min(_BLOCK_RING_NBYTES, _SM_RING_NBYTES // -(-blocks * row_blocks // num_sms))
+    least = _WHOLE_STAGES if is_whole else _MIN_STAGES
+    stages = min(-(-w[1] // parts // TILE) + 1, max(least, min(_MAX_STAGES, room // stage)))
+    return LinearForm(row_tiles, tiles, stages, stages * stage, (blocks, row_blocks, 1))
