@@ -17,7 +17,9 @@ from pathlib import Path
 from verispec.backends.cuda import compiler
 
 _SOURCES, _HEADER = Path(compiler.__file__).parent, Path(__file__).with_name("cuda_on_cpu.h")
-_KERNEL = re.compile(r'extern "C" __global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\(const (\w+) \w+\)')
+_KERNEL = re.compile(
+    r'extern "C" __global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\(const (?:__grid_constant__ )?(\w+) \w+\)'
+)
 _WRAPPER = """
 extern "C" void run_{name}(const {args}* a, const int* grid, int threads, int backwards, int apart) {{
   emulated::run_grid(grid, threads, backwards, apart, [&] {{ {name}(*a); }});
@@ -31,6 +33,7 @@ GPU_ONLY = {
     "unsigned shared_address(const void* p)": "return static_cast<const unsigned char*>(p) - emulated::dynamic_memory;",
     "void copy16(unsigned to, const void* from, bool wanted)": _COPY.format("wanted"),
     "void copy16_cached(unsigned to, const void* from)": _COPY.format("true"),
+    "void copy16_once(unsigned to, const void* from, bool wanted, unsigned long long policy)": _COPY.format("wanted"),
     "void copy_commit()": "emulated::commit_copies();",
     "void copy_wait()": "emulated::wait_for_copies(LEFT);",
     "void wait_for_previous()": "emulated::previous_ended();",
@@ -71,7 +74,7 @@ def _library(
         assert old in text
         text = text.replace(old, new)
     text = f'#include "{_HEADER}"\n{text}' + "".join(_WRAPPER.format(name=n, args=a) for n, a in _KERNEL.findall(text))
-    command = "g++ -std=c++17 -O1 -ffp-contract=off -fno-strict-aliasing -fPIC -shared -w -o".split()
+    command = "g++ -std=c++17 -O1 -ffp-contract=off -fno-strict-aliasing -fPIC -shared -w -Wno-psabi -o".split()
     with tempfile.TemporaryDirectory() as name:
         made, written = Path(name, "kernel.so"), Path(name, "kernel.cpp")
         written.write_text(text)

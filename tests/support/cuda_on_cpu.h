@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <tuple>
 #include <vector>
 
 #define __device__
@@ -16,6 +17,7 @@
 #define __global__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __grid_constant__
 #define __align__(n) alignas(n)
 #define __shared__ static
 
@@ -89,12 +91,13 @@ struct __nv_bfloat162 { __nv_bfloat16 x, y; };
 inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) { return {__float2bfloat16_rn(x), __float2bfloat16_rn(y)}; }
 
 namespace emulated {
-enum State { kRuns, kAtWarp, kAtBlock, kDone };
+enum State { kRuns, kAtWarp, kAtBlock, kWaits, kDone };
 struct Fiber {
   ucontext_t context;
   jmp_buf at;
   bool started = false;
   State state = kRuns;
+  std::function<bool()> may_go;  // of one that waits for something else than its warp or block
   std::vector<char> stack = std::vector<char>(1 << 16);
 };
 inline std::vector<Fiber> fibers;
@@ -132,6 +135,7 @@ inline Index threadIdx, blockIdx, blockDim, gridDim;
 namespace emulated {
 inline void start_block();
 // `apart`: a warp goes on alone until all of it waits for the others, which shows where a barrier of the block is missing.
+inline bool end_late_copies();
 inline void run_block(int threads, bool backwards, bool apart) {
   if (static_cast<int>(fibers.size()) < threads) fibers.resize(threads);
   for (int i = 0; i < threads; ++i) fibers[i].started = false, fibers[i].state = kRuns;
@@ -159,6 +163,8 @@ inline void run_block(int threads, bool backwards, bool apart) {
     if (all(0, threads, kAtBlock))
       for (int i = 0; i < threads; ++i)
         if (fibers[i].state == kAtBlock) fibers[i].state = kRuns;
+    for (int i = 0; i < threads; ++i)
+      if (fibers[i].state == kWaits && fibers[i].may_go()) fibers[i].state = kRuns;
     bool moved = false;
     const int at_once = apart ? 32 : threads;
     for (int k = 0; k < threads; k += at_once) {
@@ -168,7 +174,7 @@ inline void run_block(int threads, bool backwards, bool apart) {
         if (!apart) break;
       }
     }
-    if (!moved) __builtin_trap();  // some wait where others do not: undefined on a GPU
+    if (!moved && !end_late_copies()) __builtin_trap();  // some wait where others do not: undefined on a GPU
   }
 }
 inline void run_grid(const int* grid, int threads, bool backwards, bool apart, std::function<void()> kernel) {
@@ -228,11 +234,29 @@ inline Named named[16];
 inline void arrive(int barrier, int threads) {
   if (++named[barrier].count == threads) named[barrier].count = 0, ++named[barrier].turn;
 }
-inline void meet(int barrier, int threads) {
+inline void wait_until(std::function<bool()> may_go) {
+  if (may_go()) return;
   const Index own = threadIdx;
-  const int turn = named[barrier].turn;
-  for (arrive(barrier, threads); named[barrier].turn == turn; threadIdx = own) pause(kRuns);
+  fibers[current].may_go = may_go;
+  pause(kWaits);
+  threadIdx = own;
 }
+inline void meet(int barrier, int threads) {
+  const int turn = named[barrier].turn;
+  arrive(barrier, threads);
+  wait_until([=] { return named[barrier].turn != turn; });
+}
+// A barrier in shared memory, which counts arrivals and bytes: every phase ends when all of them are there.
+struct Barrier { int8_t phase, count, left, unused; int32_t nbytes; };
+static_assert(sizeof(Barrier) == 8);
+inline Barrier& barrier_at(void* at) { return *static_cast<Barrier*>(at); }
+inline void count_at(void* at, int arrivals, int nbytes) {
+  Barrier& b = barrier_at(at);
+  b.left -= arrivals, b.nbytes += nbytes;
+  if (b.left == 0 && b.nbytes == 0) b.phase ^= 1, b.left = b.count;
+}
+inline void start_barrier(void* at, int count) { barrier_at(at) = {0, static_cast<int8_t>(count), static_cast<int8_t>(count), 0, 0}; }
+inline void wait_for(void* at, int phase) { wait_until([=] { return barrier_at(at).phase != phase; }); }
 // Floats of 8 bits: a sign, four bits of exponent, three behind the first; no infinity.
 inline double e4m3_value(unsigned char bits) {
   const int exponent = bits >> 3 & 15, fraction = bits & 7;
@@ -339,8 +363,35 @@ inline void wait_for_copies(int left) {
 }
 inline unsigned char dynamic_memory[1 << 18];
 
+// Boxes of a matrix, by the copy engine: at once, or, `LATE`, not before nobody can go on without them. The map is of four words:
+// the matrix, its rows and columns, and the rows of a box, which has 64 columns. Swizzled by the places in memory.
+struct Box { unsigned char* to; const uint64_t* map; int column, row; void* barrier; bool early; };
+inline std::vector<Box> boxes;
+inline void end_box(const Box& box) {
+  const auto [matrix, rows, columns, box_rows] = std::tuple(box.map[0], box.map[1], box.map[2], box.map[3]);
+  for (unsigned i = 0; i < box_rows * 8; ++i) {
+    const unsigned at = box.to - dynamic_memory + i * 16, row = box.row + i / 8;
+    const void* from = reinterpret_cast<const uint16_t*>(matrix) + row * columns + box.column + i % 8 * 8;
+    const bool there = row < rows;
+    if (there && box.early && !memcmp(from, &kWrittenLate, 2)) from = nullptr;
+    end_copy({dynamic_memory + (at ^ (at >> 7 & 7) << 4), from, there});
+  }
+  count_at(box.barrier, 0, -static_cast<int>(box_rows * 128));
+}
+template <bool LATE>
+inline void copy_box(unsigned char* to, const void* map, int column, int row, void* barrier) {
+  const Box box = {to, static_cast<const uint64_t*>(map), column, row, barrier, !previous_has_ended[threadIdx.x]};
+  LATE ? boxes.push_back(box) : end_box(box);
+}
+inline bool end_late_copies() {
+  const bool found = !boxes.empty();
+  for (const Box& box : boxes) end_box(box);
+  boxes.clear();
+  return found;
+}
+
 // Steps of 64 rows whose operands lie in shared memory (wide.cuh): at once, or, `LATE`, not before they are waited for.
-struct Step { float (*d)[4]; uint64_t a, b; int adds, outputs; };
+struct Step { float (*d)[4]; uint64_t a, b; int adds, outputs, warp; };
 inline std::vector<std::vector<Step>> steps[1024];  // of each thread; the last group is open
 inline double operand_at(uint64_t operand, int row, int k) {
   const auto field = [&](int first) { return static_cast<unsigned>(operand >> first & 0x3fff) << 4; };
@@ -350,9 +401,9 @@ inline double operand_at(uint64_t operand, int row, int k) {
   return half_of(bits, 0);
 }
 inline void end_step(const Step& step) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  const int lane = threadIdx.x % 32;
   for (int i = 0; i < step.outputs / 2; ++i) {
-    const int row = warp * 16 + lane / 4 + i % 4 / 2 * 8, output = i / 4 * 8 + lane % 4 * 2 + i % 2;
+    const int row = step.warp * 16 + lane / 4 + i % 4 / 2 * 8, output = i / 4 * 8 + lane % 4 * 2 + i % 2;
     double sum = 0;
     for (int k = 0; k < 16; ++k) sum += operand_at(step.a, row, k) * operand_at(step.b, output, k);
     float& d = step.d[i / 4][i % 4];
@@ -360,8 +411,8 @@ inline void end_step(const Step& step) {
   }
 }
 template <bool LATE>
-inline void wide_step(float (*d)[4], uint64_t a, uint64_t b, int adds, int outputs) {
-  const Step step = {d, a, b, adds, outputs};
+inline void wide_step(float (*d)[4], uint64_t a, uint64_t b, int adds, int outputs, int warp) {
+  const Step step = {d, a, b, adds, outputs, warp};
   if (LATE) steps[threadIdx.x].back().push_back(step);
   else end_step(step);
 }
@@ -378,6 +429,7 @@ inline void wait_for_steps(int left) {
 inline void start_block() {
   for (auto& own : groups) own.assign(1, {});
   for (auto& own : steps) own.assign(1, {});
+  boxes.clear();
   memset(previous_has_ended, 0, sizeof previous_has_ended);
   memset(dynamic_memory, 0xff, sizeof dynamic_memory);
 }

@@ -11,17 +11,26 @@ torch = pytest.importorskip("torch")
 
 from tests.support import cuda_emulated  # noqa: E402
 from verispec.backends.cuda.arguments import filled  # noqa: E402
-from verispec.backends.cuda.kernels import LinearArgs  # noqa: E402
-from verispec.backends.cuda.product_forms import Kind, wide_form  # noqa: E402
+from verispec.backends.cuda.kernels import LinearArgs, WideArgs  # noqa: E402
+from verispec.backends.cuda.product_forms import WIDE_THREADS, Kind, wide_form, wide_rows  # noqa: E402
+from verispec.backends.cuda.tensor_map import TensorMap  # noqa: E402
 
 pytestmark = pytest.mark.cuda
 
-# Products of four warps.
-STEP = "emulated::wide_step<LATE_STEPS>(d, a, b, adds, n);"
+# Products of four warps, boxes of the copy engine, and barriers that count.
+STEP = f"emulated::wide_step<LATE_STEPS>(d, a, b, adds, n, threadIdx.x % {WIDE_THREADS} / 32);"
+BOX = "emulated::copy_box<LATE_COPIES>(emulated::dynamic_memory + to, &map, column, row, barrier);"
 STEPS = {
     "void wide_both##n(float (*d)[4], uint64 a, uint64 b, int adds)": STEP,
     "void wide_commit()": "emulated::commit_steps();",
     "void wide_done()": "emulated::wait_for_steps(LEFT);",
+    "void copy_box(unsigned to, const Map& map, int column, int row, uint64* barrier)": BOX,
+    "void copy_box_once(unsigned to, const Map& map, int column, int row, uint64* barrier, uint64 policy)": BOX,
+    "void start_barrier(uint64* barrier, int count)": "emulated::start_barrier(barrier, count);",
+    "void arrive(uint64* barrier)": "emulated::count_at(barrier, 1, 0);",
+    "void expect(uint64* barrier, int nbytes)": "emulated::count_at(barrier, 1, nbytes);",
+    "void wait_for(uint64* barrier, int phase)": "return emulated::wait_for(barrier, phase);",
+    "void meet_multiplying()": "emulated::meet(1 + threadIdx.x / kThreads, kMultiplying);",
     # The blocks of a cluster are parts of one, with its barriers, and each has its own quarter of the memory.
     "void meet_cluster()": "__syncthreads();",
     "float2 load_shared(unsigned address, int rank)": (
@@ -33,8 +42,15 @@ WIDE = (
     ("threadIdx.x", "(threadIdx.x % kThreads)"),
     ("blockIdx.x", "(blockIdx.x * PARTS + threadIdx.x / kThreads)"), ("gridDim.x", "(gridDim.x * PARTS)"),
     cuda_emulated.dynamic_memory(1024, "auto* memory = emulated::dynamic_memory + (threadIdx.x / kThreads << 16);"),
+    ("__shared__ __align__(8) uint64 full[STAGES], empty[STAGES];",
+     "static uint64 of[PARTS][2 * STAGES]; uint64 *full = of[threadIdx.x / kThreads], *empty = full + STAGES;"),
     *cuda_emulated.bodies(cuda_emulated.GPU_ONLY | STEPS),
 )  # fmt: skip
+
+
+def emulated_map(matrix: torch.Tensor, rows: int, box_rows: int) -> TensorMap:
+    """A matrix as the emulated copy engine wants it."""
+    return TensorMap((matrix.data_ptr(), rows, matrix.shape[1], box_rows))
 
 
 @dataclass
@@ -67,11 +83,14 @@ class Layer:
             "positions": torch.randint(100, (80,), generator=generator).int(), "slots": torch.arange(80).int() + 2,
             "gain": random(self.outputs), "residual": random(80, self.outputs).bfloat16(), "row_ids": ids,
         }  # fmt: skip
+        self.tensors["x"].view(torch.int16)[:, 0] = 0x0D81  # a mark: only who waits for the kernel in front finds it
         self.tensors["x"][3] = float("nan")
         self.tensors["x"][5, 7] = float("inf")
 
-    def by(self, source: str, name: str, *, grid: int, threads: int, **how: object) -> list[torch.Tensor]:
-        """All that the kernel writes, as bits."""
+    def by(
+        self, source: str, name: str, *, grid: int, threads: int, box_rows: int = 0, **how: object
+    ) -> list[torch.Tensor]:  # fmt: skip
+        """All that the kernel writes, as bits. Who has matrices copied in boxes finds its rows side by side."""
         t, rows = self.tensors, self.rows
         wide = torch.float32 if self.kind is Kind.HEAD else torch.bfloat16
         count = {Kind.QKV: self.heads * self.head_dim, Kind.GATE_UP: self.outputs // 2}.get(self.kind, self.outputs)
@@ -87,10 +106,15 @@ class Layer:
         given = {
             name: t[name] for name in ("x", "w", "nodes_in", "bias", "cosines", "sines", "positions", "slots", "gain")
         }
-        if self.kind is Kind.HEAD:
+        if self.kind is Kind.HEAD and box_rows:
+            given |= {name: t[name][t["row_ids"].long()].contiguous() for name in ("x", "nodes_in")}
+        elif self.kind is Kind.HEAD:
             given["row_ids"] = t["row_ids"]
         busy = torch.tensor([self.busy], dtype=torch.int32)
         args = filled(LinearArgs(), **given, **written, eps=1e-5, rows=rows, busy=busy)
+        if box_rows:
+            boxes = emulated_map(given["w"], self.outputs, box_rows), emulated_map(given["x"], rows, wide_rows(rows))
+            args = WideArgs(*boxes, args)
         sizes = {"KIND": int(self.kind), "N": self.outputs, "K": self.columns, "PARTS": self.parts, "WIDTH": self.width}
         sizes |= {"HEADS": self.heads, "KV_HEADS": self.kv_heads, "HEAD_DIM": self.head_dim}
         defines = (*(f"{k}={v}" for k, v in sizes.items()), *how.pop("defines", ()))
@@ -117,14 +141,15 @@ class Layer:
         flags = (f"LATE_{what}={str(is_late).lower()}" for what, is_late in zip(("COPIES", "STEPS"), late, strict=True))
         sizes = (f"HALVES={1 + (self.rows > 32)}", f"TILES={tiles}", f"STEP={step}", f"STAGES={stages}")
         return self.by(
-            "wide.cu", "wide", grid=blocks or groups, threads=128 * self.parts, defines=(*sizes, *flags),
-            changes=(*changes, *WIDE), backwards=backwards, apart=apart,
+            "wide.cu", "wide", grid=blocks or groups, threads=WIDE_THREADS * self.parts, defines=(*sizes, *flags),
+            changes=(*changes, *WIDE), backwards=backwards, apart=apart, box_rows=16 * tiles,
         )  # fmt: skip
 
 
 QKV = (2 + 2) * 32
 LAYERS = [
     (Layer(Kind.GATE_UP, 352, 256, 1, 9), {"tiles": 3, "stages": 4, "blocks": 3}),
+    (Layer(Kind.GATE_UP, 64, 576, 1, 10), {"tiles": 2, "stages": 3}),
     (Layer(Kind.HEAD, 208, 192, 1, 32), {"tiles": 9, "stages": 3, "blocks": 1}),
     (Layer(Kind.PLAIN, 96, 256, 2, 33), {"tiles": 2, "stages": 3, "step": 2}),
     (Layer(Kind.QKV, QKV, 384, 3, 40), {"tiles": 4, "stages": 3}),
@@ -157,12 +182,16 @@ def test_it_has_the_bits_of_the_kernel_of_few_rows(
 
 
 FAULTS = {
-    "a stage is filled while it is read": ("wide_done<1>();", "wide_done<2>();"),
-    "rows of the wrong half": ("i % 2 * 32 + i / 2 * 8", "i * 16"),
-    "weights that have not arrived": ("copy_wait<STAGES - 3>();", "copy_wait<STAGES - 1>();"),
+    "a stage is given back while it is read": ("wide_done<1>();", ""),
+    "rows of the wrong half": ("(warp * HALVES + h) * 8 + g", "(h * 4 + warp) * 8 + g"),
+    "weights that have not arrived": ("wait_for(full + turn.stage, turn.phase);", ""),
+    "rows before the kernel in front has ended": (
+        "    wait_for_previous();\n    for (int i = 0; i < min(STAGES",
+        "    for (int i = 0; i < min(STAGES",
+    ),
     "the first part alone": ("y[2 * j] = tree_of_parts<PARTS>(even)", "y[2 * j] = even[0]"),
     "sums of another tile": ("2 * (tile - group * TILES) + j)", "(tile - group * TILES) + j)"),
-    "factors of other rows": ("factor[h * 32 + warp * 8 + g]", "factor[warp * 8 + g]"),
+    "factors of other rows": ("kScaled ? factor[row_at(h)]", "kScaled ? factor[g]"),
 }
 
 

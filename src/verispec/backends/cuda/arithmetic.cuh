@@ -123,6 +123,16 @@ __device__ __forceinline__ void copy16(unsigned to, const void* from, bool wante
 __device__ __forceinline__ void copy16_cached(unsigned to, const void* from) {  // through L1: other warps want it too
   asm volatile("cp.async.ca.shared.global [%0], [%1], 16;\n" ::"r"(to), "l"(from));
 }
+// For what nobody reads again: the L2 cache gives it up first, and keeps what all blocks read.
+__device__ __forceinline__ unsigned long long read_once() {
+  unsigned long long policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;\n" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ void copy16_once(unsigned to, const void* from, bool wanted, unsigned long long policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;\n" ::"r"(to), "l"(from), "r"(wanted ? 16 : 0),
+               "l"(policy));
+}
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
 template <int LEFT>
 __device__ __forceinline__ void copy_wait() {

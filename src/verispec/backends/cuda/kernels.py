@@ -21,6 +21,7 @@ from verispec.backends.cuda.compiler import NOT_KEPT, Cubins, Kernel, Modules
 from verispec.backends.cuda.product_forms import (
     ALONE_NBYTES,
     MAX_BLOCK_NBYTES,
+    WIDE_THREADS,
     Kind,
     Matrix,
     draft_form,
@@ -32,6 +33,7 @@ from verispec.backends.cuda.product_forms import (
 )
 from verispec.backends.cuda.quantize import Quantized
 from verispec.backends.cuda.shapes import SPAN, TILE, Shapes, num_parts
+from verispec.backends.cuda.tensor_map import TensorMap
 
 MAX_FEW_ROWS = 64
 _MAX_ROW_THREADS = 256
@@ -51,6 +53,19 @@ LinearArgs = struct(
     ("eps", ctypes.c_float),
     ("rows", ctypes.c_int),
 )
+
+
+class WideArgs(ctypes.Structure):
+    """Arguments of wide.cu: 64 bytes are its structure's alignment."""
+
+    _fields_ = [
+        ("weights", TensorMap),
+        ("rows", TensorMap),
+        ("layer", LinearArgs),
+        ("unused", ctypes.c_byte * (-ctypes.sizeof(LinearArgs) % 64)),
+    ]
+
+
 RowArgs = struct(
     "RowArgs",
     *pointers("y", "nodes_in", "out", "bias", "q_gain", "k_gain", "post_gain", *_KV),
@@ -376,7 +391,14 @@ class Kernels:
         """Logits [rows, V] float32 of these rows of the pass (all of them where `row_ids` is None)."""
         common = {"nodes_in": b.nodes, "out": logits, "row_ids": row_ids, "rows": rows, "eps": self.shapes.eps}
         if not many:
-            self._linear(Kind.HEAD, w, rows, filled(LinearArgs(), x=b.scaled, w=w, busy=busy, **common))
+            x, nodes = b.scaled, b.nodes
+            if (
+                row_ids is not None and not isinstance(w, Quantized) and is_wide(w, rows)
+            ):  # the copy engine takes neighbours
+                x, nodes, common["row_ids"] = x[row_ids.long()], nodes[row_ids.long()], None
+            self._linear(
+                Kind.HEAD, w, rows, filled(LinearArgs(), **(common | {"nodes_in": nodes}), x=x, w=w, busy=busy)
+            )
             return
         assert isinstance(w, torch.Tensor)
         x = b.scaled[:rows] if row_ids is None else b.scaled[row_ids.long()]
@@ -411,8 +433,15 @@ class Kernels:
         blocks = -(-outputs // (16 * form.tiles)) * parts
         if parts == 1 and kind not in (Kind.QKV, Kind.RESIDUAL):  # others fetch what they add before their only tiles
             blocks = min(blocks, self._num_sms)
+        boxes = (
+            TensorMap.of(w.data_ptr(), outputs, columns, 16 * form.tiles),
+            TensorMap.of(args.x, rows, columns, wide_rows(rows)),
+        )
         kernel = self._kernel("wide.cu", "wide", defines)
-        kernel.launch((blocks, 1, 1), 128, args, stream=current_stream(), shared=form.shared, cluster=parts)
+        kernel.launch(
+            (blocks, 1, 1), WIDE_THREADS, WideArgs(*boxes, args), stream=current_stream(), shared=form.shared,
+            cluster=parts,
+        )  # fmt: skip
 
     def _linear(self, kind: Kind, w: Matrix, rows: int, args: ctypes.Structure) -> None:
         if isinstance(w, Quantized):

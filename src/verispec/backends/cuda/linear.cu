@@ -18,13 +18,13 @@ constexpr int kThreads = 32 * (kWarps + (kScaled ? ROW_TILES : 0));
 // Eight chunks of 16 bytes make a row of a stage; four rows at once are read eight bytes a thread without conflicts.
 __device__ __forceinline__ int chunk_offset(int row, int chunk) { return row * 128 + ((chunk ^ ((row & 3) << 1)) << 4); }
 
-__device__ __forceinline__ void fetch_weights(unsigned ring, const bf16* w, int step, int lane) {
+__device__ __forceinline__ void fetch_weights(unsigned ring, const bf16* w, int step, int lane, unsigned long long once) {
   const int chunk = lane & 7, column = step * 64 + chunk * 8;
   const unsigned stage = ring + (step % STAGES) * kStageBytes;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int row = i * 4 + (lane >> 3);
-    copy16(stage + chunk_offset(row, chunk), w + static_cast<int64>(row) * K + column, column < kPart);
+    copy16_once(stage + chunk_offset(row, chunk), w + static_cast<int64>(row) * K + column, column < kPart, once);
   }
 }
 
@@ -46,6 +46,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) linear(const Args a) {
   const bool works = warp < kWarps && tile * 16 < N;
   const unsigned ring = shared_address(memory) + warp * kRingBytes;
   const bf16* w = a.w + static_cast<int64>(tile) * 16 * K + part * kPart;
+  const unsigned long long once = read_once();
   float acc[ROW_TILES][4] = {};
   Columns columns;
   Beside beside[ROW_TILES][2];  // of rows 8 i + 2 t + e
@@ -58,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) linear(const Args a) {
   if (works) {
 #pragma unroll
     for (int step = 0; step < STAGES - 1; ++step) {
-      if (step < kSteps) fetch_weights(ring, w, step, lane);
+      if (step < kSteps) fetch_weights(ring, w, step, lane, once);
       copy_commit();
     }
     if (part == 0) {
@@ -107,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) linear(const Args a) {
       __syncwarp();
       const unsigned char* stage = memory + warp * kRingBytes + (step % STAGES) * kStageBytes;
       if (step + STAGES - 1 < kSteps) {  // into the stage that was read last: all lanes have passed the barrier since
-        fetch_weights(ring, w, step + STAGES - 1, lane);
+        fetch_weights(ring, w, step + STAGES - 1, lane, once);
         fetch_rows(ring, x, step + STAGES - 1, lane);
       }
       copy_commit();

@@ -33,6 +33,7 @@ MAX_BLOCK_NBYTES = 227 * 1024  # of shared memory
 # Of products of 9 to 64 rows: most of an SM's shared memory, so that much is on its way; two columns of 64 at once
 # where that leaves enough stages. Blocks of more outputs have more to finish when there is nothing left to fetch.
 _MAX_WIDE_TILES, _MAX_WIDE_STAGES, _DOUBLE_STAGES, _WIDE_NBYTES = 9, 10, 5, 200 * 1024
+WIDE_THREADS = 160  # four warps that multiply, and one that has the copy engine
 Matrix: TypeAlias = torch.Tensor | Quantized
 
 

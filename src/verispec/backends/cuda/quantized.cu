@@ -57,6 +57,7 @@ __device__ __forceinline__ void weights_of(unsigned* w, const uint4* values, int
 struct Reader {
   const unsigned char *values, *scales;
   int step = 0, left;
+  unsigned long long once = read_once();
 
   __device__ void fetch(unsigned stage, int first_chunk, int lane) {
     if (left == 0) return;
@@ -65,7 +66,11 @@ struct Reader {
       const bool wanted = kEven || first_chunk + step * STEP + c < kChunks;  // zeros behind the last column
       const unsigned to = stage + c * kChunkBytes;
 #pragma unroll
-      for (int i = 0; i < kLoads; ++i) copy16(to + (i * 32 + lane) * 16, values + c * kValueBytes + i * 512 + lane * 16, wanted);
+      for (int i = 0; i < kLoads; ++i) {
+        const unsigned char* from = values + c * kValueBytes + i * 512 + lane * 16;
+        if (BLOCK_ROWS > 1) copy16_once(to + (i * 32 + lane) * 16, from, wanted, once);  // with one row it was no quicker
+        else copy16(to + (i * 32 + lane) * 16, from, wanted);
+      }
       if (lane < 4) copy16(to + kValueBytes + lane * 16, scales + c * 64 + lane * 16, wanted);
     }
     --left;

@@ -2,16 +2,17 @@
 // parts of K and the operations of linear.cu, so its bits. The rows are the first operand and TILES x 16 outputs the second,
 // so a block has as many outputs as it takes to give every SM one block. Compiled for one layer: KIND, N, K, PARTS, HALVES (of
 // 32 rows), TILES, STEP (columns of 64 a stage), STAGES, WIDTH, and for q/k/v HEADS, KV_HEADS, HEAD_DIM.
-// Four warps stream weights and rows through one ring in shared memory, which is filled with weights before the wait for the
-// kernel in front. The blocks of a cluster have the parts of K; each finishes its share of the tiles. Without parts a block goes on
-// to further tiles. Row r of 32 is the step's row 16 (r / 8) + r % 8, and that of the second 32 is eight behind: every warp has
-// rows to finish, however few there are.
+// One warp has the copy engine stream weights and rows through a ring in shared memory, which is filled with weights before the
+// wait for the kernel in front; four warps multiply what has arrived and say when it may be overwritten. The blocks of a cluster
+// have the parts of K; each finishes its share of the tiles. Without parts a block goes on to further tiles. Of 32 rows, row r is
+// the step's row 16 (r / 8) + r % 8: every warp has rows to finish.
 #include "epilogues.cuh"
 #include "wide.cuh"
 
 using namespace vs;
 
-constexpr int kThreads = 128, kRows = 32 * HALVES, kPart = K / PARTS, kSteps = kPart / (64 * STEP);
+constexpr int kWarps = 4, kMultiplying = 32 * kWarps, kThreads = kMultiplying + 32;
+constexpr int kRows = 32 * HALVES, kPart = K / PARTS, kSteps = kPart / (64 * STEP);
 constexpr int kGroups = (N / 16 + TILES - 1) / TILES;
 constexpr int kWeightBytes = TILES * 16 * kWideColumn, kRowBytes = kRows * kWideColumn;  // of 64 columns
 constexpr int kStageBytes = STEP * (kWeightBytes + kRowBytes);
@@ -19,6 +20,62 @@ constexpr int kStageBytes = STEP * (kWeightBytes + kRowBytes);
 constexpr int kEight = HALVES * 4 * kWideColumn;
 constexpr int kOwnTiles = (TILES + PARTS - 1) / PARTS;
 static_assert(kPart % (64 * STEP) == 0, "whole stages only");
+
+// Where the copy engine finds a matrix: as the driver encodes it.
+struct alignas(64) Map {
+  uint64 words[16];
+};
+struct WideArgs {
+  Map weights;  // [N, K] in boxes of TILES x 16 rows and 64 columns
+  Map rows;     // [rows, K] in boxes of kRows; zeros behind the last row
+  Args layer;
+};
+
+__device__ __forceinline__ void start_barrier(uint64* barrier, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(shared_address(barrier)), "r"(count) : "memory");
+}
+__device__ __forceinline__ void barriers_started() { asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory"); }
+__device__ __forceinline__ void arrive(uint64* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(shared_address(barrier)) : "memory");
+}
+// So many bytes are on their way, or will be.
+__device__ __forceinline__ void expect(uint64* barrier, int nbytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(shared_address(barrier)), "r"(nbytes) : "memory");
+}
+__device__ __forceinline__ bool has_passed(uint64* barrier, int phase) {
+  int passed;
+  asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.b32 %0, 1, 0, p; }\n"
+               : "=r"(passed)
+               : "r"(shared_address(barrier)), "r"(phase)
+               : "memory");
+  return passed;
+}
+__device__ __forceinline__ void wait_for(uint64* barrier, int phase) {
+  while (!has_passed(barrier, phase)) {
+  }
+}
+// A box of a matrix from `row` and `column` on, swizzled by `wide_offset`; its bytes arrive at the barrier.
+__device__ __forceinline__ void copy_box(unsigned to, const Map& map, int column, int row, uint64* barrier) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];\n" ::"r"(to),
+               "l"(&map), "r"(column), "r"(row), "r"(shared_address(barrier))
+               : "memory");
+}
+__device__ __forceinline__ void copy_box_once(unsigned to, const Map& map, int column, int row, uint64* barrier, uint64 policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;\n" ::"r"(
+          to),
+      "l"(&map), "r"(column), "r"(row), "r"(shared_address(barrier)), "l"(policy)
+      : "memory");
+}
+__device__ __forceinline__ void meet_multiplying() { asm volatile("bar.sync 1, %0;\n" ::"n"(kMultiplying) : "memory"); }
+
+// Goes round the ring: which stage is next, and how often it has been round.
+struct Turn {
+  int stage = 0, phase = 0;
+  __device__ __forceinline__ void advance() {
+    if (++stage == STAGES) stage = 0, phase ^= 1;
+  }
+};
 
 // The tile's chains continued by 16 columns, 16 COUNT outputs of them from operand `b` on.
 template <int COUNT>
@@ -99,58 +156,57 @@ __device__ __forceinline__ void finish_four(const Args& a, const Pair& pair, int
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) wide(const Args a) {
+extern "C" __global__ void __launch_bounds__(kThreads) wide(const __grid_constant__ WideArgs args) {
   extern __shared__ __align__(1024) unsigned char memory[];
   __shared__ float factor[kRows];
+  __shared__ __align__(8) uint64 full[STAGES], empty[STAGES];  // a stage has arrived; all warps are done with it
+  const Args& a = args.layer;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, t = lane & 3;
   const int part = blockIdx.x % PARTS, first_group = blockIdx.x / PARTS, stride = gridDim.x / PARTS;
   const unsigned ring = shared_address(memory);
-  const int chunk = threadIdx.x % 8, first = threadIdx.x / 8;  // what this thread copies: this chunk of rows first + 16 i
-  const unsigned place = wide_offset<1>(first, chunk);  // 16 rows further on the swizzle is the same
-  const unsigned row_place = wide_offset<1>(HALVES == 1 ? first : first + first / 8 * 8, chunk);
-  const int count = first_group < kGroups ? (kGroups - first_group + stride - 1) / stride * kSteps : 0;  // stages in all
-
-  // Weights of the next stages, one after the other.
-  int next_group = first_group, next_step = 0, next_stage = 0;
-  const bf16* from = a.w + static_cast<int64>(first) * K + part * kPart + chunk * 8;
-  const auto fetch_weights = [&]() {
-    const bf16* w = from + static_cast<int64>(next_group) * TILES * 16 * K + next_step * 64 * STEP;
-    const unsigned to = ring + next_stage * kStageBytes + STEP * kRowBytes + place;
-#pragma unroll
-    for (int s = 0; s < STEP; ++s)
-#pragma unroll
-      for (int i = 0; i < TILES; ++i) {
-        const bool there = N / 16 % TILES == 0 || next_group * TILES + i < N / 16;
-        copy16(to + s * kWeightBytes + i * 16 * kWideColumn, there ? w + static_cast<int64>(i) * 16 * K + s * 64 : a.w, there);
-      }
-    next_stage = next_stage + 1 == STAGES ? 0 : next_stage + 1;
-    if (++next_step == kSteps) next_step = 0, next_group += stride;
-  };
-  int row_step = 0, row_stage = 0;
-  const bf16* x[2 * HALVES];
-  const auto fetch_rows = [&]() {
-    const unsigned to = ring + row_stage * kStageBytes + row_place;
-#pragma unroll
-    for (int s = 0; s < STEP; ++s)
-#pragma unroll
-      for (int i = 0; i < 2 * HALVES; ++i)
-        if (x[i] != nullptr)
-          copy16(to + s * kRowBytes + (HALVES == 1 ? i * 16 : i % 2 * 32 + i / 2 * 8) * kWideColumn,
-                 x[i] + (row_step * STEP + s) * 64, true);
-    row_stage = row_stage + 1 == STAGES ? 0 : row_stage + 1;
-    row_step = row_step + 1 == kSteps ? 0 : row_step + 1;
-  };
 
   release_next();
   if (is_idle(a.busy)) {
     wait_for_previous();
     return;
   }
-  for (int i = 0; i < STAGES - 1; ++i) {
-    if (i < count) fetch_weights();
-    copy_commit();
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; ++i) start_barrier(full + i, 1), start_barrier(empty + i, kWarps);
+    barriers_started();
   }
+  __syncthreads();
+
+  if (warp == kWarps) {
+    if (lane > 0) return;
+    const uint64 once = read_once();
+    const int count = first_group < kGroups ? (kGroups - first_group + stride - 1) / stride * kSteps : 0;  // stages in all
+    const auto copy_weights = [&](int i) {
+      const int stage = i % STAGES, group = first_group + i / kSteps * stride, column = part * kPart + i % kSteps * 64 * STEP;
+      expect(full + stage, kStageBytes);
+#pragma unroll
+      for (int s = 0; s < STEP; ++s)
+        copy_box_once(ring + stage * kStageBytes + STEP * kRowBytes + s * kWeightBytes, args.weights, column + s * 64,
+                      group * TILES * 16, full + stage, once);
+    };
+    const auto copy_rows = [&](int i) {
+      const int stage = i % STAGES, column = part * kPart + i % kSteps * 64 * STEP;
+#pragma unroll
+      for (int s = 0; s < STEP; ++s)
+        copy_box(ring + stage * kStageBytes + s * kRowBytes, args.rows, column + s * 64, 0, full + stage);
+    };
+    for (int i = 0; i < min(STAGES, count); ++i) copy_weights(i);
+    wait_for_previous();
+    for (int i = 0; i < min(STAGES, count); ++i) copy_rows(i);
+    for (int i = STAGES; i < count; ++i) {
+      wait_for(empty + i % STAGES, i / STAGES % 2 ^ 1);
+      copy_weights(i);
+      copy_rows(i);
+    }
+    return;
+  }
+
   const auto own_tile = [&](int group, int i) { return group * TILES + (PARTS == 1 ? i : i * PARTS + part); };
+  const auto row_at = [&](int h) { return (warp * HALVES + h) * 8 + g; };
   constexpr bool kBeside = KIND == QKV || KIND == RESIDUAL;  // such a block has one group
   Pair pairs[kBeside ? kOwnTiles : 1];
   if (kBeside)
@@ -161,18 +217,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) wide(const Args a) {
         const int tile = min(own_tile(first_group, i), N / 16 - 1);
         fetch_columns(a, pairs[i].columns[e], tile, 2 * t + e);
 #pragma unroll
-        for (int h = 0; h < HALVES; ++h) fetch_constants(a, pairs[i].beside[h][e], h * 32 + warp * 8 + g, tile, 2 * t + e);
+        for (int h = 0; h < HALVES; ++h) fetch_constants(a, pairs[i].beside[h][e], row_at(h), tile, 2 * t + e);
       }
   wait_for_previous();
-#pragma unroll
-  for (int i = 0; i < 2 * HALVES; ++i) {
-    const int row = first + 16 * i;
-    x[i] = row < a.rows ? a.x + static_cast<int64>(row_of(a, row)) * K + part * kPart + chunk * 8 : nullptr;
-  }
-  for (int i = 0; i < STAGES - 1; ++i) {  // groups end in order: these are behind the weights'
-    if (i < count) fetch_rows();
-    copy_commit();
-  }
   if (KIND == RESIDUAL)
 #pragma unroll
     for (int i = 0; i < kOwnTiles; ++i)
@@ -180,47 +227,45 @@ extern "C" __global__ void __launch_bounds__(kThreads) wide(const Args a) {
       for (int e = 0; e < 2; ++e)
 #pragma unroll
         for (int h = 0; h < HALVES; ++h)
-          fetch_residual(a, pairs[i].beside[h][e], h * 32 + warp * 8 + g, min(own_tile(first_group, i), N / 16 - 1), 2 * t + e);
+          fetch_residual(a, pairs[i].beside[h][e], row_at(h), min(own_tile(first_group, i), N / 16 - 1), 2 * t + e);
   if (kScaled)
 #pragma unroll
-    for (int h = 0; h < HALVES; ++h) norm_factors<8>(a, h * 32 + warp * 8, factor + h * 32 + warp * 8, lane);
+    for (int h = 0; h < HALVES; ++h) norm_factors<8>(a, row_at(h) - g, factor + row_at(h) - g, lane);
 
   float acc[2 * TILES][4];
-  int stage = 0;
+  Turn turn;
   for (int group = first_group; group < kGroups; group += stride) {
     for (int step = 0; step < kSteps; ++step) {
-      copy_wait<STAGES - 3>();
-      wide_written();
-      wide_done<1>();  // with the stage before the last, which is filled again below
-      __syncthreads();
+      wait_for(full + turn.stage, turn.phase);
       wide_fence();
-      const unsigned at = ring + stage * kStageBytes;
+      const unsigned at = ring + turn.stage * kStageBytes;
       const uint64 rows = wide_operand(at, 16, kEight), w = wide_operand(at + STEP * kRowBytes, 16);
 #pragma unroll
       for (int k = 0; k < 4 * STEP; ++k)
         step16<TILES>(acc, wide_further(rows, k / 4 * kRowBytes + k % 4 * 32), wide_further(w, k / 4 * kWeightBytes + k % 4 * 32),
                       k > 0 || step > 0);
       wide_commit();
-      if (next_group < kGroups && (step > 0 || group > first_group)) {
-        fetch_weights();
-        fetch_rows();
+      if (step > 0) {
+        wide_done<1>();
+        if (lane == 0) arrive(empty + (turn.stage == 0 ? STAGES : turn.stage) - 1);
       }
-      copy_commit();
-      stage = stage + 1 == STAGES ? 0 : stage + 1;
+      turn.advance();
     }
     wide_done<0>();
+    if (lane == 0) arrive(empty + (turn.stage == 0 ? STAGES : turn.stage) - 1);
 
     const unsigned sums = ring + threadIdx.x * 8;  // float2 [HALVES][2 TILES][threads], where the ring was
     if (PARTS > 1) {
-      copy_wait<0>();
-      __syncthreads();
+      meet_multiplying();
 #pragma unroll
       for (int j = 0; j < 2 * TILES; ++j)
 #pragma unroll
         for (int h = 0; h < HALVES; ++h)
-          *reinterpret_cast<float2*>(memory + ((h * 2 * TILES + j) * kThreads + threadIdx.x) * 8) =
+          *reinterpret_cast<float2*>(memory + ((h * 2 * TILES + j) * kMultiplying + threadIdx.x) * 8) =
               make_float2(acc[j][2 * h], acc[j][2 * h + 1]);
       meet_cluster();
+    } else if (kScaled && group == first_group) {
+      __syncwarp();  // the factors are there
     }
 #pragma unroll
     for (int i = 0; i < kOwnTiles; ++i) {
@@ -228,7 +273,6 @@ extern "C" __global__ void __launch_bounds__(kThreads) wide(const Args a) {
       if (tile - group * TILES >= TILES || tile * 16 >= N) break;
 #pragma unroll
       for (int h = 0; h < HALVES; ++h) {
-        const int row = h * 32 + warp * 8 + g;
         float y[4];
         if (PARTS == 1) {
           y[0] = acc[2 * i][2 * h], y[1] = acc[2 * i][2 * h + 1], y[2] = acc[2 * i + 1][2 * h], y[3] = acc[2 * i + 1][2 * h + 1];
@@ -238,7 +282,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) wide(const Args a) {
           for (int j = 0; j < 2; ++j)
 #pragma unroll
             for (int p = 0; p < PARTS; ++p)
-              of[j][p] = load_shared(sums + (h * 2 * TILES + 2 * (tile - group * TILES) + j) * kThreads * 8, p);
+              of[j][p] = load_shared(sums + (h * 2 * TILES + 2 * (tile - group * TILES) + j) * kMultiplying * 8, p);
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
             float even[PARTS], odd[PARTS];
@@ -247,7 +291,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) wide(const Args a) {
             y[2 * j] = tree_of_parts<PARTS>(even), y[2 * j + 1] = tree_of_parts<PARTS>(odd);
           }
         }
-        finish_four(a, pairs[kBeside ? i : 0], h, tile, t, row, kScaled ? factor[h * 32 + warp * 8 + g] : 1.0f, y);
+        finish_four(a, pairs[kBeside ? i : 0], h, tile, t, row_at(h), kScaled ? factor[row_at(h)] : 1.0f, y);
       }
     }
     if (PARTS > 1) meet_cluster();  // nobody's sums are gone while others read them
