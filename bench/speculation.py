@@ -14,9 +14,9 @@ Arms take turns. The tokens and log-probabilities of every arm are compared with
 any differs. (SD, RSD-C and RSD-S judge by probabilities, so theirs are others, equally distributed.) A part takes about
 --seconds: every cell is measured once, then every cell once more, up to --rounds times, and written each time; cells
 that the file has are not measured again, so the same command goes on where it was cut off. `--tables` prints what the
-file has, and measures nothing. Intervals are of 95 %, by bootstrap. Beside the speed-up of whole answers stands that of
-their *steady* part, from the first commit to the last but one, and what is predicted of it by E / (N c + v); of
-batches, what is predicted of the whole, which ends with its slowest answer.
+file has, and measures nothing. Intervals are of 95 %, by bootstrap. In brackets stands what is predicted of the same
+speed-up by E / (N c + v): on a GPU of whole answers, from rounds that are timed by themselves, the arm's passes and
+lengths of drafts, and what `none` took beyond its own rounds; never from what the arm took.
 """
 
 from __future__ import annotations
@@ -201,8 +201,6 @@ def arm_cells(arms: Sequence[Arm], runs: Mapping[str, list[list[Run]]]) -> dict[
             "accepted": sum(run.total("accepted") for run in last) / max(1, sum(run.total("drafted") for run in last)),
             "rounds": sum(run.num_rounds for run in last) / sum(run.num_passes for run in last),  # asked, by used
         }
-        if (steady := steady_speed_up(runs[NONE.name], runs[arm.name])) is not None:
-            cells[arm.name]["steady"] = steady
         if arm.is_match or arm == NONE:
             cells[arm.name]["speed_up"] = speed_up(seconds[NONE.name], seconds[arm.name])
         else:  # other tokens, perhaps fewer of them: speeds are compared, not times
@@ -210,16 +208,6 @@ def arm_cells(arms: Sequence[Arm], runs: Mapping[str, list[list[Run]]]) -> dict[
             plain = np.array([[run.seconds / run.num_tokens for run in row] for row in runs[NONE.name]])
             cells[arm.name]["speed_up"] = speed_up(plain, per_token)
     return cells
-
-
-def steady_speed_up(none: list[list[Run]], arm: list[list[Run]]) -> float | None:
-    """Of the steady parts of answers that have one in both; None without any."""
-    pairs = []
-    for groups in zip(*none, *arm, strict=True):  # rounds of one group
-        plain, own = ([run.steady for run in groups[at]] for at in (slice(len(none)), slice(len(none), None)))
-        if all(part is not None and part.tokens for part in (*plain, *own)):
-            pairs.append([np.median([part.seconds / part.tokens for part in parts]) for parts in (plain, own)])
-    return float(np.divide(*np.sum(pairs, axis=0))) if pairs else None
 
 
 class Spot(NamedTuple):
@@ -299,10 +287,14 @@ def add_predictions(
     drafts: Mapping[str, Drafts], batch: int,
 ) -> None:  # fmt: skip
     """To the arms that drafted with a model, the target's own skipped sub-layers included."""
+    plain = [
+        replace(rounds[-1], seconds=float(np.median([run.seconds for run in rounds])))
+        for rounds in zip(*runs[NONE.name], strict=True)
+    ]
     for arm in arms:
         name = arm.drafter.split(",")[0]
         if name in drafts and cells[arm.name]["drafted"]:
-            predicted = costs.predicted(arm, name, round_of(arm, drafts, batch), batch, runs[arm.name][-1])
+            predicted = costs.predicted(arm, name, round_of(arm, drafts, batch), batch, runs[arm.name][-1], plain)
             if predicted is not None:
                 cells[arm.name]["predicted"] = predicted
 

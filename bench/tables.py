@@ -63,10 +63,10 @@ def _interval(figure: Sequence[float]) -> str:
 
 
 def _speed(arm: Mapping[str, Any] | None) -> str:
+    """The speed-up, and in brackets what was predicted of it."""
     if arm is None:
         return ""
-    more = [f", {name} {arm[name]:.2f}" for name in ("steady", "predicted") if name in arm]
-    return _interval(arm["speed_up"]) + "".join(more)
+    return _interval(arm["speed_up"]) + (f" [{arm['predicted']:.2f}]" if "predicted" in arm else "")
 
 
 def _names(cells: Cells) -> list[str]:
@@ -117,13 +117,13 @@ def _drafts(arm: Mapping[str, Any] | None) -> str:
 
 
 def _errors(cells: Cells, kinds: Mapping[str, str]) -> Iterator[str]:
-    """How far predictions were off, of the steady part of answers where that is known; and how many were near, by kind
-    of arm. An arm without a kind is one by itself."""
+    """How far predictions of whole answers were off, and how many were near, by kind of arm. An arm without a kind is
+    one by itself."""
     off: dict[str, list[float]] = {}
     for cell in cells:
         for name, arm in cell["arms"].items():
             if "predicted" in arm:
-                error = abs(arm["predicted"] / arm.get("steady", arm["speed_up"][0]) - 1)
+                error = abs(arm["predicted"] / arm["speed_up"][0] - 1)
                 off.setdefault(kinds.get(name, name), []).append(error)
     every = [error for errors in off.values() for error in errors]
     if every:
@@ -147,16 +147,10 @@ def _trees(cells: Cells) -> Iterator[str]:
     )
     yield ""
     yield from _table(
-        ["tokens a second against none (95 %) [steady part: predicted / measured]", *columns],
-        ([name, *(_bracketed(cell["arms"][name]) for cell in cells)] for name in _names(cells)),
+        ["tokens a second against none (95 %) [predicted]", *columns],
+        ([name, *(_speed(cell["arms"].get(name)) for cell in cells)] for name in _names(cells)),
     )
     yield from _errors(cells, TREE_KINDS)
-
-
-def _bracketed(arm: Mapping[str, Any]) -> str:
-    """The speed-up, and in brackets what was predicted and what it is a prediction of."""
-    steady = [f"{arm[name]:.2f}" for name in ("predicted", "steady") if name in arm]
-    return _interval(arm["speed_up"]) + (f" [{' / '.join(steady)}]" if "predicted" in arm else "")
 
 
 def _replay(cells: Cells) -> Iterator[str]:
