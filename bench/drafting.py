@@ -38,6 +38,7 @@ from verispec.types import Accept, Draft, SampleOutput
 
 CHAT = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 NAMES = {"summarization": "summarisation", "math_reasoning": "maths", "qa": "question answering"}
+MOST_TRIES = 3  # of runs in which graphs are captured
 EDITS = "edits"  # the task of files that are changed in steps
 STEPS = (
     "Rename the first function to main.",
@@ -435,6 +436,13 @@ def _averaged(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> Interval:
 def block_efficiency(runs: Sequence[Run]) -> Interval:
     """Tokens per target pass, with its interval over sequences."""
     return ratio((len(o.token_ids), o.stats.passes + o.stats.fast_passes) for run in runs for o in run.outputs)
+
+
+def typical(values: Sequence[float]) -> Interval:
+    """Their median, with its interval by bootstrap."""
+    given = np.array(values)
+    drawn = np.median(given[np.random.default_rng(0).integers(0, len(given), (2000, len(given)))], axis=1)
+    return Interval(float(np.median(given)), *np.quantile(drawn, [0.025, 0.975]).tolist())
 
 
 def ratio(pairs: Iterable[tuple[float, float]]) -> Interval:

@@ -39,6 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from drafting import (
     EDITS,
+    MOST_TRIES,
     NONE,
     Arm,
     Drafts,
@@ -68,7 +69,6 @@ BRANCH_OF_BUDGET = {6: "branch:2,2", 10: "branch:2,2,1", 14: "branch:2,2,2", 21:
 BEAM_OF_BUDGET = {6: "beam:2,3", 10: "beam:2,5", 14: "beam:3,4", 21: "beam:4,5", 30: "beam:5,6"}
 BEAM_WIDTH = 4
 MOST_ROWS = 64  # of the passes that are timed
-MOST_TRIES = 3  # of runs in which graphs are captured
 GROUPS = 4  # of the part auto, at most, where requests run together
 BLOCK_TOKENS = 48  # of the answers that block efficiency is measured with
 Cell = dict[str, Any]
@@ -420,6 +420,9 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--lengths", type=int, nargs="*", choices=BRANCH_OF_LENGTH, default=[*BRANCH_OF_LENGTH])
     parser.add_argument("--budgets", type=int, nargs="*", choices=BEAM_OF_BUDGET, default=[*BEAM_OF_BUDGET])
     parser.add_argument("--requests", type=int, default=64, help="of the parts replay and recomputed")
+    parser.add_argument(
+        "--decode-rounds", type=int, default=2, help="rounds of replay in which `decode` is forced, which is slow"
+    )
     parser.add_argument("--windows", type=int, nargs="+", default=[2, 4, 8, 16, 32, 64], help="N of recomputed")
     parser.add_argument("--simulated", nargs="+", choices=SIMULATED, default=SIMULATED, help="with --backend numpy")
     parser.add_argument("--rounds", type=int, default=7, help="the most rounds of a cell")

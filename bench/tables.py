@@ -154,15 +154,17 @@ def _trees(cells: Cells) -> Iterator[str]:
 
 
 def _replay(cells: Cells) -> Iterator[str]:
-    """All there from the start; then arriving one by one: medians of some runs, and their ranges."""
+    """All there from the start, against the runs around them in the same rounds (all non-deterministic: the run at a
+    round's end against the one at its beginning); then arriving one by one: medians of some runs, and their ranges."""
     every = [(cell, name, arm) for cell in cells for name, arm in cell["arms"].items()]
     yield from _table(
-        ["deterministic", "drafter", "tok/s, all at once", "against all non-deterministic (95 %)"],
+        ["deterministic", "drafter", "tok/s, all at once", "against all non-deterministic (95 %)", "rounds"],
         (
-            [f"{cell['share']} %", name, f"{arm['tokens_per_second']:.0f}", _interval(arm["speed_up"])]
+            [f"{cell['share']} %", name, f"{arm['tokens_per_second']:.0f}", _interval(arm["speed_up"]),
+             str(arm.get("rounds", ""))]
             for cell, name, arm in every
         ),
-    )
+    )  # fmt: skip
     yield "\nArriving as in the trace, medians (least-most):\n"
     kinds = ("deterministic", "other")
     yield from _table(

@@ -103,9 +103,59 @@ def test_arrivals_are_medians_with_their_range_by_kind_of_request() -> None:
     arms = {"all non-deterministic": at_once | {"arrivals": found}, "from before": at_once}
     cell = {"part": "replay", "model": "m", "share": 0, "arms": arms}
     said = "\n".join(tables.tables({"about": {"m": {}}, "cells": {"a": cell}}))
-    assert "| 0 % | all non-deterministic | 120 | 1.00 (0.90-1.10) |" in said
+    assert "| 0 % | all non-deterministic | 120 | 1.00 (0.90-1.10) |  |" in said
     assert "| 0 % | all non-deterministic | 100 (90-110) |  |  | 1.25 (1.00-1.50) |" in said
     assert said.count("from before") == 1
+
+
+def test_drift_does_not_count_for_or_against_an_arm() -> None:
+    """A machine that is 1 % slower with every run; `none` is as fast as nobody deterministic, `auto` takes 5 % more."""
+    rng, now, rounds = np.random.default_rng(0), 1.0, []
+    for _ in range(12):
+        names = ["before", *rng.permutation(["none", "auto"]).tolist(), "after"]
+        found = {}
+        for name in names:
+            now *= 1.01
+            found[name] = now * (1.05 if name == "auto" else 1.0)
+        rounds.append(replays.ReplayRound(found.pop("before"), {n: found[n] for n in ("none", "auto")}, found["after"]))
+    rounds[0].arms["decode"] = 2.5
+    cells = replays.replay_cells(rounds, 1000)
+    assert cells["none"]["speed_up"].value == pytest.approx(1.0, abs=0.006)
+    assert cells["auto"]["speed_up"].value == pytest.approx(1 / 1.05, abs=0.006)
+    assert cells["auto"]["speed_up"].high < 0.98
+    assert cells[replays.PLAIN]["speed_up"].value == pytest.approx(1 / 1.01**3)  # what a figure may be off
+    assert cells["decode"]["rounds"] == 1
+    assert cells["decode"]["speed_up"].value == pytest.approx((rounds[0].before + rounds[0].after) / 2 / 2.5)
+    at_first = np.median([r.before for r in rounds]) / np.median([r.arms["none"] for r in rounds])
+    assert at_first < 0.993  # the control: against whoever always comes first
+
+
+def test_arms_of_a_round_come_in_any_order_between_two_runs_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`decode`, which is slow, is in the first rounds alone; runs that capture graphs are made again."""
+    seen: list[tuple[int, str]] = []
+    backend = SimpleNamespace(_graphs=[])
+
+    def played(bench: object, share: int, drafter: str, times: list[float]) -> tuple[SimpleNamespace, list[object]]:
+        seen.append((share, drafter))
+        backend._graphs += ["new"] * (len(seen) == 2)
+        return SimpleNamespace(seconds=float(len(seen)), outputs=[]), []
+
+    monkeypatch.setattr(replays, "played", played)
+    bench = SimpleNamespace(llm=SimpleNamespace(backend=backend), options=SimpleNamespace(requests=1))
+    order = np.random.default_rng(0)
+    orders = set()
+    for turn in range(1, 9):
+        seen.clear() if turn > 1 else None
+        arms = replays.arms_of(50, with_decode=turn <= 2)
+        found = replays.replay_round(bench, 50, arms, order, {})  # type: ignore[arg-type]
+        runs = [run for i, run in enumerate(seen) if turn > 1 or i != 1]
+        assert runs[0] == runs[-1] == (0, "none")
+        assert {drafter for _, drafter in runs[1:-1]} == ({"none", "auto", "decode"} if turn <= 2 else {"none", "auto"})
+        assert len(seen) == len(runs) + (turn == 1)
+        assert set(found.arms) == {drafter for _, drafter in runs[1:-1]}
+        orders.add(tuple(drafter for _, drafter in runs[1:-1]))
+    assert len(orders) > 3
+    assert replays.arms_of(0, with_decode=True) == [replays.PLAIN]
 
 
 def test_latencies_are_of_deterministic_requests_and_of_others() -> None:
