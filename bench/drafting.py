@@ -435,7 +435,26 @@ def _averaged(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> Interval:
 
 def block_efficiency(runs: Sequence[Run]) -> Interval:
     """Tokens per target pass, with its interval over sequences."""
-    return ratio((len(o.token_ids), o.stats.passes + o.stats.fast_passes) for run in runs for o in run.outputs)
+    return ratio(_tokens_and_passes(runs))
+
+
+def compared_efficiency(runs: Sequence[Run], others: Sequence[Run]) -> Interval:
+    """Tokens per target pass against those of other runs of the same prompts, with its interval over prompts: what
+    they have in common, that some are easy, is not in it."""
+    counts = np.array([_tokens_and_passes(runs), _tokens_and_passes(others)], float)  # [2, prompts, 2]
+    num_prompts = counts.shape[1]
+    picks = np.random.default_rng(0).integers(0, num_prompts, (2000, num_prompts))
+
+    def ratios(sums: np.ndarray) -> np.ndarray:  # [2, ..., 2]
+        per_pass = sums[..., 0] / sums[..., 1]
+        return np.asarray(per_pass[0] / per_pass[1])
+
+    drawn = ratios(counts[:, picks].sum(axis=2))
+    return Interval(float(ratios(counts.sum(axis=1))), *np.quantile(drawn, [0.025, 0.975]).tolist())
+
+
+def _tokens_and_passes(runs: Sequence[Run]) -> list[tuple[int, int]]:
+    return [(len(o.token_ids), o.stats.passes + o.stats.fast_passes) for run in runs for o in run.outputs]
 
 
 def typical(values: Sequence[float]) -> Interval:

@@ -43,24 +43,25 @@ from drafting import (
     NONE,
     Arm,
     Drafts,
-    Interval,
     Prompts,
     Run,
     Stage,
     against_best,
     block_efficiency,
+    compared_efficiency,
     forced_drafts,
     speed_up,
 )
 from replays import SIMULATED, recomputed_part, replay_part
 from round_costs import Costs, round_of, sizes_up_to
-from tables import tables
+from tables import COMPARED, tables
 
 from verispec import LLM, SamplingParams
 from verispec.backends.blas import cpu_name
 from verispec.backends.protocol import View
 from verispec.backends.select import uses_gpu
 from verispec.spec.skip_menu import MenuEntry, SkipMenu
+from verispec.spec.tree import TreeShape
 from verispec.tuning.profile import measure_profile
 from verispec.types import Accept
 
@@ -308,6 +309,7 @@ def trees_part(bench: Bench) -> None:
     full, drafts = f"{name}, full", {name: drafts[name]}
     columns = {f"length {n}": (f"chain:{n}", BRANCH_OF_LENGTH[n], f"beam:{BEAM_WIDTH},{n}") for n in options.lengths}
     columns |= {f"budget {b}": (f"chain:{b}", BRANCH_OF_BUDGET[b], BEAM_OF_BUDGET[b]) for b in options.budgets}
+    columns |= {f"{branch}, {beam}": (chain_of(branch, beam), branch, beam) for branch, beam in options.shapes}
     arms = {
         column: chosen_arms(options, [
             Arm("SD", full, chain, Accept.REJECTION), Arm("RSD-C", full, branch, Accept.RECURSIVE),
@@ -321,35 +323,42 @@ def trees_part(bench: Bench) -> None:
     costs = measured_costs(bench, drafts, [arm for listed in arms.values() for arm in listed], (1,))
     stage = Stage(bench.llm, max_running=16)
     taken: dict[str, Rounds] = {}
-    many: dict[str, dict[str, Interval]] = {}
+    many: dict[str, dict[str, list[Run]]] = {}
     params = SamplingParams(max_tokens=options.tokens, temperature=1.0, seed=3, ignore_eos=True)
     for key, column, turn in bench.turns("trees", {column: column for column in columns}):
         if turn == 1:
             taken[key] = Rounds(stage, arms[column], alone, params)
         taken[key].go()
         if turn == 2 or options.rounds == 1:
-            many[key] = block_efficiencies(stage, arms[column], prompts, params)
+            many[key] = runs_of_many(stage, arms[column], prompts, params)
         cells = arm_cells(arms[column], taken[key].runs)
         add_predictions(cells, arms[column], taken[key].runs, costs, drafts, 1)
-        for arm, found in many.get(key, {}).items():
-            cells[arm]["per_pass"] = found
+        found = many.get(key, {name: rows[-1] for name, rows in taken[key].runs.items()})
+        for arm in arms[column][1:]:
+            cells[arm.name]["per_pass"] = block_efficiency(found[arm.name])
+            if COMPARED.get(arm.name) in found:
+                cells[arm.name]["compared"] = compared_efficiency(found[arm.name], found[COMPARED[arm.name]])
         bench.results.add(key, {"part": "trees", "model": bench.name, "column": column, "arms": cells})
 
 
-def block_efficiencies(
+def chain_of(branch: str, beam: str) -> str:
+    """As many nodes as the larger of two trees has."""
+    return f"chain:{max(TreeShape.parse(tree).num_nodes for tree in (branch, beam))}"
+
+
+def runs_of_many(
     stage: Stage, arms: Sequence[Arm], prompts: Sequence[Sequence[int]], params: SamplingParams
-) -> dict[str, Interval]:
-    """Of every arm but `none`, over all prompts. Fails if tokens differ from those of `none`."""
+) -> dict[str, list[Run]]:
+    """Of every arm but `none`, all prompts in batches. Fails if tokens differ from those of `none`."""
     params = replace(params, max_tokens=min(BLOCK_TOKENS, params.max_tokens or BLOCK_TOKENS))
     batches = [prompts[i : i + 16] for i in range(0, len(prompts), 16)]
     stage.warm(prompts, arms[:2])
     exact = [stage.run(batch, params, NONE).digests for batch in batches]
     found = {}
     for arm in arms[1:]:
-        runs = [stage.run(batch, params, arm) for batch in batches]
-        if arm.is_match and [run.digests for run in runs] != exact:
+        found[arm.name] = [stage.run(batch, params, arm) for batch in batches]
+        if arm.is_match and [run.digests for run in found[arm.name]] != exact:
             raise SystemExit(f"{arm.name} changed the output: trees in batches")
-        found[arm.name] = block_efficiency(runs)
     return found
 
 
@@ -395,6 +404,14 @@ PARTS: dict[str, Callable[[Bench], None]] = {
 }  # fmt: skip
 
 
+def two_trees(given: str) -> tuple[str, str]:
+    """A shape with constant branching, and a beam."""
+    branch, _, beam = given.partition("+")
+    for shape in (branch, beam):
+        TreeShape.parse(shape)
+    return branch, beam
+
+
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True, help="results; what it has is not measured again")
@@ -419,6 +436,14 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tree-prompts", type=int, default=64, help="prompts of trees, for block efficiency")
     parser.add_argument("--lengths", type=int, nargs="*", choices=BRANCH_OF_LENGTH, default=[*BRANCH_OF_LENGTH])
     parser.add_argument("--budgets", type=int, nargs="*", choices=BEAM_OF_BUDGET, default=[*BEAM_OF_BUDGET])
+    parser.add_argument(
+        "--shapes",
+        nargs="*",
+        type=two_trees,
+        default=[],
+        metavar="BRANCH+BEAM",
+        help="further columns of trees, such as branch:3,2,1,1+beam:4,5; with --lengths and --budgets empty, no others",
+    )
     parser.add_argument("--requests", type=int, default=64, help="of the parts replay and recomputed")
     parser.add_argument(
         "--decode-rounds", type=int, default=2, help="rounds of replay in which `decode` is forced, which is slow"

@@ -34,6 +34,7 @@ TREE_KINDS = {
     "match chain": "chains", **dict.fromkeys(("match branch", "match beam", "one-hot"), "trees"),
     **dict.fromkeys(("SD", "RSD-C", "RSD-S"), "p/q rules"),
 }  # fmt: skip
+COMPARED = {"match beam": "RSD-S", "match branch": "RSD-C"}  # shared noise and p/q rules, by trees of the same shape
 NEAR = 0.1  # an error of predictions that is counted as none
 WIDTH, LEFT, RIGHT, BAR, GAP, TOP, BOTTOM = 860, 150, 70, 13, 14, 96, 62
 
@@ -145,12 +146,21 @@ def _trees(cells: Cells) -> Iterator[str]:
         ["tokens a pass (95 %)", *columns],
         ([name, *(_interval(cell["arms"][name]["per_pass"]) for cell in cells)] for name in _names(cells)),
     )
+    yield from _compared(cells)
     yield ""
     yield from _table(
         ["tokens a second against none (95 %) [predicted]", *columns],
         ([name, *(_speed(cell["arms"].get(name)) for cell in cells)] for name in _names(cells)),
     )
     yield from _errors(cells, TREE_KINDS)
+
+
+def _compared(cells: Cells) -> Iterator[str]:
+    """Tokens a pass of shared noise against the p/q rule of the same trees, prompt by prompt."""
+    for name, other in COMPARED.items():
+        figures = [(cell["column"], cell["arms"].get(name, {}).get("compared")) for cell in cells]
+        if said := [f"{column} {_interval(figure)}" for column, figure in figures if figure is not None]:
+            yield f"\nTokens a pass, {name} / {other}, same prompts (95 %): {', '.join(said)}."
 
 
 def _replay(cells: Cells) -> Iterator[str]:

@@ -16,6 +16,7 @@ import replays
 import speculation
 import tables
 
+from verispec.spec.tree import TreeShape
 from verispec.types import SequenceStats
 
 FIXED = [f"arm {i}" for i in range(10)]
@@ -85,6 +86,50 @@ def test_tables_of_trees_have_intervals_and_count_near_predictions_by_kind() -> 
     assert "| match chain | 2.50 (2.25-2.75) |" in said
     assert "| match chain | 1.27 (0.90-1.50) [1.29] |" in said
     assert "2 of 4 within 10%: p/q rules 0 of 1, chains 1 of 1, trees 1 of 2." in said
+
+
+def test_trees_are_compared_prompt_by_prompt() -> None:
+    """Prompts differ by far more than the arms do, and the better one is better on nearly every prompt."""
+    rng = np.random.default_rng(0)
+    passes = rng.integers(8, 40, 64)
+    fewer = passes - (rng.random(64) < 0.5)
+
+    def runs(counts: np.ndarray) -> list[drafting.Run]:
+        outputs = [SimpleNamespace(token_ids=range(48), stats=SequenceStats(passes=int(n))) for n in counts]
+        return [drafting.Run(outputs[:16], 1.0), drafting.Run(outputs[16:], 1.0)]  # type: ignore[arg-type]
+
+    found = drafting.compared_efficiency(runs(fewer), runs(passes))
+    assert found.value == pytest.approx(passes.sum() / fewer.sum())
+    assert 1.0 < found.low < found.value < found.high < 1.05
+    same = drafting.compared_efficiency(runs(passes), runs(passes))
+    assert same == (1.0, 1.0, 1.0)
+    alone = [drafting.block_efficiency(runs(counts)) for counts in (fewer, passes)]
+    assert alone[0].low < alone[1].high  # the control: intervals of each by itself overlap
+    mixed = drafting.compared_efficiency(runs(rng.permutation(fewer)), runs(passes))
+    assert mixed.low < 1.0 < mixed.high  # and so would pairs of different prompts say nothing
+
+
+def test_tables_say_how_shared_noise_compares_with_rules_of_probability() -> None:
+    arm = {"speed_up": [1.0, 1.0, 1.0], "per_pass": [2.5, 2.25, 2.75]}
+    arms = {"none": arm, "RSD-S": arm, "match beam": arm | {"compared": [1.03, 1.01, 1.05]}, "match branch": arm}
+    cells = {n: {"part": "trees", "model": "m", "column": f"length {n}", "arms": arms} for n in (2, 3)}
+    said = [*tables.tables({"about": {"m": {}}, "cells": cells})]
+    shown = "match beam / RSD-S, same prompts (95 %): length 2 1.03 (1.01-1.05), length 3 1.03 (1.01-1.05)."
+    assert [line for line in said if "same prompts" in line] == [f"\nTokens a pass, {shown}"]
+
+
+def test_shapes_of_trees_can_be_asked_for() -> None:
+    options = speculation.parsed(["--json", "x", "--budgets", "--lengths", "--shapes", "branch:3,2,1+beam:2,9"])
+    assert options.shapes == [("branch:3,2,1", "beam:2,9")]
+    assert speculation.chain_of(*options.shapes[0]) == "chain:18"
+    with pytest.raises(SystemExit):
+        speculation.parsed(["--json", "x", "--shapes", "branch:3,2,1"])
+
+
+@pytest.mark.parametrize("budget", speculation.BRANCH_OF_BUDGET)
+def test_trees_keep_to_their_budgets(budget: int) -> None:
+    branch, beam = (of[budget] for of in (speculation.BRANCH_OF_BUDGET, speculation.BEAM_OF_BUDGET))
+    assert max(TreeShape.parse(shape).num_nodes for shape in (branch, beam)) <= budget
 
 
 def test_tables_of_tasks_count_near_predictions_by_arm() -> None:

@@ -71,6 +71,7 @@ def test_one_command_measures_everything_and_goes_on_where_it_was(
             assert value <= high * 1.000001
     tree = next(cell for cell in found["cells"].values() if cell["part"] == "trees")
     assert {"SD", "RSD-C", "RSD-S", "one-hot", "match chain", "match branch", "match beam"} < set(tree["arms"])
+    assert {name for name, arm in tree["arms"].items() if "compared" in arm} == {"match branch", "match beam"}
     assert all(arm["predicted"] > 0 for name, arm in tree["arms"].items() if name != "none")
     said = "\n".join(tables.tables(found))
     assert all(f"### {part}" in said for part in PARTS)
