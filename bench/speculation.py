@@ -66,7 +66,11 @@ from verispec.tuning.profile import measure_profile
 from verispec.types import Accept
 
 BRANCH_OF_LENGTH = {2: "branch:2,2", 3: "branch:2,2,2", 4: "branch:2,2,2,1", 5: "branch:2,2,2,1,1"}
-BRANCH_OF_BUDGET = {6: "branch:2,2", 10: "branch:2,2,1", 14: "branch:2,2,2", 21: "branch:3,2,2", 30: "branch:2,2,2,1,1"}
+# With three children at the root: as deep as the budget allows, because a tree of few levels commits few tokens.
+BRANCH_OF_BUDGET = {
+    6: "branch:2,2", 10: "branch:2,2,1", 14: "branch:2,2,2", 21: "branch:3,1,1,1,1,1,1",
+    30: "branch:3,1,1,1,1,1,1,1,1,1",
+}  # fmt: skip
 BEAM_OF_BUDGET = {6: "beam:2,3", 10: "beam:2,5", 14: "beam:3,4", 21: "beam:4,5", 30: "beam:5,6"}
 BEAM_WIDTH = 4
 MOST_ROWS = 64  # of the passes that are timed
@@ -330,7 +334,8 @@ def trees_part(bench: Bench) -> None:
             taken[key] = Rounds(stage, arms[column], alone, params)
         taken[key].go()
         if turn == 2 or options.rounds == 1:
-            many[key] = runs_of_many(stage, arms[column], prompts, params)
+            batch = most_together(arms[column], bench.llm.row_budget)
+            many[key] = runs_of_many(stage, arms[column], prompts, params, batch)
         cells = arm_cells(arms[column], taken[key].runs)
         add_predictions(cells, arms[column], taken[key].runs, costs, drafts, 1)
         found = many.get(key, {name: rows[-1] for name, rows in taken[key].runs.items()})
@@ -346,17 +351,23 @@ def chain_of(branch: str, beam: str) -> str:
     return f"chain:{max(TreeShape.parse(tree).num_nodes for tree in (branch, beam))}"
 
 
+def most_together(arms: Sequence[Arm], row_budget: int) -> int:
+    """How many sequences have room for whole trees in a pass, up to 16: others would draft less than was asked."""
+    most_rows = 1 + max(TreeShape.parse(arm.tree).num_nodes for arm in arms if arm.tree is not None)
+    return max(1, min(16, row_budget // most_rows))
+
+
 def runs_of_many(
-    stage: Stage, arms: Sequence[Arm], prompts: Sequence[Sequence[int]], params: SamplingParams
+    stage: Stage, arms: Sequence[Arm], prompts: Sequence[Sequence[int]], params: SamplingParams, batch: int
 ) -> dict[str, list[Run]]:
     """Of every arm but `none`, all prompts in batches. Fails if tokens differ from those of `none`."""
     params = replace(params, max_tokens=min(BLOCK_TOKENS, params.max_tokens or BLOCK_TOKENS))
-    batches = [prompts[i : i + 16] for i in range(0, len(prompts), 16)]
+    batches = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
     stage.warm(prompts, arms[:2])
-    exact = [stage.run(batch, params, NONE).digests for batch in batches]
+    exact = [stage.run(together, params, NONE).digests for together in batches]
     found = {}
     for arm in arms[1:]:
-        found[arm.name] = [stage.run(batch, params, arm) for batch in batches]
+        found[arm.name] = [stage.run(together, params, arm) for together in batches]
         if arm.is_match and [run.digests for run in found[arm.name]] != exact:
             raise SystemExit(f"{arm.name} changed the output: trees in batches")
     return found

@@ -126,6 +126,13 @@ def test_shapes_of_trees_can_be_asked_for() -> None:
         speculation.parsed(["--json", "x", "--shapes", "branch:3,2,1"])
 
 
+def test_trees_of_a_batch_have_room_for_all_of_their_nodes() -> None:
+    arms = [drafting.NONE, *(drafting.Arm("", "model, full", tree) for tree in ("chain:30", "branch:2,2", "beam:5,6"))]
+    assert speculation.most_together(arms, 128) == 4  # of 31 rows each
+    assert speculation.most_together(arms, 4096) == 16
+    assert speculation.most_together(arms, 16) == 1
+
+
 @pytest.mark.parametrize("budget", speculation.BRANCH_OF_BUDGET)
 def test_trees_keep_to_their_budgets(budget: int) -> None:
     branch, beam = (of[budget] for of in (speculation.BRANCH_OF_BUDGET, speculation.BEAM_OF_BUDGET))
