@@ -23,7 +23,7 @@ from verispec.backends.protocol import (
     TopKWanted,
     View,
 )
-from verispec.engine import Engine, Request
+from verispec.engine import Request
 from verispec.engine.request import new_batch
 from verispec.kv import DRAFT_STORE, TARGET_STORE
 from verispec.spec.drafter import Curve, Drafter, Refusal
@@ -38,6 +38,7 @@ from verispec.types import Accept, Draft, SampleOutput
 
 CHAT = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 NAMES = {"summarization": "summarisation", "math_reasoning": "maths", "qa": "question answering"}
+MOST_TRIES = 3  # of runs in which graphs are captured
 EDITS = "edits"  # the task of files that are changed in steps
 STEPS = (
     "Rename the first function to main.",
@@ -251,10 +252,10 @@ def forced_drafts(llm: LLM) -> dict[str, Drafts]:
     return found
 
 
-def drafters_of(llm: LLM) -> dict[str, Drafter]:
+def drafters_of(llm: LLM, backend: Backend) -> dict[str, Drafter]:
     """Those of the engine; `n-grams`; `suffix` without history; and `skip` and `model` forced to draft."""
     menu, cost, draft_cost = llm.skip_menu(), llm.calibration.cost, llm.calibration.draft_cost
-    setup = DraftSetup(backend=llm.backend, cost=cost, find_menu=lambda: menu, draft_cost=draft_cost)
+    setup = DraftSetup(backend=backend, cost=cost, find_menu=lambda: menu, draft_cost=draft_cost)
     found = make_drafters(setup)
     found["suffix"] = Renewed(lambda: DRAFTERS["suffix"](setup), is_for_auto=True)
     found["suffix, own text"] = Renewed(lambda: SuffixDrafter(SuffixConfig(history_len=0)))
@@ -266,41 +267,31 @@ def drafters_of(llm: LLM) -> dict[str, Drafter]:
             """Drafts of full length."""
             return lambda: DRAFTERS[name](replace(setup, backend=backend, force=True, exits=False, draft_len=30))
 
-        found[f"{name}, full"] = Renewed(forced(llm.backend))
-        found[f"{name}, one-hot"] = Renewed(forced(OneHot(llm.backend)))
+        found[f"{name}, full"] = Renewed(forced(backend))
+        found[f"{name}, one-hot"] = Renewed(forced(OneHot(backend)))
         exits = replace(setup, force=True, draft_len=drafts.draft_len)
         found[f"{name}, forced"] = Renewed(lambda name=name, exits=exits: DRAFTERS[name](exits))
     return found
-
-
-class Mark(NamedTuple):
-    """What a request had when a step had committed something: when that was, tokens, and passes of the target. Between
-    two of them: how much of each."""
-
-    seconds: float
-    tokens: int
-    passes: int
 
 
 @dataclass(slots=True)
 class Run:
     """Requests of one arm that ran together: generation alone, the prompts being in the cache.
 
-    `num_rounds` were asked of the backend, used or not. `marks` are there where one request ran alone.
+    `num_rounds` were asked of the backend, used or not; `num_waits` are passes of what drafts that the host waited for,
+    as where it catches up with what was committed. `prompt_len` is the mean.
     """
 
     outputs: list[SampleOutput]
     seconds: float
     num_rounds: int = 0
-    marks: Sequence[Mark] = ()
+    num_waits: int = 0
+    prompt_len: float = 0.0
 
     @property
-    def steady(self) -> Mark | None:
-        """From the first commit to the last but one: no prompt is read there, and no burst outlasts the answer. None
-        for answers that are too short to have such a part."""
-        if len(self.marks) < 3:
-            return None
-        return Mark(*(b - a for a, b in zip(self.marks[0], self.marks[-2], strict=True)))
+    def context_len(self) -> float:
+        """In the middle of an answer, on average."""
+        return self.prompt_len + self.num_tokens / len(self.outputs) / 2
 
     @property
     def num_tokens(self) -> int:
@@ -320,33 +311,42 @@ class Run:
 
 
 class Counted:
-    """A backend that counts the rounds that are asked of it."""
+    """A backend that counts the rounds that are asked of it, and the passes by themselves of what drafts."""
 
     def __init__(self, backend: Backend) -> None:
-        self._backend, self.num_rounds = backend, 0
+        self._backend, self.num_rounds, self.num_waits = backend, 0, 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
 
     def submit(self, pass_: Pass) -> Ticket:
-        self.num_rounds += 1 if pass_.burst is None else 1 + pass_.burst.num_rounds
+        if pass_.store != TARGET_STORE or pass_.view != FULL_VIEW:
+            self.num_waits += 1
+        else:
+            self.num_rounds += 1 if pass_.burst is None else 1 + pass_.burst.num_rounds
         return self._backend.submit(pass_)
+
+
+def num_prepared(backend: Any) -> int:
+    """Graphs that were captured so far, where passes are: a run that captures some says little."""
+    return len(getattr(backend, "_graphs", ()))
 
 
 class Stage:
     """One engine with the drafters of all arms; prompts stay in its prefix cache."""
 
-    def __init__(self, llm: LLM, *, max_running: int) -> None:
+    def __init__(self, llm: LLM, *, max_running: int, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
         self._backend = Counted(llm.backend)
-        self._drafters = drafters_of(llm)
+        self._drafters = drafters_of(llm, self._backend)  # type: ignore[arg-type]
         self._eos_ids = llm.tokenizer.eos_ids
         self._engine = llm.fresh_engine(drafters=self._drafters, max_running=max_running)
         self._engine._passes._backend = self._backend
 
     @property
     def num_prepared(self) -> int:
-        """Graphs that were captured so far, where passes are: a run that captures some says little."""
-        return len(getattr(self._backend, "_graphs", ()))
+        """`num_prepared` of its backend."""
+        return num_prepared(self._backend)
 
     def renew(self) -> None:
         """Drafters forget what they have learned: answers above all, which would be drafted from the next time."""
@@ -364,25 +364,15 @@ class Stage:
         params = params if arm.is_match else replace(params, deterministic=False)
         how = {"eos_ids": self._eos_ids, "is_streamed": False, "batch": new_batch()}
         requests = [Request(p, params, arm.speculation, **how) for p in prompts]
-        marks, num_rounds = list[Mark](), self._backend.num_rounds
-        start = time.perf_counter()
+        num_rounds, num_waits, start = self._backend.num_rounds, self._backend.num_waits, self._clock()
         ids = [self._engine.add(request) for request in requests]
         found: dict[int, SampleOutput] = {}
         while self._engine.has_work:
             found |= {e.request_id: e.output for e in self._engine.step() if e.output is not None}
-            if len(ids) == 1:
-                _mark(marks, self._engine, found.get(ids[0]))
-        seconds = time.perf_counter() - start
-        return Run([found[i] for i in ids], seconds, self._backend.num_rounds - num_rounds, marks)
-
-
-def _mark(marks: list[Mark], engine: Engine, output: SampleOutput | None) -> None:
-    """Note where the only request is, if it has new tokens."""
-    parts = [output] if output is not None else [s for samples in engine._live.values() for s in samples]
-    for part in parts:
-        if len(part.logprobs) > (marks[-1].tokens if marks else 0):
-            passes = part.stats.passes + part.stats.fast_passes
-            marks.append(Mark(time.perf_counter(), len(part.logprobs), passes))
+        seconds = self._clock() - start
+        prompt_len = sum(map(len, prompts)) / len(prompts)
+        num_rounds, num_waits = self._backend.num_rounds - num_rounds, self._backend.num_waits - num_waits
+        return Run([found[i] for i in ids], seconds, num_rounds, num_waits, prompt_len)
 
 
 class Interval(NamedTuple):
@@ -445,7 +435,33 @@ def _averaged(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> Interval:
 
 def block_efficiency(runs: Sequence[Run]) -> Interval:
     """Tokens per target pass, with its interval over sequences."""
-    return ratio((len(o.token_ids), o.stats.passes + o.stats.fast_passes) for run in runs for o in run.outputs)
+    return ratio(_tokens_and_passes(runs))
+
+
+def compared_efficiency(runs: Sequence[Run], others: Sequence[Run]) -> Interval:
+    """Tokens per target pass against those of other runs of the same prompts, with its interval over prompts: what
+    they have in common, that some are easy, is not in it."""
+    counts = np.array([_tokens_and_passes(runs), _tokens_and_passes(others)], float)  # [2, prompts, 2]
+    num_prompts = counts.shape[1]
+    picks = np.random.default_rng(0).integers(0, num_prompts, (2000, num_prompts))
+
+    def ratios(sums: np.ndarray) -> np.ndarray:  # [2, ..., 2]
+        per_pass = sums[..., 0] / sums[..., 1]
+        return np.asarray(per_pass[0] / per_pass[1])
+
+    drawn = ratios(counts[:, picks].sum(axis=2))
+    return Interval(float(ratios(counts.sum(axis=1))), *np.quantile(drawn, [0.025, 0.975]).tolist())
+
+
+def _tokens_and_passes(runs: Sequence[Run]) -> list[tuple[int, int]]:
+    return [(len(o.token_ids), o.stats.passes + o.stats.fast_passes) for run in runs for o in run.outputs]
+
+
+def typical(values: Sequence[float]) -> Interval:
+    """Their median, with its interval by bootstrap."""
+    given = np.array(values)
+    drawn = np.median(given[np.random.default_rng(0).integers(0, len(given), (2000, len(given)))], axis=1)
+    return Interval(float(np.median(given)), *np.quantile(drawn, [0.025, 0.975]).tolist())
 
 
 def ratio(pairs: Iterable[tuple[float, float]]) -> Interval:

@@ -6,18 +6,19 @@ stand in for arithmetics that err, fast passes rounded to bf16 or run on weights
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # backends that err live with the tests
 
-from drafting import ratio, speed_up
+from drafting import MOST_TRIES, num_prepared, ratio, typical
 from workload import Arrival, RunResult, percentile, play, read_trace
 
 from tests.support.faulty_backends import Bf16FastPasses, WrappedBackend, bf16
@@ -37,7 +38,8 @@ if TYPE_CHECKING:
 SHARES = (0, 10, 50, 100)  # per cent of deterministic requests
 SIMULATED = ("bf16", "int8", "int4")  # arithmetics of fast passes that the numpy backend can stand in for
 NUM_ARRIVALS = 3  # runs of an arm in which requests arrive one by one
-ARMS = {"all non-deterministic": None, "none": "none", "decode": "decode", "auto": "auto"}  # what the others draft with
+PLAIN = "all non-deterministic"
+ARMS = {PLAIN: None, "none": "none", "decode": "decode", "auto": "auto"}  # what deterministic requests draft with
 UTILISATION = 0.7  # of what the engine can do, where requests arrive one by one
 GROUP = 32  # weights that share a scale, as in backends/cuda/quantize.py
 SHRINKS = (1.0, 0.93, 0.86)
@@ -72,53 +74,113 @@ def played(bench: Bench, share: int, drafter: str, times: list[float]) -> tuple[
     return play(engine, [Arrival(t, request) for t, request in zip(times, requests, strict=True)]), requests
 
 
+def timed(bench: Bench, share: int, name: str, times: list[float]) -> tuple[RunResult, list[Request]]:
+    """A run of an arm, once more where graphs were captured meanwhile. What earlier runs left behind is collected
+    before, not in it."""
+    drafter = ARMS[name]
+    for _ in range(MOST_TRIES):
+        before = num_prepared(bench.llm.backend)
+        gc.collect()
+        found = played(bench, share if drafter else 0, drafter or "none", times)
+        if num_prepared(bench.llm.backend) == before:
+            break
+    return found
+
+
 def replay_part(bench: Bench) -> None:
     """Throughput and latency by the share of deterministic requests: `decode` in any case, and what `auto` chooses."""
     options = bench.options
-    at_once = [0.0] * options.requests
-    tokens = options.requests * options.tokens
     exact: dict[int, str] = {}
     gap = 0.0  # seconds between arrivals, the same for all shares
-    seconds: dict[str, dict[str, list[list[float]]]] = {}
+    taken: dict[str, list[ReplayRound]] = {}
     arrived: dict[str, dict[str, dict[str, Any]]] = {}
+    order = np.random.default_rng(0)
     for key, share, turn in bench.turns("replay", {f"{share} %": share for share in SHARES}):
         if not exact:
-            exact = digests_of(*played(bench, 100, "none", at_once))
-            for name in ARMS.values():  # graphs are captured in these
-                played(bench, 100 if name else 0, name or "none", at_once)
-        arms = arms_of(share)
-        taken = seconds.setdefault(key, {name: [] for name in arms})
-        for name, drafter in arms.items():
-            run, requests = played(bench, share if drafter else 0, drafter or "none", at_once)
-            _compare(exact, run, requests, f"{name}, {share} %")
-            taken[name].append([run.seconds])
-        plain = np.array(taken["all non-deterministic"])
-        gap = gap or options.tokens / (tokens / float(np.median(plain))) / UTILISATION
+            exact, gap = warmed(bench)
+        arms = arms_of(share, with_decode=turn <= options.decode_rounds)
+        taken.setdefault(key, []).append(replay_round(bench, share, arms, order, exact))
         if turn == 2 or options.rounds == 1:  # what arrives one by one takes longer: everything once at first
-            arrived[key] = arriving(bench, share, gap, exact)
-        cells = {}
-        for name in arms:
-            found = np.array(taken[name])
-            speed = {"tokens_per_second": tokens / float(np.median(found)), "speed_up": speed_up(plain, found)}
-            cells[name] = speed | ({"arrivals": arrived[key][name]} if key in arrived else {})
+            arrived[key] = arriving(bench, share, gap, order, exact)
+        cells = replay_cells(taken[key], options.requests * options.tokens)
+        for name, figures in arrived.get(key, {}).items():
+            cells[name]["arrivals"] = figures
         bench.results.add(key, {"part": "replay", "model": bench.name, "share": share, "arms": cells})
 
 
-def arms_of(share: int) -> dict[str, str | None]:
+def warmed(bench: Bench) -> tuple[dict[int, str], float]:
+    """Every arm once, all at once and arriving: graphs are captured in these. Returns what deterministic requests get,
+    and seconds between arrivals."""
+    at_once = [0.0] * bench.options.requests
+    exact = digests_of(*played(bench, 100, "none", at_once))
+    for name in ARMS:
+        timed(bench, 100, name, at_once)
+    gap = timed(bench, 0, PLAIN, at_once)[0].seconds / bench.options.requests / UTILISATION
+    for name in ARMS:
+        timed(bench, 100, name, arrival_times(bench, gap))
+    return exact, gap
+
+
+def arms_of(share: int, *, with_decode: bool) -> list[str]:
     """Where nobody is deterministic, nobody drafts."""
-    return {name: drafter for name, drafter in ARMS.items() if share or drafter is None}
+    return [name for name in ARMS if name == PLAIN or (share and (with_decode or name != "decode"))]
 
 
-def arriving(bench: Bench, share: int, gap: float, exact: dict[int, str]) -> dict[str, dict[str, Any]]:
-    """What came of each arm where requests arrive as in the trace, `gap` seconds apart on average; arms take turns."""
-    times = [t * gap for t in read_trace(bench.options.trace, bench.options.requests)]
-    arms = arms_of(share)
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in arms}
-    for _ in range(NUM_ARRIVALS):
-        for name, drafter in arms.items():
-            run, requests = played(bench, share if drafter else 0, drafter or "none", times)
+class ReplayRound(NamedTuple):
+    """Seconds of the arms of a round, and of all non-deterministic requests before and after them."""
+
+    before: float
+    arms: dict[str, float]
+    after: float
+
+    def ratio(self, name: str) -> float:
+        """How fast an arm was against the runs around it; of those the second against the first, which says how far a
+        figure may be off."""
+        return self.before / self.after if name == PLAIN else (self.before + self.after) / 2 / self.arms[name]
+
+
+def replay_round(
+    bench: Bench, share: int, arms: Sequence[str], order: np.random.Generator, exact: dict[int, str]
+) -> ReplayRound:
+    """All at once, the arms in any order, between two runs of all non-deterministic requests."""
+    found = []
+    names = [PLAIN, *order.permutation([name for name in arms if name != PLAIN]).tolist(), PLAIN]
+    for name in names:
+        run, requests = timed(bench, share, name, [0.0] * bench.options.requests)
+        _compare(exact, run, requests, f"{name}, {share} %")
+        found.append(run.seconds)
+    return ReplayRound(found[0], dict(zip(names[1:-1], found[1:-1], strict=True)), found[-1])
+
+
+def replay_cells(rounds: Sequence[ReplayRound], num_tokens: int) -> dict[str, dict[str, Any]]:
+    """What is kept of each arm: ratios are of rounds that it was in, the median, with its interval over rounds."""
+    cells = {}
+    for name in (name for name in ARMS if name == PLAIN or any(name in each.arms for each in rounds)):
+        own = [each for each in rounds if name == PLAIN or name in each.arms]
+        seconds = [s for each in own for s in ((each.before, each.after) if name == PLAIN else (each.arms[name],))]
+        cells[name] = {
+            "tokens_per_second": num_tokens / float(np.median(seconds)), "rounds": len(own),
+            "speed_up": typical([each.ratio(name) for each in own]),
+        }  # fmt: skip
+    return cells
+
+
+def arrival_times(bench: Bench, gap: float) -> list[float]:
+    """As in the trace, `gap` seconds apart on average."""
+    return [t * gap for t in read_trace(bench.options.trace, bench.options.requests)]
+
+
+def arriving(
+    bench: Bench, share: int, gap: float, order: np.random.Generator, exact: dict[int, str]
+) -> dict[str, dict[str, Any]]:
+    """What came of each arm where requests arrive as in the trace; arms take turns, in any order."""
+    found: dict[str, list[dict[str, float]]] = {}
+    for turn in range(1, 1 + NUM_ARRIVALS):
+        arms = arms_of(share, with_decode=turn <= bench.options.decode_rounds)
+        for name in order.permutation(arms).tolist():
+            run, requests = timed(bench, share, name, arrival_times(bench, gap))
             _compare(exact, run, requests, f"{name}, {share} %, arrivals")
-            found[name].append({"tokens_per_second": run.tokens_per_second} | _latencies(run, requests))
+            found.setdefault(name, []).append({"tokens_per_second": run.tokens_per_second} | _latencies(run, requests))
     return {name: {"seconds_between": gap, **ranges(runs)} for name, runs in found.items()}
 
 

@@ -14,9 +14,9 @@ Arms take turns. The tokens and log-probabilities of every arm are compared with
 any differs. (SD, RSD-C and RSD-S judge by probabilities, so theirs are others, equally distributed.) A part takes about
 --seconds: every cell is measured once, then every cell once more, up to --rounds times, and written each time; cells
 that the file has are not measured again, so the same command goes on where it was cut off. `--tables` prints what the
-file has, and measures nothing. Intervals are of 95 %, by bootstrap. Beside the speed-up of whole answers stands that of
-their *steady* part, from the first commit to the last but one, and what is predicted of it by E / (N c + v); of
-batches, what is predicted of the whole, which ends with its slowest answer.
+file has, and measures nothing. Intervals are of 95 %, by bootstrap. In brackets stands what is predicted of the same
+speed-up by E / (N c + v): on a GPU of whole answers, from rounds that are timed by themselves, the arm's passes and
+lengths of drafts, and what `none` took beyond its own rounds; never from what the arm took.
 """
 
 from __future__ import annotations
@@ -39,36 +39,41 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from drafting import (
     EDITS,
+    MOST_TRIES,
     NONE,
     Arm,
     Drafts,
-    Interval,
     Prompts,
     Run,
     Stage,
     against_best,
     block_efficiency,
+    compared_efficiency,
     forced_drafts,
     speed_up,
 )
 from replays import SIMULATED, recomputed_part, replay_part
 from round_costs import Costs, round_of, sizes_up_to
-from tables import tables
+from tables import COMPARED, tables
 
 from verispec import LLM, SamplingParams
 from verispec.backends.blas import cpu_name
 from verispec.backends.protocol import View
 from verispec.backends.select import uses_gpu
 from verispec.spec.skip_menu import MenuEntry, SkipMenu
+from verispec.spec.tree import TreeShape
 from verispec.tuning.profile import measure_profile
 from verispec.types import Accept
 
 BRANCH_OF_LENGTH = {2: "branch:2,2", 3: "branch:2,2,2", 4: "branch:2,2,2,1", 5: "branch:2,2,2,1,1"}
-BRANCH_OF_BUDGET = {6: "branch:2,2", 10: "branch:2,2,1", 14: "branch:2,2,2", 21: "branch:3,2,2", 30: "branch:2,2,2,1,1"}
+# With three children at the root: as deep as the budget allows, because a tree of few levels commits few tokens.
+BRANCH_OF_BUDGET = {
+    6: "branch:2,2", 10: "branch:2,2,1", 14: "branch:2,2,2", 21: "branch:3,1,1,1,1,1,1",
+    30: "branch:3,1,1,1,1,1,1,1,1,1",
+}  # fmt: skip
 BEAM_OF_BUDGET = {6: "beam:2,3", 10: "beam:2,5", 14: "beam:3,4", 21: "beam:4,5", 30: "beam:5,6"}
 BEAM_WIDTH = 4
 MOST_ROWS = 64  # of the passes that are timed
-MOST_TRIES = 3  # of runs in which graphs are captured
 GROUPS = 4  # of the part auto, at most, where requests run together
 BLOCK_TOKENS = 48  # of the answers that block efficiency is measured with
 Cell = dict[str, Any]
@@ -201,8 +206,6 @@ def arm_cells(arms: Sequence[Arm], runs: Mapping[str, list[list[Run]]]) -> dict[
             "accepted": sum(run.total("accepted") for run in last) / max(1, sum(run.total("drafted") for run in last)),
             "rounds": sum(run.num_rounds for run in last) / sum(run.num_passes for run in last),  # asked, by used
         }
-        if (steady := steady_speed_up(runs[NONE.name], runs[arm.name])) is not None:
-            cells[arm.name]["steady"] = steady
         if arm.is_match or arm == NONE:
             cells[arm.name]["speed_up"] = speed_up(seconds[NONE.name], seconds[arm.name])
         else:  # other tokens, perhaps fewer of them: speeds are compared, not times
@@ -210,16 +213,6 @@ def arm_cells(arms: Sequence[Arm], runs: Mapping[str, list[list[Run]]]) -> dict[
             plain = np.array([[run.seconds / run.num_tokens for run in row] for row in runs[NONE.name]])
             cells[arm.name]["speed_up"] = speed_up(plain, per_token)
     return cells
-
-
-def steady_speed_up(none: list[list[Run]], arm: list[list[Run]]) -> float | None:
-    """Of the steady parts of answers that have one in both; None without any."""
-    pairs = []
-    for groups in zip(*none, *arm, strict=True):  # rounds of one group
-        plain, own = ([run.steady for run in groups[at]] for at in (slice(len(none)), slice(len(none), None)))
-        if all(part is not None and part.tokens for part in (*plain, *own)):
-            pairs.append([np.median([part.seconds / part.tokens for part in parts]) for parts in (plain, own)])
-    return float(np.divide(*np.sum(pairs, axis=0))) if pairs else None
 
 
 class Spot(NamedTuple):
@@ -299,10 +292,14 @@ def add_predictions(
     drafts: Mapping[str, Drafts], batch: int,
 ) -> None:  # fmt: skip
     """To the arms that drafted with a model, the target's own skipped sub-layers included."""
+    plain = [
+        replace(rounds[-1], seconds=float(np.median([run.seconds for run in rounds])))
+        for rounds in zip(*runs[NONE.name], strict=True)
+    ]
     for arm in arms:
         name = arm.drafter.split(",")[0]
         if name in drafts and cells[arm.name]["drafted"]:
-            predicted = costs.predicted(arm, name, round_of(arm, drafts, batch), batch, runs[arm.name][-1])
+            predicted = costs.predicted(arm, name, round_of(arm, drafts, batch), batch, runs[arm.name][-1], plain)
             if predicted is not None:
                 cells[arm.name]["predicted"] = predicted
 
@@ -316,6 +313,7 @@ def trees_part(bench: Bench) -> None:
     full, drafts = f"{name}, full", {name: drafts[name]}
     columns = {f"length {n}": (f"chain:{n}", BRANCH_OF_LENGTH[n], f"beam:{BEAM_WIDTH},{n}") for n in options.lengths}
     columns |= {f"budget {b}": (f"chain:{b}", BRANCH_OF_BUDGET[b], BEAM_OF_BUDGET[b]) for b in options.budgets}
+    columns |= {f"{branch}, {beam}": (chain_of(branch, beam), branch, beam) for branch, beam in options.shapes}
     arms = {
         column: chosen_arms(options, [
             Arm("SD", full, chain, Accept.REJECTION), Arm("RSD-C", full, branch, Accept.RECURSIVE),
@@ -329,35 +327,49 @@ def trees_part(bench: Bench) -> None:
     costs = measured_costs(bench, drafts, [arm for listed in arms.values() for arm in listed], (1,))
     stage = Stage(bench.llm, max_running=16)
     taken: dict[str, Rounds] = {}
-    many: dict[str, dict[str, Interval]] = {}
+    many: dict[str, dict[str, list[Run]]] = {}
     params = SamplingParams(max_tokens=options.tokens, temperature=1.0, seed=3, ignore_eos=True)
     for key, column, turn in bench.turns("trees", {column: column for column in columns}):
         if turn == 1:
             taken[key] = Rounds(stage, arms[column], alone, params)
         taken[key].go()
         if turn == 2 or options.rounds == 1:
-            many[key] = block_efficiencies(stage, arms[column], prompts, params)
+            batch = most_together(arms[column], bench.llm.row_budget)
+            many[key] = runs_of_many(stage, arms[column], prompts, params, batch)
         cells = arm_cells(arms[column], taken[key].runs)
         add_predictions(cells, arms[column], taken[key].runs, costs, drafts, 1)
-        for arm, found in many.get(key, {}).items():
-            cells[arm]["per_pass"] = found
+        found = many.get(key, {name: rows[-1] for name, rows in taken[key].runs.items()})
+        for arm in arms[column][1:]:
+            cells[arm.name]["per_pass"] = block_efficiency(found[arm.name])
+            if COMPARED.get(arm.name) in found:
+                cells[arm.name]["compared"] = compared_efficiency(found[arm.name], found[COMPARED[arm.name]])
         bench.results.add(key, {"part": "trees", "model": bench.name, "column": column, "arms": cells})
 
 
-def block_efficiencies(
-    stage: Stage, arms: Sequence[Arm], prompts: Sequence[Sequence[int]], params: SamplingParams
-) -> dict[str, Interval]:
-    """Of every arm but `none`, over all prompts. Fails if tokens differ from those of `none`."""
+def chain_of(branch: str, beam: str) -> str:
+    """As many nodes as the larger of two trees has."""
+    return f"chain:{max(TreeShape.parse(tree).num_nodes for tree in (branch, beam))}"
+
+
+def most_together(arms: Sequence[Arm], row_budget: int) -> int:
+    """How many sequences have room for whole trees in a pass, up to 16: others would draft less than was asked."""
+    most_rows = 1 + max(TreeShape.parse(arm.tree).num_nodes for arm in arms if arm.tree is not None)
+    return max(1, min(16, row_budget // most_rows))
+
+
+def runs_of_many(
+    stage: Stage, arms: Sequence[Arm], prompts: Sequence[Sequence[int]], params: SamplingParams, batch: int
+) -> dict[str, list[Run]]:
+    """Of every arm but `none`, all prompts in batches. Fails if tokens differ from those of `none`."""
     params = replace(params, max_tokens=min(BLOCK_TOKENS, params.max_tokens or BLOCK_TOKENS))
-    batches = [prompts[i : i + 16] for i in range(0, len(prompts), 16)]
+    batches = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
     stage.warm(prompts, arms[:2])
-    exact = [stage.run(batch, params, NONE).digests for batch in batches]
+    exact = [stage.run(together, params, NONE).digests for together in batches]
     found = {}
     for arm in arms[1:]:
-        runs = [stage.run(batch, params, arm) for batch in batches]
-        if arm.is_match and [run.digests for run in runs] != exact:
+        found[arm.name] = [stage.run(together, params, arm) for together in batches]
+        if arm.is_match and [run.digests for run in found[arm.name]] != exact:
             raise SystemExit(f"{arm.name} changed the output: trees in batches")
-        found[arm.name] = block_efficiency(runs)
     return found
 
 
@@ -403,6 +415,14 @@ PARTS: dict[str, Callable[[Bench], None]] = {
 }  # fmt: skip
 
 
+def two_trees(given: str) -> tuple[str, str]:
+    """A shape with constant branching, and a beam."""
+    branch, _, beam = given.partition("+")
+    for shape in (branch, beam):
+        TreeShape.parse(shape)
+    return branch, beam
+
+
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True, help="results; what it has is not measured again")
@@ -427,7 +447,18 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tree-prompts", type=int, default=64, help="prompts of trees, for block efficiency")
     parser.add_argument("--lengths", type=int, nargs="*", choices=BRANCH_OF_LENGTH, default=[*BRANCH_OF_LENGTH])
     parser.add_argument("--budgets", type=int, nargs="*", choices=BEAM_OF_BUDGET, default=[*BEAM_OF_BUDGET])
+    parser.add_argument(
+        "--shapes",
+        nargs="*",
+        type=two_trees,
+        default=[],
+        metavar="BRANCH+BEAM",
+        help="further columns of trees, such as branch:3,2,1,1+beam:4,5; with --lengths and --budgets empty, no others",
+    )
     parser.add_argument("--requests", type=int, default=64, help="of the parts replay and recomputed")
+    parser.add_argument(
+        "--decode-rounds", type=int, default=2, help="rounds of replay in which `decode` is forced, which is slow"
+    )
     parser.add_argument("--windows", type=int, nargs="+", default=[2, 4, 8, 16, 32, 64], help="N of recomputed")
     parser.add_argument("--simulated", nargs="+", choices=SIMULATED, default=SIMULATED, help="with --backend numpy")
     parser.add_argument("--rounds", type=int, default=7, help="the most rounds of a cell")

@@ -34,6 +34,7 @@ TREE_KINDS = {
     "match chain": "chains", **dict.fromkeys(("match branch", "match beam", "one-hot"), "trees"),
     **dict.fromkeys(("SD", "RSD-C", "RSD-S"), "p/q rules"),
 }  # fmt: skip
+COMPARED = {"match beam": "RSD-S", "match branch": "RSD-C"}  # shared noise and p/q rules, by trees of the same shape
 NEAR = 0.1  # an error of predictions that is counted as none
 WIDTH, LEFT, RIGHT, BAR, GAP, TOP, BOTTOM = 860, 150, 70, 13, 14, 96, 62
 
@@ -63,10 +64,10 @@ def _interval(figure: Sequence[float]) -> str:
 
 
 def _speed(arm: Mapping[str, Any] | None) -> str:
+    """The speed-up, and in brackets what was predicted of it."""
     if arm is None:
         return ""
-    more = [f", {name} {arm[name]:.2f}" for name in ("steady", "predicted") if name in arm]
-    return _interval(arm["speed_up"]) + "".join(more)
+    return _interval(arm["speed_up"]) + (f" [{arm['predicted']:.2f}]" if "predicted" in arm else "")
 
 
 def _names(cells: Cells) -> list[str]:
@@ -117,13 +118,13 @@ def _drafts(arm: Mapping[str, Any] | None) -> str:
 
 
 def _errors(cells: Cells, kinds: Mapping[str, str]) -> Iterator[str]:
-    """How far predictions were off, of the steady part of answers where that is known; and how many were near, by kind
-    of arm. An arm without a kind is one by itself."""
+    """How far predictions of whole answers were off, and how many were near, by kind of arm. An arm without a kind is
+    one by itself."""
     off: dict[str, list[float]] = {}
     for cell in cells:
         for name, arm in cell["arms"].items():
             if "predicted" in arm:
-                error = abs(arm["predicted"] / arm.get("steady", arm["speed_up"][0]) - 1)
+                error = abs(arm["predicted"] / arm["speed_up"][0] - 1)
                 off.setdefault(kinds.get(name, name), []).append(error)
     every = [error for errors in off.values() for error in errors]
     if every:
@@ -145,30 +146,35 @@ def _trees(cells: Cells) -> Iterator[str]:
         ["tokens a pass (95 %)", *columns],
         ([name, *(_interval(cell["arms"][name]["per_pass"]) for cell in cells)] for name in _names(cells)),
     )
+    yield from _compared(cells)
     yield ""
     yield from _table(
-        ["tokens a second against none (95 %) [steady part: predicted / measured]", *columns],
-        ([name, *(_bracketed(cell["arms"][name]) for cell in cells)] for name in _names(cells)),
+        ["tokens a second against none (95 %) [predicted]", *columns],
+        ([name, *(_speed(cell["arms"].get(name)) for cell in cells)] for name in _names(cells)),
     )
     yield from _errors(cells, TREE_KINDS)
 
 
-def _bracketed(arm: Mapping[str, Any]) -> str:
-    """The speed-up, and in brackets what was predicted and what it is a prediction of."""
-    steady = [f"{arm[name]:.2f}" for name in ("predicted", "steady") if name in arm]
-    return _interval(arm["speed_up"]) + (f" [{' / '.join(steady)}]" if "predicted" in arm else "")
+def _compared(cells: Cells) -> Iterator[str]:
+    """Tokens a pass of shared noise against the p/q rule of the same trees, prompt by prompt."""
+    for name, other in COMPARED.items():
+        figures = [(cell["column"], cell["arms"].get(name, {}).get("compared")) for cell in cells]
+        if said := [f"{column} {_interval(figure)}" for column, figure in figures if figure is not None]:
+            yield f"\nTokens a pass, {name} / {other}, same prompts (95 %): {', '.join(said)}."
 
 
 def _replay(cells: Cells) -> Iterator[str]:
-    """All there from the start; then arriving one by one: medians of some runs, and their ranges."""
+    """All there from the start, against the runs around them in the same rounds (all non-deterministic: the run at a
+    round's end against the one at its beginning); then arriving one by one: medians of some runs, and their ranges."""
     every = [(cell, name, arm) for cell in cells for name, arm in cell["arms"].items()]
     yield from _table(
-        ["deterministic", "drafter", "tok/s, all at once", "against all non-deterministic (95 %)"],
+        ["deterministic", "drafter", "tok/s, all at once", "against all non-deterministic (95 %)", "rounds"],
         (
-            [f"{cell['share']} %", name, f"{arm['tokens_per_second']:.0f}", _interval(arm["speed_up"])]
+            [f"{cell['share']} %", name, f"{arm['tokens_per_second']:.0f}", _interval(arm["speed_up"]),
+             str(arm.get("rounds", ""))]
             for cell, name, arm in every
         ),
-    )
+    )  # fmt: skip
     yield "\nArriving as in the trace, medians (least-most):\n"
     kinds = ("deterministic", "other")
     yield from _table(

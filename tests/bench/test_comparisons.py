@@ -16,6 +16,7 @@ import replays
 import speculation
 import tables
 
+from verispec.spec.tree import TreeShape
 from verispec.types import SequenceStats
 
 FIXED = [f"arm {i}" for i in range(10)]
@@ -73,8 +74,8 @@ def test_tables_name_those_that_auto_is_compared_with() -> None:
 
 
 def test_tables_of_trees_have_intervals_and_count_near_predictions_by_kind() -> None:
-    def arm(predicted: float, steady: float) -> dict[str, object]:
-        return {"speed_up": [1.24, 1.2, 1.28], "per_pass": [2.5, 2.25, 2.75], "predicted": predicted, "steady": steady}
+    def arm(predicted: float, measured: float) -> dict[str, object]:
+        return {"speed_up": [measured, 0.9, 1.5], "per_pass": [2.5, 2.25, 2.75], "predicted": predicted}
 
     arms = {
         "none": {"speed_up": [1.0, 1.0, 1.0], "per_pass": [1.0, 1.0, 1.0]}, "SD": arm(1.2, 1.0),
@@ -83,8 +84,59 @@ def test_tables_of_trees_have_intervals_and_count_near_predictions_by_kind() -> 
     cell = {"part": "trees", "model": "m", "column": "length 2", "arms": arms}
     said = "\n".join(tables.tables({"about": {"m": {}}, "cells": {"a": cell}}))
     assert "| match chain | 2.50 (2.25-2.75) |" in said
-    assert "| match chain | 1.24 (1.20-1.28) [1.29 / 1.27] |" in said
+    assert "| match chain | 1.27 (0.90-1.50) [1.29] |" in said
     assert "2 of 4 within 10%: p/q rules 0 of 1, chains 1 of 1, trees 1 of 2." in said
+
+
+def test_trees_are_compared_prompt_by_prompt() -> None:
+    """Prompts differ by far more than the arms do, and the better one is better on nearly every prompt."""
+    rng = np.random.default_rng(0)
+    passes = rng.integers(8, 40, 64)
+    fewer = passes - (rng.random(64) < 0.5)
+
+    def runs(counts: np.ndarray) -> list[drafting.Run]:
+        outputs = [SimpleNamespace(token_ids=range(48), stats=SequenceStats(passes=int(n))) for n in counts]
+        return [drafting.Run(outputs[:16], 1.0), drafting.Run(outputs[16:], 1.0)]  # type: ignore[arg-type]
+
+    found = drafting.compared_efficiency(runs(fewer), runs(passes))
+    assert found.value == pytest.approx(passes.sum() / fewer.sum())
+    assert 1.0 < found.low < found.value < found.high < 1.05
+    same = drafting.compared_efficiency(runs(passes), runs(passes))
+    assert same == (1.0, 1.0, 1.0)
+    alone = [drafting.block_efficiency(runs(counts)) for counts in (fewer, passes)]
+    assert alone[0].low < alone[1].high  # the control: intervals of each by itself overlap
+    mixed = drafting.compared_efficiency(runs(rng.permutation(fewer)), runs(passes))
+    assert mixed.low < 1.0 < mixed.high  # and so would pairs of different prompts say nothing
+
+
+def test_tables_say_how_shared_noise_compares_with_rules_of_probability() -> None:
+    arm = {"speed_up": [1.0, 1.0, 1.0], "per_pass": [2.5, 2.25, 2.75]}
+    arms = {"none": arm, "RSD-S": arm, "match beam": arm | {"compared": [1.03, 1.01, 1.05]}, "match branch": arm}
+    cells = {n: {"part": "trees", "model": "m", "column": f"length {n}", "arms": arms} for n in (2, 3)}
+    said = [*tables.tables({"about": {"m": {}}, "cells": cells})]
+    shown = "match beam / RSD-S, same prompts (95 %): length 2 1.03 (1.01-1.05), length 3 1.03 (1.01-1.05)."
+    assert [line for line in said if "same prompts" in line] == [f"\nTokens a pass, {shown}"]
+
+
+def test_shapes_of_trees_can_be_asked_for() -> None:
+    options = speculation.parsed(["--json", "x", "--budgets", "--lengths", "--shapes", "branch:3,2,1+beam:2,9"])
+    assert options.shapes == [("branch:3,2,1", "beam:2,9")]
+    assert speculation.chain_of(*options.shapes[0]) == "chain:18"
+    with pytest.raises(SystemExit):
+        speculation.parsed(["--json", "x", "--shapes", "branch:3,2,1"])
+
+
+def test_trees_of_a_batch_have_room_for_all_of_their_nodes() -> None:
+    arms = [drafting.NONE, *(drafting.Arm("", "model, full", tree) for tree in ("chain:30", "branch:2,2", "beam:5,6"))]
+    assert speculation.most_together(arms, 128) == 4  # of 31 rows each
+    assert speculation.most_together(arms, 4096) == 16
+    assert speculation.most_together(arms, 16) == 1
+
+
+@pytest.mark.parametrize("budget", speculation.BRANCH_OF_BUDGET)
+def test_trees_keep_to_their_budgets(budget: int) -> None:
+    branch, beam = (of[budget] for of in (speculation.BRANCH_OF_BUDGET, speculation.BEAM_OF_BUDGET))
+    assert max(TreeShape.parse(shape).num_nodes for shape in (branch, beam)) <= budget
 
 
 def test_tables_of_tasks_count_near_predictions_by_arm() -> None:
@@ -103,9 +155,59 @@ def test_arrivals_are_medians_with_their_range_by_kind_of_request() -> None:
     arms = {"all non-deterministic": at_once | {"arrivals": found}, "from before": at_once}
     cell = {"part": "replay", "model": "m", "share": 0, "arms": arms}
     said = "\n".join(tables.tables({"about": {"m": {}}, "cells": {"a": cell}}))
-    assert "| 0 % | all non-deterministic | 120 | 1.00 (0.90-1.10) |" in said
+    assert "| 0 % | all non-deterministic | 120 | 1.00 (0.90-1.10) |  |" in said
     assert "| 0 % | all non-deterministic | 100 (90-110) |  |  | 1.25 (1.00-1.50) |" in said
     assert said.count("from before") == 1
+
+
+def test_drift_does_not_count_for_or_against_an_arm() -> None:
+    """A machine that is 1 % slower with every run; `none` is as fast as nobody deterministic, `auto` takes 5 % more."""
+    rng, now, rounds = np.random.default_rng(0), 1.0, []
+    for _ in range(12):
+        names = ["before", *rng.permutation(["none", "auto"]).tolist(), "after"]
+        found = {}
+        for name in names:
+            now *= 1.01
+            found[name] = now * (1.05 if name == "auto" else 1.0)
+        rounds.append(replays.ReplayRound(found.pop("before"), {n: found[n] for n in ("none", "auto")}, found["after"]))
+    rounds[0].arms["decode"] = 2.5
+    cells = replays.replay_cells(rounds, 1000)
+    assert cells["none"]["speed_up"].value == pytest.approx(1.0, abs=0.006)
+    assert cells["auto"]["speed_up"].value == pytest.approx(1 / 1.05, abs=0.006)
+    assert cells["auto"]["speed_up"].high < 0.98
+    assert cells[replays.PLAIN]["speed_up"].value == pytest.approx(1 / 1.01**3)  # what a figure may be off
+    assert cells["decode"]["rounds"] == 1
+    assert cells["decode"]["speed_up"].value == pytest.approx((rounds[0].before + rounds[0].after) / 2 / 2.5)
+    at_first = np.median([r.before for r in rounds]) / np.median([r.arms["none"] for r in rounds])
+    assert at_first < 0.993  # the control: against whoever always comes first
+
+
+def test_arms_of_a_round_come_in_any_order_between_two_runs_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`decode`, which is slow, is in the first rounds alone; runs that capture graphs are made again."""
+    seen: list[tuple[int, str]] = []
+    backend = SimpleNamespace(_graphs=[])
+
+    def played(bench: object, share: int, drafter: str, times: list[float]) -> tuple[SimpleNamespace, list[object]]:
+        seen.append((share, drafter))
+        backend._graphs += ["new"] * (len(seen) == 2)
+        return SimpleNamespace(seconds=float(len(seen)), outputs=[]), []
+
+    monkeypatch.setattr(replays, "played", played)
+    bench = SimpleNamespace(llm=SimpleNamespace(backend=backend), options=SimpleNamespace(requests=1))
+    order = np.random.default_rng(0)
+    orders = set()
+    for turn in range(1, 9):
+        seen.clear() if turn > 1 else None
+        arms = replays.arms_of(50, with_decode=turn <= 2)
+        found = replays.replay_round(bench, 50, arms, order, {})  # type: ignore[arg-type]
+        runs = [run for i, run in enumerate(seen) if turn > 1 or i != 1]
+        assert runs[0] == runs[-1] == (0, "none")
+        assert {drafter for _, drafter in runs[1:-1]} == ({"none", "auto", "decode"} if turn <= 2 else {"none", "auto"})
+        assert len(seen) == len(runs) + (turn == 1)
+        assert set(found.arms) == {drafter for _, drafter in runs[1:-1]}
+        orders.add(tuple(drafter for _, drafter in runs[1:-1]))
+    assert len(orders) > 3
+    assert replays.arms_of(0, with_decode=True) == [replays.PLAIN]
 
 
 def test_latencies_are_of_deterministic_requests_and_of_others() -> None:

@@ -16,14 +16,12 @@ import pytest
 
 from tests.support.tiny_llm import CONFIG, write_model
 from verispec.backends.numpy_dense import Dense
-from verispec.backends.protocol import BackendLimits, View
-from verispec.types import SequenceStats
+from verispec.backends.protocol import BackendLimits
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 
 import drafting
 import replays
-import round_costs
 import speculation
 import tables
 
@@ -73,6 +71,7 @@ def test_one_command_measures_everything_and_goes_on_where_it_was(
             assert value <= high * 1.000001
     tree = next(cell for cell in found["cells"].values() if cell["part"] == "trees")
     assert {"SD", "RSD-C", "RSD-S", "one-hot", "match chain", "match branch", "match beam"} < set(tree["arms"])
+    assert {name for name, arm in tree["arms"].items() if "compared" in arm} == {"match branch", "match beam"}
     assert all(arm["predicted"] > 0 for name, arm in tree["arms"].items() if name != "none")
     said = "\n".join(tables.tables(found))
     assert all(f"### {part}" in said for part in PARTS)
@@ -101,52 +100,6 @@ def _one_stream(found: dict[str, Any]) -> dict[str, Any]:
     """A cell of the chart, with the arms that it shows."""
     cell = next(c for c in found["cells"].values() if c["part"] == "tasks" and c["batch"] == 1)
     return {"arms": {name: arm for name, arm in cell["arms"].items() if name in tables.SYSTEMS}}
-
-
-def test_predictions_are_tokens_by_cost() -> None:
-    """E / (N c + v) of two tokens a pass, two draft passes at half a step each; fast passes are the target's, too."""
-    costs = object.__new__(round_costs.Costs)
-    costs._known, costs._rounds = {"none": ([1, 3], [1.0, 1.5]), "model": ([1], [0.5])}, {}
-    stats = SequenceStats(passes=1, fast_passes=9, draft_passes=20, drafted=20)
-    run = drafting.Run([SimpleNamespace(token_ids=range(20), stats=stats)], 1.0)
-    arm = drafting.Arm("", "model, full", "chain:2")
-    assert costs.predicted(arm, "model", None, 1, [run]) == pytest.approx(2 / 2.5)
-
-
-def test_predictions_of_a_batch_end_with_its_slowest_answer() -> None:
-    """Four answers of 6 tokens; three drafted them in 2 rounds, one in 5."""
-    costs, arm = object.__new__(round_costs.Costs), drafting.Arm("", "model, full", "beam:2,3")
-    round_ = round_costs.round_of(arm, {"model": drafting.Drafts(View(), 1, 4)}, 4)
-    assert round_ is not None
-    assert round_costs.sizes_up_to(4) == [1, 2, 4]
-    costs._rounds = {1: 1.0, 2: 1.0, 4: 1.5, round_.of(1): 2.0, round_.of(2): 2.0, round_: 3.0}
-    outputs = [SimpleNamespace(token_ids=range(6), stats=SequenceStats(passes=n)) for n in (2, 2, 5, 2)]
-    run = drafting.Run(outputs, 1.0)
-    assert costs.predicted(arm, "model", round_, 4, [run]) == pytest.approx((6 * 1.5) / (2 * 3.0 + 3 * 2.0))
-    del costs._rounds[round_.of(2)]
-    assert costs.predicted(arm, "model", round_, 4, [run]) is None
-
-
-def test_the_longest_of_several_chains() -> None:
-    rng = np.random.default_rng(0)
-    drawn = 1 + (rng.random((40_000, 8, 7)) < 0.6).cumprod(axis=2).sum(axis=2)  # chains of 1 to 8
-    assert round_costs.longest_of(1, 2.0, 8) == pytest.approx(2.0, abs=1e-6)
-    assert round_costs.longest_of(8, drawn.mean(), 8) == pytest.approx(drawn.max(axis=1).mean(), rel=0.01)
-
-
-def test_predictions_by_whole_rounds_are_of_the_steady_part() -> None:
-    """Three tokens a round between the first commit and the last but one; a round takes as long as two plain ones."""
-    costs, arm = object.__new__(round_costs.Costs), drafting.Arm("", "model, full", "beam:2,3")
-    round_ = round_costs.round_of(arm, {"model": drafting.Drafts(View(), 1, 4)}, 1)
-    costs._rounds = {1: 1.0, round_: 2.0}
-    marks = [drafting.Mark(*each) for each in ((5.0, 1, 1), (7.0, 4, 2), (9.0, 7, 3), (30.0, 8, 4))]
-    run = drafting.Run([SimpleNamespace(token_ids=range(8), stats=SequenceStats(passes=4))], 30.0, 9, marks)
-    assert run.steady == (4.0, 6, 2)
-    assert costs.predicted(arm, "model", round_, 1, [run]) == pytest.approx(1.5)
-    assert costs.predicted(arm, "model", round_._replace(batch=8), 8, [run]) is None
-    plain = replace(run, marks=[drafting.Mark(float(i), i, i) for i in range(1, 9)])
-    assert speculation.steady_speed_up([[plain], [plain]], [[run], [run]]) == pytest.approx(1.5)
-    assert speculation.steady_speed_up([[plain]], [[replace(run, marks=marks[:2])]]) is None
 
 
 def test_everything_is_measured_once_before_anything_is_measured_again(tmp_path: Path) -> None:
