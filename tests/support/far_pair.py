@@ -39,8 +39,8 @@ def table(seconds: Sequence[float], trip: float = 0.0) -> CostTable:
 
 
 class Task(NamedTuple):
-    """Answers of so many tokens, in which a draft's first child is right so often, and each further one catches so much
-    of what the ones before it missed."""
+    """Answers of so many tokens, in which a draft's first child is right so often; the second catches a share `later` of
+    what it missed, the third half as much of the rest, the fourth a third."""
 
     acceptance: float
     later: float
@@ -73,7 +73,7 @@ class Told:
         probability = np.where(is_sure, SURE, UNSURE)
         right = np.full(CONTEXT_LEN, MOST_CHILDREN)
         for rank in reversed(range(1, MOST_CHILDREN)):
-            right[rng.random(CONTEXT_LEN) < task.later] = rank
+            right[rng.random(CONTEXT_LEN) < task.later / rank] = rank
         right[rng.random(CONTEXT_LEN) < probability] = 0
         return Offer(right, probability)
 
@@ -104,9 +104,10 @@ class FarPair(FarBackend):
         """Draft passes were sent for every level of every round, and those that nobody wanted were left out."""
         burst, ran = pass_.burst, self._num_drafting
         self._num_drafting = 0
-        if burst is None or not burst.drafts:
+        if burst is None:
             return 0.0
-        levels = sum(int(d.lengths.max()) if d.tree is None else len(d.tree.keep) for d in burst.drafts)
+        drafted = [part for part in burst.drafts if not part.looks_up]
+        levels = sum(int(part.lengths.max()) if part.tree is None else len(part.tree.keep) for part in drafted)
         return LEFT_OUT * max(0, (1 + burst.num_rounds) * levels - ran)
 
     def _found(self, part: Pass) -> PassResult:
@@ -158,7 +159,7 @@ def pair_engine(told: Told, batch: int, host: Callable[[], float] = lambda: 0.0)
     """With drafters that draft where they are named, whatever that promises; `auto` weighs it."""
     backend = FarPair(told, batch, host)
     cost = table(SECONDS, TRIP)
-    setup = DraftSetup(backend=backend, cost=cost, draft_cost=table(DRAFT_SECONDS), draft_len=7, force=True)
+    setup = DraftSetup(backend=backend, cost=cost, draft_cost=table(DRAFT_SECONDS, TRIP), draft_len=7, force=True)
     engine = Engine(
         backend, family=FarBackend.shapes, drafters=make_drafters(setup), cost=cost, clock=lambda: backend.now,
         config=EngineConfig(

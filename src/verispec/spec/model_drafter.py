@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from verispec.backends.protocol import first_draft_rows
 from verispec.errors import InputError
+from verispec.spec.draft_rates import Chain, DraftRates, SequenceRate
 from verispec.spec.drafter import Curve, Level, NotYet, Refusal
 from verispec.spec.growth import DraftModel, compute, grow, never
-from verispec.spec.rate import Acceptance, EarlyEnds
 from verispec.spec.speculation import AUTO
 from verispec.spec.tree import MAX_NODES, TreeShape
 from verispec.spec.turn import Recipe, SequenceView, Turn
@@ -27,15 +27,19 @@ _MOST_CAUGHT_UP = 128  # committed tokens that one step computes for the drafter
 _MOST_CAUGHT_UP_FAR = 2048  # where the host is far from the device: every further step would cost trips
 _CAUGHT_UP_AT_ONCE = 16  # committed tokens that the first pass of any draft may compute
 _NOT_COMPUTED = NotYet("the prompt is not computed yet")
+_FIRST_WAIT, _LONGEST_WAIT = 32, 128  # rounds until what is believed not to pay is tried again; in vain, twice as many
 
 
 class _Key(NamedTuple):
-    """What a sequence asks: its shape of draft (None: a chain), whether others will do, and how it samples."""
+    """What a sequence asks: its shape of draft (None: a chain), whether others will do, and how it samples; and what is
+    believed of its drafts, or hoped for a trial."""
 
     tree: TreeShape | None
     is_free: bool
     is_sampled: bool
     is_forced: bool
+    step: int  # of how often its first choices are right
+    is_trial: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +98,37 @@ class DraftExit:
         self.gamma = min(1.0, max(0.0, gamma))  # beyond these nothing changes, but the way back would be long
 
 
+@dataclass(slots=True)
+class _Seen:
+    """A sequence's rate; how long it was when it was last asked, and when a draft of it was last judged."""
+
+    rate: SequenceRate
+    asked_len: int
+    judged_len: int
+
+
+@dataclass(slots=True)
+class Trials:
+    """When to look whether drafts that are believed not to pay would after all: what nobody drafts nobody learns of.
+
+    Trials are rare, and rarer if they were in vain. Drafting in earnest makes the next one come early.
+    """
+
+    wait: int = _FIRST_WAIT
+    since: float = 0.0  # rounds since the last one
+
+    @property
+    def is_due(self) -> bool:
+        return self.since >= self.wait
+
+    def observe(self, *, is_trial: bool) -> None:
+        """A draft was judged; all of one trial are judged together."""
+        if not is_trial:
+            self.wait = _FIRST_WAIT
+        elif self.is_due:
+            self.wait, self.since = min(2 * self.wait, _LONGEST_WAIT), 0.0
+
+
 class ModelDrafter:
     """`what` names its drafts, `find` gives the source when drafts are first wanted, or why there is none."""
 
@@ -107,11 +142,13 @@ class ModelDrafter:
         self._find = find
         self._config = config
         self._exit = DraftExit()
-        self._observed: set[int] = set()  # live sequences whose drafts were judged
+        self._trials = Trials()
+        self._seen: dict[int, _Seen] = {}  # live sequences
 
     @property
     def version(self) -> int:
-        return 0 if isinstance(self._source, str) else sum(a.version for a in (*self._acceptances, *self._early_ends))
+        """A curve is its key's, but for what all sequences share."""
+        return 0 if isinstance(self._source, str) else sum([rates.version for rates in self._rates])
 
     @cached_property
     def _source(self) -> Source | str:
@@ -122,16 +159,10 @@ class ModelDrafter:
             return f"{self._what} cannot draft: {error}"
 
     @cached_property
-    def _acceptances(self) -> tuple[Acceptance, Acceptance]:
+    def _rates(self) -> tuple[DraftRates, DraftRates]:
         """Greedy and sampled."""
         assert isinstance(self._source, Source)
-        return Acceptance(self._source.agreement), Acceptance(self._source.sampled_agreement)
-
-    @cached_property
-    def _early_ends(self) -> tuple[EarlyEnds, EarlyEnds]:
-        """The same of chains that may end early."""
-        assert isinstance(self._source, Source)
-        return EarlyEnds(self._source.agreement), EarlyEnds(self._source.sampled_agreement)
+        return DraftRates(self._source.agreement), DraftRates(self._source.sampled_agreement)
 
     def state(self, sequence: SequenceView) -> _Key | Refusal:
         """What it asks for; whoever leaves the choice is offered trees beside the chain."""
@@ -143,7 +174,22 @@ class ModelDrafter:
         is_auto = speculation.method == AUTO
         is_free = is_auto and speculation.tree is None
         is_forced = self._config.force and not is_auto
-        return _Key(speculation.tree, is_free, sequence.params.temperature > 0, is_forced)
+        is_sampled = sequence.params.temperature > 0
+        seen = self._asked(sequence, is_sampled)
+        is_trial = self._trials.is_due and seen.asked_len - seen.judged_len >= _FIRST_WAIT and not is_forced
+        step = self._rates[is_sampled].hoped if is_trial else seen.rate.step
+        return _Key(speculation.tree, is_free, is_sampled, is_forced, step, is_trial)
+
+    def _asked(self, sequence: SequenceView, is_sampled: bool) -> _Seen:
+        length = len(sequence.token_ids)
+        seen = self._seen.get(sequence.sequence_id)
+        if seen is None:
+            seen = self._seen[sequence.sequence_id] = _Seen(self._rates[is_sampled].new_sequence(), length, length)
+        elif not seen.rate.num_rounds:  # until a draft of it is judged it is believed to be like others
+            seen.rate = self._rates[is_sampled].new_sequence()
+        self._trials.since += (length - seen.asked_len) / len(self._seen)
+        seen.asked_len = length
+        return seen
 
     def curves(self, key: Hashable) -> tuple[Curve, ...]:
         assert isinstance(key, _Key)
@@ -158,13 +204,14 @@ class ModelDrafter:
         return self._config.exits and tree is None
 
     def _levels(self, shape: TreeShape, key: _Key) -> list[Level]:
+        rates = self._rates[key.is_sampled]
         if shape.is_chain and self._exits(key.tree):
-            ends = self._early_ends[key.is_sampled]
-            return [Level(1, ends.tokens(depth), ends.share(depth)) for depth in range(1, 1 + shape.depth)]
-        acceptance, levels, tokens = self._acceptances[key.is_sampled], list[Level](), 1.0
+            depths = range(1, 1 + shape.depth)
+            return [Level(1, rates.tokens(key.step, depth), rates.share(key.step, depth)) for depth in depths]
+        levels, tokens = list[Level](), 1.0
         for depth, (children, count) in enumerate(zip(shape.branching, shape.keep, strict=True)):
             # A beam's slots are shared by all its paths; the one that matters has the better half of them.
-            tokens *= acceptance.reach(-(-children // 2) if shape.kind == "beam" and depth else children)
+            tokens *= rates.reach(key.step, -(-children // 2) if shape.kind == "beam" and depth else children)
             levels.append(Level(count, tokens))
         return levels
 
@@ -177,6 +224,7 @@ class ModelDrafter:
             is_window=shape.is_chain and self._source.model.is_target,
             is_forced=key.is_forced,
             by_backend=shape.is_chain or self._source.model.backend.limits.trees,
+            is_trial=key.is_trial,
             what=self._what,
         )
 
@@ -229,30 +277,27 @@ class ModelDrafter:
         return Recipe(shape.num_nodes, rule)
 
     def observe(self, turn: Turn) -> None:
-        """Move the acceptance, and for chains the exit."""
-        draft, verdict = turn.draft, turn.verdict
+        """Move the rates, and for chains the exit."""
+        draft, verdict, sequence = turn.draft, turn.verdict, turn.sequence
         assert isinstance(draft, Draft)
-        if verdict is None:
+        seen = self._seen.get(sequence.sequence_id)
+        if verdict is None or seen is None:
             return
-        is_sampled = turn.sequence.params.temperature > 0
-        self._observed.add(turn.sequence.sequence_id)
-        self._acceptances[is_sampled].observe(draft, verdict)
-        if draft.is_chain and self._exits(turn.sequence.speculation.tree):
+        self._trials.observe(is_trial=turn.choice.is_trial)
+        seen.judged_len = len(sequence.token_ids)
+        rates = self._rates[sequence.params.temperature > 0]
+        if draft.is_chain and len(draft) and self._exits(sequence.speculation.tree):
             matched, drafted, most = len(verdict.path), len(draft), turn.choice.num_nodes
             self._exit.observe(matched=matched, drafted=drafted, most=most)
-            if drafted and draft.token_ids[-1] in turn.sequence.stopping_ids:
+            if draft.token_ids[-1] in sequence.stopping_ids:
                 most = drafted  # whether the draft was sure of it nobody knows
-            self._early_ends[is_sampled].observe(matched=matched, drafted=drafted, most=most)
+            rates.observe_ends(seen.rate, Chain(matched, drafted, most))
+        shape = turn.choice.shape
+        rates.observe(seen.rate, draft, verdict, is_beam=shape is not None and shape.kind == "beam")
 
     def forget(self, sequence: SequenceView) -> None:
-        """What was learned fades: the next text may be of another kind. The exit's state is carried on.
-
-        Sequences that it drafted nothing for say nothing of its drafts.
-        """
-        if sequence.sequence_id in self._observed:
-            self._observed.remove(sequence.sequence_id)
-            for learned in (*self._acceptances, *self._early_ends):
-                learned.fade()
+        """What its first rounds told is believed of others. The exit's state is carried on."""
+        self._seen.pop(sequence.sequence_id, None)
 
 
 def _shape(turn: Turn, deepest: int) -> TreeShape:
