@@ -31,7 +31,8 @@ ROWS = (1, 8, 16, 32, 64, 128, 2048)
 SECONDS = (1.0e-3, 1.06e-3, 1.3e-3, 1.5e-3, 1.9e-3, 2.7e-3, 20e-3)
 DRAFT_SECONDS = (0.36e-3, 0.38e-3, 0.4e-3, 0.45e-3, 0.55e-3, 0.75e-3, 6e-3)
 VOCAB, CONTEXT_LEN, NUM_PROMPT, MOST_CHILDREN = 30_000, 640, 40, 8
-SURE, UNSURE = 0.95, 0.25  # draft probabilities, which are also how often such a token is right
+# Draft probabilities, which are also how often such a token is right: evenly from the first to the last.
+UNSURE, SURE = (0.0, 0.5), (0.9, 1.0)
 
 
 def table(seconds: Sequence[float], trip: float = 0.0) -> CostTable:
@@ -69,8 +70,9 @@ class Told:
 
     def offer(self, seed: int) -> Offer:
         task, rng = self.tasks[seed], np.random.default_rng([seed, 2])
-        is_sure = rng.random(CONTEXT_LEN) < (task.acceptance - UNSURE) / (SURE - UNSURE)
-        probability = np.where(is_sure, SURE, UNSURE)
+        unsure, sure = np.mean(UNSURE), np.mean(SURE)
+        is_sure = rng.random(CONTEXT_LEN) < (task.acceptance - unsure) / (sure - unsure)
+        probability = np.where(is_sure, rng.uniform(*SURE, CONTEXT_LEN), rng.uniform(*UNSURE, CONTEXT_LEN))
         right = np.full(CONTEXT_LEN, MOST_CHILDREN)
         for rank in reversed(range(1, MOST_CHILDREN)):
             right[rng.random(CONTEXT_LEN) < task.later / rank] = rank
@@ -134,7 +136,7 @@ class FarPair(FarBackend):
             tokens[i] = (right + 1 + np.arange(count)) % VOCAB
             if part.rows.token_ids[row] == text[position] and offer.right[position] < count:
                 tokens[i, offer.right[position]] = right
-            logprobs[i] = np.log([sure, *((1 - sure) / 2 ** np.arange(1, count))][:count])
+            logprobs[i] = np.log([max(sure, 0.01), *((1 - sure) / 2 ** np.arange(1, count))][:count])
         return NoisyTopK(tokens, logprobs, logprobs)
 
 
@@ -169,14 +171,18 @@ def pair_engine(told: Told, batch: int, host: Callable[[], float] = lambda: 0.0)
     return backend, engine
 
 
-def play(tasks: Sequence[Task], batch: int, arm: str) -> Played:
-    """Requests of these tasks, all there from the start, of which so many run at once."""
+def play(tasks: Sequence[Task], batch: int, arm: str, *, is_joint: bool = False) -> Played:
+    """Requests of these tasks: all there from the start, of which so many run at once; or so many by one caller, who
+    waits for all of them before the next come."""
     told = Told(tasks)
     backend, engine = pair_engine(told, batch)
-    for seed, task in enumerate(tasks):
-        params = SamplingParams(max_tokens=task.num_tokens, seed=seed, temperature=0.0)
-        engine.add(Request(told.prompt(seed), params, ARMS[arm], is_streamed=False))
-    outputs = [output for _, output in sorted(collect(engine).items())]
+    outputs = list[SampleOutput]()
+    for first in range(0, len(tasks), batch if is_joint else len(tasks)):
+        for seed, task in enumerate(tasks[first : first + batch] if is_joint else tasks, first):
+            params = SamplingParams(max_tokens=task.num_tokens, seed=seed, temperature=0.0)
+            number = 1 + first if is_joint else 0
+            engine.add(Request(told.prompt(seed), params, ARMS[arm], is_streamed=False, batch=number))
+        outputs += [output for _, output in sorted(collect(engine).items())]
     num_tokens, drafted = sum(len(o.token_ids) for o in outputs), sum(o.stats.drafted for o in outputs)
     accepted = sum(o.stats.accepted for o in outputs) / max(1, drafted)
     return Played(num_tokens / backend.now, drafted / num_tokens, accepted, [o.digest for o in outputs])

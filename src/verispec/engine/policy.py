@@ -170,8 +170,8 @@ class Policy:
         if self._cost.trip and not (self._leaves_out and all(turn.sequence.draws_plainly for turn in turns)):
             crowd = crowd._replace(leaves_out=False)
         drafts = 0
-        choices = self._choices(free, drafting, crowd)
-        for group, choice in zip(free.values(), choices, strict=True):
+        for (found, needs_host), group in free.items():
+            choice = self._choice(found, drafting, crowd._replace(needs_host=needs_host))
             drafts += 0 if choice.grows else choice.num_nodes * len(group)
             for turn in group:
                 turn.choice = _within(choice, turn) if turn.room > 0 else NO_ROOM
@@ -200,22 +200,6 @@ class Policy:
         """What the host took to ask each sequence's drafters."""
         self._look_seconds += (seconds - self._look_seconds) * (_LOOK_STEP if self._look_seconds else 1.0)
 
-    def _choices(
-        self, groups: Mapping[tuple[States, bool], Sequence[Turn]], drafting: Counter[str], crowd: Crowd
-    ) -> list[Choice]:
-        """Of each group. Drafts that pay for many may not pay for the few that are left when others draft nothing."""
-        while True:
-            choices = [
-                self._choice(states, drafting, crowd._replace(needs_host=needs_host)) for states, needs_host in groups
-            ]
-            left: Counter[str] = Counter()
-            for choice, group in zip(choices, groups.values(), strict=True):
-                left[choice.drafter] += len(group)
-            fewer = Counter({name: min(count, left[name]) for name, count in drafting.items()})
-            if fewer == drafting or not any(choice.drafter for choice in choices):
-                return choices
-            drafting = fewer
-
     def _choice(self, states: States, drafting: Mapping[str, int], crowd: Crowd) -> Choice:
         refusal = next((s for _, s in states if isinstance(s, Refusal)), "")
         best = None
@@ -229,7 +213,7 @@ class Policy:
         return best.choice
 
     def _entry(self, name: str, key: Hashable, drafting: int, crowd: Crowd, *, is_free: bool) -> _Entry:
-        drafting = min(crowd.tokens, 1 << max(0, drafting - 1).bit_length())  # how many draft at once is a rough figure
+        drafting = min(crowd.tokens, 1 << (drafting - 1).bit_length())  # how many draft at once is a rough figure
         at = (name, key, drafting, crowd, is_free)
         found = self._entries.get(at)
         version = self._drafters.version(name)

@@ -202,7 +202,7 @@ class Scheduler:
         for turn in asked:
             turn.room -= own(turn).kv.num_ahead
         self._choose(asked, _NOBODY, {})
-        return all(a.choice.drafter == t.choice.drafter for a, t in zip(asked, turns, strict=True))
+        return all(_is_same(a.choice, t.choice) for a, t in zip(asked, turns, strict=True))
 
     def locate(self, turns: SequenceOf[Turn]) -> None:
         """Say where turns that were planned ahead begin, now that those before them are committed."""
@@ -340,8 +340,10 @@ class Scheduler:
         if turns:
             asked = {own(turn) for turn in turns}
             others = [s for s in self._roster.running if s not in asked]
+            beside = [self._turn(s) for s in others if s.may_draft and not _reads_prompt(s)]  # who drafts, or may
+            others = [s for s in others if not s.may_draft or _reads_prompt(s)]
             plain = {kind: [s for s in others if self._is_canonical(s) is kind] for kind in (True, False)}
-            self._choose(turns, plain, {})
+            self._choose([*turns, *beside], plain, {})
         for turn in turns:
             if turn.choice.drafter:
                 self._get_up(own(turn))
@@ -600,6 +602,10 @@ class Scheduler:
         else:
             turn.table_slots = kv.held[kv.synced_len :] + leased
         kv.synced_len = held + len(leased)
+
+
+def _is_same(choice: Choice, other: Choice) -> bool:
+    return (choice.drafter, choice.num_nodes, choice.shape) == (other.drafter, other.num_nodes, other.shape)
 
 
 def _age(turn: Turn) -> int:

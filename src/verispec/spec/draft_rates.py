@@ -7,7 +7,7 @@ and what a node's later children catch of what its first one misses, are so many
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from verispec.spec.rate import Rate
@@ -19,9 +19,9 @@ _SURE, _LATER_SHARE = 1.0, 0.45
 _SURE_AND_RIGHT = 0.95  # believed: of the less likely of both, how often the other is the case too
 _MOST_RANKS = 16
 _COMMON_WEIGHT, _COMMON_MEMORY = 16.0, 0.98  # of what is learned over all rounds
-_FIRST_ROUNDS = 4  # of a sequence: what a new one is believed to be like
-_FIRST_WEIGHT, _FIRST_MEMORY = 2.0, 0.9  # of those, which two or three sequences have
-_OWN_WEIGHT, _OWN_MEMORY = 4.0, 0.9  # of a sequence's rounds
+_FIRST_ROUNDS = 2  # of a sequence: what a new one is believed to be like
+_FIRST_WEIGHT, _FIRST_MEMORY = 4.0, 0.9  # of those, of which the last five sequences or so count
+_OWN_WEIGHT, _OWN_MEMORY = 4.0, 0.95  # of a sequence's rounds
 _STEPS = 16  # of the rate: sequences that are nearly alike draft alike
 
 
@@ -35,10 +35,6 @@ class SequenceRate:
 
     right: Rate
     num_rounds: int = 0
-    step: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.step = step_of(self.right.value)
 
 
 class Chain(NamedTuple):
@@ -103,7 +99,6 @@ class DraftRates:
         own.num_rounds += 1
         for rate in (own.right, self._right) if own.num_rounds <= _FIRST_ROUNDS else (own.right,):
             rate.observe(num_right, num_tried)
-        own.step = step_of(own.right.value)
 
     def _observe_later(self, own: SequenceRate, children: list[int], accepted: int | None) -> None:
         """Each that was not accepted leaves the next to be tried."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from verispec.backends.protocol import first_draft_rows
 from verispec.errors import InputError
-from verispec.spec.draft_rates import Chain, DraftRates, SequenceRate
+from verispec.spec.draft_rates import Chain, DraftRates, SequenceRate, step_of
 from verispec.spec.drafter import Curve, Level, NotYet, Refusal
 from verispec.spec.growth import DraftModel, compute, grow, never
 from verispec.spec.speculation import AUTO
@@ -144,6 +144,7 @@ class ModelDrafter:
         self._exit = DraftExit()
         self._trials = Trials()
         self._seen: dict[int, _Seen] = {}  # live sequences
+        self._step, self._has_changed = 1, True  # what is believed of them together
 
     @property
     def version(self) -> int:
@@ -177,16 +178,25 @@ class ModelDrafter:
         is_sampled = sequence.params.temperature > 0
         seen = self._asked(sequence, is_sampled)
         is_trial = self._trials.is_due and seen.asked_len - seen.judged_len >= _FIRST_WAIT and not is_forced
-        step = self._rates[is_sampled].hoped if is_trial else seen.rate.step
+        step = self._rates[is_sampled].hoped if is_trial else self._common_step()
         return _Key(speculation.tree, is_free, is_sampled, is_forced, step, is_trial)
+
+    def _common_step(self) -> int:
+        """Draft passes are shared by all that draft, so what counts is what all of them promise together."""
+        if self._has_changed:
+            rates = [seen.rate.right.value for seen in self._seen.values()]
+            self._step, self._has_changed = step_of(sum(rates) / len(rates)), False
+        return self._step
 
     def _asked(self, sequence: SequenceView, is_sampled: bool) -> _Seen:
         length = len(sequence.token_ids)
         seen = self._seen.get(sequence.sequence_id)
         if seen is None:
             seen = self._seen[sequence.sequence_id] = _Seen(self._rates[is_sampled].new_sequence(), length, length)
+            self._has_changed = True
         elif not seen.rate.num_rounds:  # until a draft of it is judged it is believed to be like others
             seen.rate = self._rates[is_sampled].new_sequence()
+            self._has_changed = True
         self._trials.since += (length - seen.asked_len) / len(self._seen)
         seen.asked_len = length
         return seen
@@ -285,6 +295,7 @@ class ModelDrafter:
             return
         self._trials.observe(is_trial=turn.choice.is_trial)
         seen.judged_len = len(sequence.token_ids)
+        self._has_changed = True
         rates = self._rates[sequence.params.temperature > 0]
         if draft.is_chain and len(draft) and self._exits(sequence.speculation.tree):
             matched, drafted, most = len(verdict.path), len(draft), turn.choice.num_nodes
@@ -298,6 +309,7 @@ class ModelDrafter:
     def forget(self, sequence: SequenceView) -> None:
         """What its first rounds told is believed of others. The exit's state is carried on."""
         self._seen.pop(sequence.sequence_id, None)
+        self._has_changed = True
 
 
 def _shape(turn: Turn, deepest: int) -> TreeShape:
