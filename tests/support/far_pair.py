@@ -1,11 +1,12 @@
 """A model and its draft model on a far device, played without either: which drafts come true is drawn beforehand.
 
-The text of a request says how often the first, second, ... child that is drafted behind a token is the right one, and
-how sure of it the draft is: mostly where it is right. Passes take what they took for a pair of 1.5B and 0.5B on an H200.
+The task of a request says how often the first, second, ... child that is drafted behind a token is the right one; the
+draft is as sure of the first as it should be. Passes take about what they took for models of 1.5B and 0.5B on an H200.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -35,13 +36,9 @@ VOCAB, CONTEXT_LEN, NUM_PROMPT, MOST_CHILDREN = 30_000, 640, 40, 8
 UNSURE, SURE = (0.0, 0.5), (0.9, 1.0)
 
 
-def table(seconds: Sequence[float], trip: float = 0.0) -> CostTable:
-    return CostTable(ROWS, tuple(seconds), (0.0,) * len(ROWS), learns=trip > 0, trip=trip)
-
-
 class Task(NamedTuple):
-    """Answers of so many tokens, in which a draft's first child is right so often; the second catches a share `later` of
-    what it missed, the third half as much of the rest, the fourth a third."""
+    """Answers of so many tokens, in which a draft's first child is right so often; the second catches a share `later`
+    of what it missed, the third half as much of the rest, the fourth a third."""
 
     acceptance: float
     later: float
@@ -52,24 +49,24 @@ class Offer(NamedTuple):
     """By position: which child is right, MOST_CHILDREN for none, and how probable the first one is."""
 
     right: NDArray[np.int64]
-    sure: NDArray[np.float64]
+    probability: NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Told:
-    """What a request is about, by its seed."""
+    """What requests are about, by their seeds. No text has a token twice."""
 
     tasks: Sequence[Task]
 
     def prompt(self, seed: int) -> list[int]:
-        return np.random.default_rng(seed).integers(0, VOCAB, NUM_PROMPT).tolist()
+        return self.text(seed)[:NUM_PROMPT]
 
     def text(self, seed: int) -> list[int]:
-        answer = np.random.default_rng([seed, 1]).permutation(VOCAB)[: self.tasks[seed].num_tokens + 2].tolist()
-        return self.prompt(seed) + answer
+        length = NUM_PROMPT + self.tasks[seed].num_tokens + 2
+        return np.random.default_rng(seed).permutation(VOCAB)[:length].tolist()
 
     def offer(self, seed: int) -> Offer:
-        task, rng = self.tasks[seed], np.random.default_rng([seed, 2])
+        task, rng = self.tasks[seed], np.random.default_rng([seed, 1])
         unsure, sure = np.mean(UNSURE), np.mean(SURE)
         is_sure = rng.random(CONTEXT_LEN) < (task.acceptance - unsure) / (sure - unsure)
         probability = np.where(is_sure, rng.uniform(*SURE, CONTEXT_LEN), rng.uniform(*UNSURE, CONTEXT_LEN))
@@ -81,7 +78,7 @@ class Told:
 
 
 class FarPair(FarBackend):
-    """`told.offer(seed)` are the drafts that a request of this seed is offered, `told.text(seed)` what it draws."""
+    """`told.offer(seed)` are the drafts that a request of this seed is offered, `told.text(seed)` is what it draws."""
 
     def __init__(self, told: Told, num_running: int, host: Callable[[], float] = lambda: 0.0) -> None:
         super().__init__(
@@ -90,57 +87,54 @@ class FarPair(FarBackend):
         )  # fmt: skip
         self.limits = replace(self.limits, num_stores=2, trees=True)
         self._offer, self._offers = told.offer, dict[int, Offer]()
-        self._num_drafting = 0  # draft passes since the last one that verified
+        self._num_drafting = 0  # draft passes of this burst
 
     def _bound(self, seq_row: int, seed: int) -> None:
         super()._bound(seq_row, seed)
         self._offers[seq_row] = self._offer(seed)
 
     def _seconds(self, part: Pass) -> float:
-        if part.store == DRAFT_STORE:
-            self._num_drafting += 1
-            return float(np.interp(len(part.rows), ROWS, DRAFT_SECONDS))
-        return float(np.interp(len(part.rows), ROWS, SECONDS))
+        is_draft = part.store == DRAFT_STORE
+        self._num_drafting += is_draft
+        return float(np.interp(len(part.rows), ROWS, DRAFT_SECONDS if is_draft else SECONDS))
 
     def _left_out(self, pass_: Pass) -> float:
-        """Draft passes were sent for every level of every round, and those that nobody wanted were left out."""
-        burst, ran = pass_.burst, self._num_drafting
+        """Draft passes are sent for every level of every round, and left out where nobody wants them."""
+        burst, num_drafting = pass_.burst, self._num_drafting
         self._num_drafting = 0
         if burst is None:
             return 0.0
         drafted = [part for part in burst.drafts if not part.looks_up]
         levels = sum(int(part.lengths.max()) if part.tree is None else len(part.tree.keep) for part in drafted)
-        return LEFT_OUT * max(0, (1 + burst.num_rounds) * levels - ran)
+        return LEFT_OUT * max(0, (1 + burst.num_rounds) * levels - num_drafting)
 
     def _found(self, part: Pass) -> PassResult:
         if part.store != DRAFT_STORE:
             return super()._found(part)
-        wanted = part.wanted
-        if wanted.draw is not None:
-            found = self._children(part, wanted.draw.rows, 1)
+        draw, several = part.wanted.draw, part.wanted.noisy_top_k
+        if draw is not None:
+            found = self._children(part, draw.rows, 1)
             return PassResult(DrawResult(found.token_ids[:, 0], found.logprobs[:, 0]))
-        if wanted.noisy_top_k is not None:
-            return PassResult(noisy_top_k=self._children(part, wanted.noisy_top_k.rows, wanted.noisy_top_k.k))
-        return PassResult()
+        if several is None:
+            return PassResult()
+        return PassResult(noisy_top_k=self._children(part, several.rows, several.k))
 
     def _children(self, part: Pass, rows: NDArray[np.int32], count: int) -> NoisyTopK:
-        """Behind tokens that are not the text's, none is right."""
-        tokens = np.zeros((len(rows), count), np.int64)
-        logprobs = np.zeros((len(rows), count), np.float32)
+        """Behind a token that is not the text's, none is right."""
+        tokens, logprobs = np.zeros((len(rows), count), np.int64), np.zeros((len(rows), count), np.float32)
         for i, row in enumerate(rows.tolist()):
             seq_row, position = int(part.rows.seq_rows[row]), int(part.rows.positions[row])
             if not seq_row:
                 continue
             text, offer = self._texts[seq_row], self._offers[seq_row]
-            sure, right = offer.sure[position], text[position + 1]
-            tokens[i] = (right + 1 + np.arange(count)) % VOCAB
-            if part.rows.token_ids[row] == text[position] and offer.right[position] < count:
-                tokens[i, offer.right[position]] = right
-            logprobs[i] = np.log([max(sure, 0.01), *((1 - sure) / 2 ** np.arange(1, count))][:count])
+            likely, rank = max(0.01, offer.probability[position]), offer.right[position]
+            tokens[i] = (text[position + 1] + 1 + np.arange(count)) % VOCAB
+            if part.rows.token_ids[row] == text[position] and rank < count:
+                tokens[i, rank] = text[position + 1]
+            logprobs[i] = np.log(np.concatenate([[likely], (1 - likely) / 2 ** np.arange(1, count)]))
         return NoisyTopK(tokens, logprobs, logprobs)
 
 
-# What is compared: a name, what requests ask for, and whether that is drafted whatever it promises.
 ARMS = {
     "none": Speculation("none"),
     "chain of 4": Speculation("model", TreeShape.parse("chain:4")),
@@ -150,6 +144,44 @@ ARMS = {
 }
 
 
+class Case(NamedTuple):
+    """Requests of these tasks, so many at once. All are there from the start; or one caller sends so many, and waits
+    for all of them before the next (`is_joint`)."""
+
+    tasks: Sequence[Task]
+    batch: int = 1
+    is_joint: bool = False
+
+
+def hard(num_tokens: int) -> Task:
+    return Task(0.3, 0.1, num_tokens)
+
+
+def easy(num_tokens: int = 128) -> Task:
+    return Task(0.85, 0.35, num_tokens)
+
+
+def cases(times: int = 1) -> dict[str, Case]:
+    """So many times as many requests."""
+    rng = random.Random(0)
+    short = [hard(rng.randint(8, 30)) for _ in range(24 * times)]
+    long = [rng.randint(96, 160) for _ in range(32 * times)]
+    by_turns = [task for i in range(4 * times) for task in (*short[4 * i : 4 * i + 4], easy())]
+    mixed = [easy(n) if i % 8 < 3 else hard(n) for i, n in enumerate(long)]
+    return {
+        "short hard answers": Case(short),
+        "long hard ones": Case([hard(192)] * 4 * times),
+        "long easy ones": Case([easy()] * 6 * times),
+        "four short hard, one easy, by turns": Case(by_turns),
+        "short hard, then easy": Case([*short[: 16 * times], *[easy()] * 4 * times]),
+        "8 at once, 3 of them easy": Case(mixed, 8),
+        "8 at once, easy": Case([easy(n) for n in long], 8),
+        "8 of one caller, hard": Case([hard(128)] * 16 * times, 8, is_joint=True),
+        "8 of one caller, 3 of them easy": Case(([easy()] * 3 + [hard(128)] * 5) * 2 * times, 8, is_joint=True),
+        "8 of one caller, easy": Case([easy()] * 24 * times, 8, is_joint=True),
+    }
+
+
 class Played(NamedTuple):
     tokens_per_second: float
     drafted: float  # nodes for a token
@@ -157,32 +189,35 @@ class Played(NamedTuple):
     digests: list[str]
 
 
-def pair_engine(told: Told, batch: int, host: Callable[[], float] = lambda: 0.0) -> tuple[FarPair, Engine]:
-    """With drafters that draft where they are named, whatever that promises; `auto` weighs it."""
-    backend = FarPair(told, batch, host)
-    cost = table(SECONDS, TRIP)
-    setup = DraftSetup(backend=backend, cost=cost, draft_cost=table(DRAFT_SECONDS, TRIP), draft_len=7, force=True)
-    engine = Engine(
-        backend, family=FarBackend.shapes, drafters=make_drafters(setup), cost=cost, clock=lambda: backend.now,
+def _engine(backend: FarPair, batch: int) -> Engine:
+    """`model` drafts whatever that promises, `auto` where it does."""
+    cost, draft_cost = (
+        CostTable(ROWS, seconds, (0.0,) * len(ROWS), learns=True, trip=TRIP) for seconds in (SECONDS, DRAFT_SECONDS)
+    )
+    setup = DraftSetup(backend=backend, cost=cost, draft_cost=draft_cost, draft_len=7, force=True)  # type: ignore[arg-type]
+    drafters = make_drafters(setup)
+    return Engine(
+        backend, family=FarBackend.shapes, drafters={name: drafters[name] for name in ("none", "model")}, cost=cost,  # type: ignore[arg-type]
+        clock=lambda: backend.now,
         config=EngineConfig(
             num_slots=backend.limits.num_slots, row_budget=2048, max_running=batch, depth=2, max_len=CONTEXT_LEN
         ),
     )  # fmt: skip
-    return backend, engine
 
 
-def play(tasks: Sequence[Task], batch: int, arm: str, *, is_joint: bool = False) -> Played:
-    """Requests of these tasks: all there from the start, of which so many run at once; or so many by one caller, who
-    waits for all of them before the next come."""
+def play(case: Case, arm: str, host: Callable[[], float] = lambda: 0.0) -> Played:
+    tasks, batch, is_joint = case
     told = Told(tasks)
-    backend, engine = pair_engine(told, batch)
-    outputs = list[SampleOutput]()
-    for first in range(0, len(tasks), batch if is_joint else len(tasks)):
-        for seed, task in enumerate(tasks[first : first + batch] if is_joint else tasks, first):
+    backend = FarPair(told, batch, host)
+    engine, outputs, start = _engine(backend, batch), list[SampleOutput](), backend.now
+    size = batch if is_joint else len(tasks)
+    for first in range(0, len(tasks), size):
+        for seed, task in enumerate(tasks[first : first + size], first):
             params = SamplingParams(max_tokens=task.num_tokens, seed=seed, temperature=0.0)
-            number = 1 + first if is_joint else 0
-            engine.add(Request(told.prompt(seed), params, ARMS[arm], is_streamed=False, batch=number))
+            engine.add(
+                Request(told.prompt(seed), params, ARMS[arm], is_streamed=False, batch=1 + first if is_joint else 0)
+            )
         outputs += [output for _, output in sorted(collect(engine).items())]
     num_tokens, drafted = sum(len(o.token_ids) for o in outputs), sum(o.stats.drafted for o in outputs)
     accepted = sum(o.stats.accepted for o in outputs) / max(1, drafted)
-    return Played(num_tokens / backend.now, drafted / num_tokens, accepted, [o.digest for o in outputs])
+    return Played(num_tokens / (backend.now - start), drafted / num_tokens, accepted, [o.digest for o in outputs])

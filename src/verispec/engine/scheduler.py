@@ -175,8 +175,8 @@ class Scheduler:
     def _turns_behind(self, turns: SequenceOf[Turn]) -> list[Turn]:
         """The same rounds once more for everybody, if slots are free and somebody is sure to need them.
 
-        Choices are made anew when nothing is in the air, so now and then nothing is planned ahead; nor where rounds that
-        have landed since speak for another drafter, or for none.
+        Choices are made anew when nothing is in the air, so now and then nothing is planned ahead; nor where rounds
+        that have landed since speak for other drafts, or for none.
         """
         if len(turns) != len(self._roster.running) or self._roster.may_admit or not all(map(can_follow, turns)):
             return []
@@ -195,14 +195,14 @@ class Scheduler:
         return found
 
     def _would_draft_again(self, turns: SequenceOf[Turn]) -> bool:
-        """Whether what is known by now leaves each of these turns its drafter."""
+        """Whether what is known by now leaves these turns what they draft. Only the drafters chosen are asked."""
         if all(turn.choice.is_forced for turn in turns):
             return True
         asked = [self._turn(own(turn)) for turn in turns]
-        for turn in asked:
-            turn.room -= own(turn).kv.num_ahead
+        for again, turn in zip(asked, turns, strict=True):
+            again.states = self._policy.renewed(turn)
         self._choose(asked, _NOBODY, {})
-        return all(_is_same(a.choice, t.choice) for a, t in zip(asked, turns, strict=True))
+        return all(_is_same(again.choice, turn.choice) for again, turn in zip(asked, turns, strict=True))
 
     def locate(self, turns: SequenceOf[Turn]) -> None:
         """Say where turns that were planned ahead begin, now that those before them are committed."""
@@ -340,10 +340,10 @@ class Scheduler:
         if turns:
             asked = {own(turn) for turn in turns}
             others = [s for s in self._roster.running if s not in asked]
-            beside = [self._turn(s) for s in others if s.may_draft and not _reads_prompt(s)]  # who drafts, or may
-            others = [s for s in others if not s.may_draft or _reads_prompt(s)]
+            drafting = [s for s in others if s.may_draft and not _reads_prompt(s)]  # who would share their passes
+            others = [s for s in others if s not in drafting]
             plain = {kind: [s for s in others if self._is_canonical(s) is kind] for kind in (True, False)}
-            self._choose([*turns, *beside], plain, {})
+            self._choose([*turns, *map(self._turn, drafting)], plain, {})
         for turn in turns:
             if turn.choice.drafter:
                 self._get_up(own(turn))

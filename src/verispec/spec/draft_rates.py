@@ -18,7 +18,7 @@ from verispec.types import NO_PARENT, Draft, Verdict
 _SURE, _LATER_SHARE = 1.0, 0.45
 _SURE_AND_RIGHT = 0.95  # believed: of the less likely of both, how often the other is the case too
 _MOST_RANKS = 16
-_COMMON_WEIGHT, _COMMON_MEMORY = 16.0, 0.98  # of what is learned over all rounds
+_SURE_WEIGHT, _LATER_WEIGHT, _COMMON_MEMORY = 16.0, 4.0, 0.98  # of what is learned over all rounds
 _FIRST_ROUNDS = 2  # of a sequence: what a new one is believed to be like
 _FIRST_WEIGHT, _FIRST_MEMORY = 4.0, 0.9  # of those, of which the last five sequences or so count
 _OWN_WEIGHT, _OWN_MEMORY = 4.0, 0.95  # of a sequence's rounds
@@ -52,18 +52,22 @@ class DraftRates:
 
     def __init__(self, prior: float) -> None:
         self._right = Rate(prior, _FIRST_WEIGHT, _FIRST_MEMORY)
-        self._sure = Rate(_SURE, _COMMON_WEIGHT, _COMMON_MEMORY)
-        self._together = Rate(_SURE_AND_RIGHT, _COMMON_WEIGHT, _COMMON_MEMORY)
-        self._later = [Rate(_LATER_SHARE, _COMMON_WEIGHT, _COMMON_MEMORY) for _ in range(1, _MOST_RANKS)]
+        self._sure = Rate(_SURE, _SURE_WEIGHT, _COMMON_MEMORY)
+        self._together = Rate(_SURE_AND_RIGHT, _SURE_WEIGHT, _COMMON_MEMORY)
+        self._later = [Rate(_LATER_SHARE, _LATER_WEIGHT, _COMMON_MEMORY) for _ in range(1, _MOST_RANKS)]
         self.hoped = step_of(prior)
 
     @property
     def version(self) -> int:
         return self._sure.version + self._together.version + sum([rate.version for rate in self._later])
 
+    @property
+    def right(self) -> float:
+        """What is believed of a sequence without rounds."""
+        return self._right.value
+
     def new_sequence(self) -> SequenceRate:
-        """What is believed of one without rounds."""
-        return SequenceRate(Rate(self._right.value, _OWN_WEIGHT, _OWN_MEMORY))
+        return SequenceRate(Rate(self.right, _OWN_WEIGHT, _OWN_MEMORY))
 
     def reach(self, step: int, num_children: int) -> float:
         """The chance that one of so many children is accepted."""

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from verispec.backends.protocol import first_draft_rows
 from verispec.errors import InputError
-from verispec.spec.draft_rates import Chain, DraftRates, SequenceRate, step_of
+from verispec.spec.draft_beliefs import Belief, DraftBeliefs
+from verispec.spec.draft_rates import Chain
 from verispec.spec.drafter import Curve, Level, NotYet, Refusal
 from verispec.spec.growth import DraftModel, compute, grow, never
 from verispec.spec.speculation import AUTO
@@ -27,19 +28,17 @@ _MOST_CAUGHT_UP = 128  # committed tokens that one step computes for the drafter
 _MOST_CAUGHT_UP_FAR = 2048  # where the host is far from the device: every further step would cost trips
 _CAUGHT_UP_AT_ONCE = 16  # committed tokens that the first pass of any draft may compute
 _NOT_COMPUTED = NotYet("the prompt is not computed yet")
-_FIRST_WAIT, _LONGEST_WAIT = 32, 128  # rounds until what is believed not to pay is tried again; in vain, twice as many
 
 
 class _Key(NamedTuple):
     """What a sequence asks: its shape of draft (None: a chain), whether others will do, and how it samples; and what is
-    believed of its drafts, or hoped for a trial."""
+    believed of its drafts."""
 
     tree: TreeShape | None
     is_free: bool
     is_sampled: bool
     is_forced: bool
-    step: int  # of how often its first choices are right
-    is_trial: bool
+    belief: Belief
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,37 +97,6 @@ class DraftExit:
         self.gamma = min(1.0, max(0.0, gamma))  # beyond these nothing changes, but the way back would be long
 
 
-@dataclass(slots=True)
-class _Seen:
-    """A sequence's rate; how long it was when it was last asked, and when a draft of it was last judged."""
-
-    rate: SequenceRate
-    asked_len: int
-    judged_len: int
-
-
-@dataclass(slots=True)
-class Trials:
-    """When to look whether drafts that are believed not to pay would after all: what nobody drafts nobody learns of.
-
-    Trials are rare, and rarer if they were in vain. Drafting in earnest makes the next one come early.
-    """
-
-    wait: int = _FIRST_WAIT
-    since: float = 0.0  # rounds since the last one
-
-    @property
-    def is_due(self) -> bool:
-        return self.since >= self.wait
-
-    def observe(self, *, is_trial: bool) -> None:
-        """A draft was judged; all of one trial are judged together."""
-        if not is_trial:
-            self.wait = _FIRST_WAIT
-        elif self.is_due:
-            self.wait, self.since = min(2 * self.wait, _LONGEST_WAIT), 0.0
-
-
 class ModelDrafter:
     """`what` names its drafts, `find` gives the source when drafts are first wanted, or why there is none."""
 
@@ -142,14 +110,11 @@ class ModelDrafter:
         self._find = find
         self._config = config
         self._exit = DraftExit()
-        self._trials = Trials()
-        self._seen: dict[int, _Seen] = {}  # live sequences
-        self._step, self._has_changed = 1, True  # what is believed of them together
+        self._beliefs = DraftBeliefs(self._agreements)
 
     @property
     def version(self) -> int:
-        """A curve is its key's, but for what all sequences share."""
-        return 0 if isinstance(self._source, str) else sum([rates.version for rates in self._rates])
+        return 0 if isinstance(self._source, str) else self._beliefs.version
 
     @cached_property
     def _source(self) -> Source | str:
@@ -159,11 +124,9 @@ class ModelDrafter:
             logger.exception("%s cannot draft", self._what)
             return f"{self._what} cannot draft: {error}"
 
-    @cached_property
-    def _rates(self) -> tuple[DraftRates, DraftRates]:
-        """Greedy and sampled."""
+    def _agreements(self) -> tuple[float, float]:
         assert isinstance(self._source, Source)
-        return DraftRates(self._source.agreement), DraftRates(self._source.sampled_agreement)
+        return self._source.agreement, self._source.sampled_agreement
 
     def state(self, sequence: SequenceView) -> _Key | Refusal:
         """What it asks for; whoever leaves the choice is offered trees beside the chain."""
@@ -176,30 +139,7 @@ class ModelDrafter:
         is_free = is_auto and speculation.tree is None
         is_forced = self._config.force and not is_auto
         is_sampled = sequence.params.temperature > 0
-        seen = self._asked(sequence, is_sampled)
-        is_trial = self._trials.is_due and seen.asked_len - seen.judged_len >= _FIRST_WAIT and not is_forced
-        step = self._rates[is_sampled].hoped if is_trial else self._common_step()
-        return _Key(speculation.tree, is_free, is_sampled, is_forced, step, is_trial)
-
-    def _common_step(self) -> int:
-        """Draft passes are shared by all that draft, so what counts is what all of them promise together."""
-        if self._has_changed:
-            rates = [seen.rate.right.value for seen in self._seen.values()]
-            self._step, self._has_changed = step_of(sum(rates) / len(rates)), False
-        return self._step
-
-    def _asked(self, sequence: SequenceView, is_sampled: bool) -> _Seen:
-        length = len(sequence.token_ids)
-        seen = self._seen.get(sequence.sequence_id)
-        if seen is None:
-            seen = self._seen[sequence.sequence_id] = _Seen(self._rates[is_sampled].new_sequence(), length, length)
-            self._has_changed = True
-        elif not seen.rate.num_rounds:  # until a draft of it is judged it is believed to be like others
-            seen.rate = self._rates[is_sampled].new_sequence()
-            self._has_changed = True
-        self._trials.since += (length - seen.asked_len) / len(self._seen)
-        seen.asked_len = length
-        return seen
+        return _Key(speculation.tree, is_free, is_sampled, is_forced, self._beliefs.asked(sequence))
 
     def curves(self, key: Hashable) -> tuple[Curve, ...]:
         assert isinstance(key, _Key)
@@ -214,14 +154,14 @@ class ModelDrafter:
         return self._config.exits and tree is None
 
     def _levels(self, shape: TreeShape, key: _Key) -> list[Level]:
-        rates = self._rates[key.is_sampled]
+        rates, step = self._beliefs.rates(is_sampled=key.is_sampled), key.belief.step
         if shape.is_chain and self._exits(key.tree):
             depths = range(1, 1 + shape.depth)
-            return [Level(1, rates.tokens(key.step, depth), rates.share(key.step, depth)) for depth in depths]
+            return [Level(1, rates.tokens(step, depth), rates.share(step, depth)) for depth in depths]
         levels, tokens = list[Level](), 1.0
         for depth, (children, count) in enumerate(zip(shape.branching, shape.keep, strict=True)):
             # A beam's slots are shared by all its paths; the one that matters has the better half of them.
-            tokens *= rates.reach(key.step, -(-children // 2) if shape.kind == "beam" and depth else children)
+            tokens *= rates.reach(step, -(-children // 2) if shape.kind == "beam" and depth else children)
             levels.append(Level(count, tokens))
         return levels
 
@@ -234,7 +174,7 @@ class ModelDrafter:
             is_window=shape.is_chain and self._source.model.is_target,
             is_forced=key.is_forced,
             by_backend=shape.is_chain or self._source.model.backend.limits.trees,
-            is_trial=key.is_trial,
+            is_trial=key.belief.is_trial,
             what=self._what,
         )
 
@@ -287,29 +227,19 @@ class ModelDrafter:
         return Recipe(shape.num_nodes, rule)
 
     def observe(self, turn: Turn) -> None:
-        """Move the rates, and for chains the exit."""
-        draft, verdict, sequence = turn.draft, turn.verdict, turn.sequence
+        """Move what is believed, and for chains the exit."""
+        draft, verdict, chain = turn.draft, turn.verdict, None
         assert isinstance(draft, Draft)
-        seen = self._seen.get(sequence.sequence_id)
-        if verdict is None or seen is None:
-            return
-        self._trials.observe(is_trial=turn.choice.is_trial)
-        seen.judged_len = len(sequence.token_ids)
-        self._has_changed = True
-        rates = self._rates[sequence.params.temperature > 0]
-        if draft.is_chain and len(draft) and self._exits(sequence.speculation.tree):
-            matched, drafted, most = len(verdict.path), len(draft), turn.choice.num_nodes
-            self._exit.observe(matched=matched, drafted=drafted, most=most)
-            if draft.token_ids[-1] in sequence.stopping_ids:
-                most = drafted  # whether the draft was sure of it nobody knows
-            rates.observe_ends(seen.rate, Chain(matched, drafted, most))
-        shape = turn.choice.shape
-        rates.observe(seen.rate, draft, verdict, is_beam=shape is not None and shape.kind == "beam")
+        if verdict is not None and len(draft) and draft.is_chain and self._exits(turn.sequence.speculation.tree):
+            chain = Chain(len(verdict.path), len(draft), turn.choice.num_nodes)
+            self._exit.observe(matched=chain.matched, drafted=chain.drafted, most=chain.most)
+            if draft.token_ids[-1] in turn.sequence.stopping_ids:
+                chain = chain._replace(most=chain.drafted)  # whether the draft was sure of it nobody knows
+        self._beliefs.observe(turn, chain)
 
     def forget(self, sequence: SequenceView) -> None:
-        """What its first rounds told is believed of others. The exit's state is carried on."""
-        self._seen.pop(sequence.sequence_id, None)
-        self._has_changed = True
+        """The exit's state is carried on."""
+        self._beliefs.forget(sequence)
 
 
 def _shape(turn: Turn, deepest: int) -> TreeShape:
