@@ -9,8 +9,8 @@ import pytest
 from tests.support.far_pair import ARMS, cases, play
 from verispec.engine import scheduler
 from verispec.spec import draft_beliefs, draft_rates, model_drafter
-from verispec.spec.draft_beliefs import DraftBeliefs, Trials
-from verispec.spec.draft_rates import DraftRates, SequenceRate
+from verispec.spec.draft_beliefs import Belief, DraftBeliefs, Trials
+from verispec.spec.draft_rates import DraftRates, SequenceRate, step_of
 from verispec.spec.rate import Rate
 from verispec.spec.speculation import AUTO
 from verispec.spec.turn import SequenceView
@@ -76,7 +76,20 @@ def test_control_one_rate_for_all_is_slower_where_tasks_change(monkeypatch: pyte
     name = "four short hard, one easy, by turns"
     mine = share(name)
     monkeypatch.setattr(draft_beliefs, "DraftRates", OneForAll)
-    assert share(name) < 0.98 * mine
+    assert share(name) < 0.99 * mine
+
+
+class EachByItself(DraftBeliefs):
+    def asked(self, sequence: SequenceView) -> Belief:
+        belief, rate = super().asked(sequence), self._seen[sequence.sequence_id].rate
+        return belief if rate is None else belief._replace(step=step_of(rate.right.value))
+
+
+def test_control_sequences_that_do_not_decide_together_pay_for_passes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "8 of one caller, easy"
+    mine = share(name)
+    monkeypatch.setattr(model_drafter, "DraftBeliefs", EachByItself)
+    assert share(name) < 0.97 * mine
 
 
 def test_control_without_trials_nobody_sees_that_it_would_pay_again(monkeypatch: pytest.MonkeyPatch) -> None:

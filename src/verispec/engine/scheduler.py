@@ -176,7 +176,7 @@ class Scheduler:
         """The same rounds once more for everybody, if slots are free and somebody is sure to need them.
 
         Choices are made anew when nothing is in the air, so now and then nothing is planned ahead; nor where rounds
-        that have landed since speak for other drafts, or for none.
+        that have landed since speak against their drafters.
         """
         if len(turns) != len(self._roster.running) or self._roster.may_admit or not all(map(can_follow, turns)):
             return []
@@ -195,14 +195,15 @@ class Scheduler:
         return found
 
     def _would_draft_again(self, turns: SequenceOf[Turn]) -> bool:
-        """Whether what is known by now leaves these turns what they draft. Only the drafters chosen are asked."""
+        """Whether what is known by now leaves these turns their drafters, which alone are asked. Other lengths and
+        shapes wait until choices are made anew."""
         if all(turn.choice.is_forced for turn in turns):
             return True
         asked = [self._turn(own(turn)) for turn in turns]
         for again, turn in zip(asked, turns, strict=True):
             again.states = self._policy.renewed(turn)
         self._choose(asked, _NOBODY, {})
-        return all(_is_same(again.choice, turn.choice) for again, turn in zip(asked, turns, strict=True))
+        return all(a.choice.drafter == t.choice.drafter for a, t in zip(asked, turns, strict=True))
 
     def locate(self, turns: SequenceOf[Turn]) -> None:
         """Say where turns that were planned ahead begin, now that those before them are committed."""
@@ -602,10 +603,6 @@ class Scheduler:
         else:
             turn.table_slots = kv.held[kv.synced_len :] + leased
         kv.synced_len = held + len(leased)
-
-
-def _is_same(choice: Choice, other: Choice) -> bool:
-    return (choice.drafter, choice.num_nodes, choice.shape) == (other.drafter, other.num_nodes, other.shape)
 
 
 def _age(turn: Turn) -> int:
