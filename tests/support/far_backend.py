@@ -61,28 +61,42 @@ class FarBackend:
     def bind(self, seq_row: int, sampler: Sampler) -> None:
         start = self._host()
         self.resident.bind(seq_row, sampler)
-        text = self._text(sampler.key.seed)
-        self._texts[seq_row, : len(text)] = text
+        self._bound(seq_row, sampler.key.seed)
         self._own += self._host() - start
+
+    def _bound(self, seq_row: int, seed: int) -> None:
+        text = self._text(seed)
+        self._texts[seq_row, : len(text)] = text
 
     def submit(self, pass_: Pass) -> Ticket:
         start = self._host()
         seconds: list[float] = []
 
         def run(part: Pass) -> PassResult:
-            seconds.append(pass_seconds(len(part.rows)))
-            assert part.wanted.draw is not None
-            rows = part.wanted.draw.rows
-            found = self._texts[part.rows.seq_rows[rows], part.rows.positions[rows] + 1]
-            return PassResult(DrawResult(found, np.full(len(rows), -1, np.float32)))
+            seconds.append(self._seconds(part))
+            return self._found(part)
 
         result = run_rounds(self.resident, pass_, run)
+        seconds[-1] += self._left_out(pass_)
         self._own += self._host() - start
         self._waited += TRIP / 2
         self._free = max(self.now, self._free) + sum(seconds)
         self.busy += sum(seconds)
         self.rounds.append(len(seconds))
         return _FarTicket(self, self._free, result)
+
+    def _seconds(self, part: Pass) -> float:
+        return pass_seconds(len(part.rows))
+
+    def _left_out(self, pass_: Pass) -> float:
+        """What passes took that were sent, and nobody wanted."""
+        return 0.0
+
+    def _found(self, part: Pass) -> PassResult:
+        assert part.wanted.draw is not None
+        rows = part.wanted.draw.rows
+        found = self._texts[part.rows.seq_rows[rows], part.rows.positions[rows] + 1]
+        return PassResult(DrawResult(found, np.full(len(rows), -1, np.float32)))
 
     def wait_until(self, end: float) -> None:
         self._waited += max(0.0, end - self.now) + TRIP / 2

@@ -24,9 +24,9 @@ def is_current(turn: Turn) -> bool:
 
 
 def can_follow(turn: Turn) -> bool:
-    """Whether the backend can go on from where it leaves a turn: it drafts by itself, the prompt is published, and a
-    tree's places will be in the table."""
-    if not isinstance(turn.draft, Recipe):
+    """Whether the backend can go on from where it leaves a turn: it drafts by itself, which is no trial, the prompt is
+    published, and a tree's places will be in the table."""
+    if not isinstance(turn.draft, Recipe) or turn.choice.is_trial:
         return False
     is_published = turn.start >= turn.sequence.prompt_len
     fits = turn.draft.rule.tree is None or most_tokens(turn) + turn.draft.num_nodes <= turn.table_room

@@ -184,6 +184,11 @@ class Policy:
         if room_of_others is not None:
             _hold_back(turns, room_of_others)
 
+    def renewed(self, turn: Turn) -> States:
+        """The states that a choice was made by, with that of the drafter chosen as it is now."""
+        chosen, ask = turn.choice.drafter, self._drafters.state
+        return tuple([(name, ask(name, turn.sequence) if name == chosen else state) for name, state in turn.states])
+
     def _needs_host(self, turn: Turn) -> bool:
         """Whether its next round needs the host, whatever is drafted."""
         sequence = turn.sequence
@@ -238,7 +243,7 @@ class Policy:
                 choice = Choice(
                     name, found.num_nodes, curve.shape, by_backend=curve.by_backend and not crowd.needs_host,
                     is_replay=curve.is_window, draft_seconds=found.draft_seconds, num_tokens=1.0 + found.tokens,
-                    is_forced=curve.is_forced,
+                    is_forced=curve.is_forced, is_trial=curve.is_trial,
                 )  # fmt: skip
                 best = _Entry(choice, found.rate, version)
             elif not best.choice.num_nodes and curve.cost is not None:

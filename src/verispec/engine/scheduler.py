@@ -34,6 +34,7 @@ _Resting = dict[bool, list[tuple[Sequence, Choice]]]  # the same, with what kept
 
 _NOT_ASKED = PLAIN._replace(reason="its drafters were not asked yet")
 _ENDLESS = 1 << 30
+_TRIAL = 2  # rounds of a draft that is not believed to pay
 _FIRST_LOOK = 4  # rounds behind a prompt until it is known what drafts are worth
 _LOOK_AGAIN = 4  # rounds: who has drafted nothing for n of them looks for a draft again after 1 + n / 4 more
 _LOAD_REST = 16  # rounds in which nobody looks where no draft can pay
@@ -123,6 +124,8 @@ class Scheduler:
         count = 1 if 0 in granted.values() else self._num_rounds(parts.plain, turns, rested, patience)
         if newcomers or any(turn.choice.drafter and _begins(own(turn)) for turn in turns):
             count = min(count, _FIRST_LOOK)
+        if any(turn.choice.is_trial for turn in turns):
+            count = min(count, _TRIAL)
         self._go_on(turns, cohorts, count, patience)
         return Step(turns, cohorts)
 
@@ -172,9 +175,12 @@ class Scheduler:
     def _turns_behind(self, turns: SequenceOf[Turn]) -> list[Turn]:
         """The same rounds once more for everybody, if slots are free and somebody is sure to need them.
 
-        Choices are made anew when nothing is in the air, so now and then nothing is planned ahead.
+        Choices are made anew when nothing is in the air, so now and then nothing is planned ahead; nor where rounds
+        that have landed since speak against their drafters.
         """
         if len(turns) != len(self._roster.running) or self._roster.may_admit or not all(map(can_follow, turns)):
+            return []
+        if not self._would_draft_again(turns):
             return []
         if all(own(turn).kv.num_flights == 1 for turn in turns):
             self.locate(turns)  # what was in the air before them is committed
@@ -187,6 +193,17 @@ class Scheduler:
                 raise AssertionError("slots for rounds planned ahead were not kept free")
             self._freeze(turn)
         return found
+
+    def _would_draft_again(self, turns: SequenceOf[Turn]) -> bool:
+        """Whether what is known by now leaves these turns their drafters, which alone are asked. Other lengths and
+        shapes wait until choices are made anew."""
+        if all(turn.choice.is_forced for turn in turns):
+            return True
+        asked = [self._turn(own(turn)) for turn in turns]
+        for again, turn in zip(asked, turns, strict=True):
+            again.states = self._policy.renewed(turn)
+        self._choose(asked, _NOBODY, {})
+        return all(a.choice.drafter == t.choice.drafter for a, t in zip(asked, turns, strict=True))
 
     def locate(self, turns: SequenceOf[Turn]) -> None:
         """Say where turns that were planned ahead begin, now that those before them are committed."""
@@ -324,8 +341,10 @@ class Scheduler:
         if turns:
             asked = {own(turn) for turn in turns}
             others = [s for s in self._roster.running if s not in asked]
+            drafting = [s for s in others if s.may_draft and not _reads_prompt(s)]  # who would share their passes
+            others = [s for s in others if s not in drafting]
             plain = {kind: [s for s in others if self._is_canonical(s) is kind] for kind in (True, False)}
-            self._choose(turns, plain, {})
+            self._choose([*turns, *map(self._turn, drafting)], plain, {})
         for turn in turns:
             if turn.choice.drafter:
                 self._get_up(own(turn))

@@ -61,8 +61,8 @@ class Curve(NamedTuple):
     real gain, unless they are forced. `by_fast_rounds`: the nodes are drawn one by one in fast rounds of the target.
     `is_window`: they are a window all the same, drawn and replayed in one step.
     `by_backend`: a backend can draft them by itself, and run several rounds: `draft` then gives recipes. `stays`: what
-    is not drafted now can be in the next step, so as many nodes are best as save most time. `what` names the drafts in
-    the reason why not.
+    is not drafted now can be in the next step, so as many nodes are best as save most time. `is_trial`: what is
+    promised is hoped for, to see whether it is so. `what` names the drafts in the reason why not.
     """
 
     levels: tuple[Level, ...]
@@ -72,6 +72,7 @@ class Curve(NamedTuple):
     is_window: bool = False
     by_backend: bool = False
     is_forced: bool = False
+    is_trial: bool = False
     stays: bool = False
     what: str = ""
 
@@ -184,9 +185,10 @@ class DrafterSet:
         try:
             return tuple([(name, drafters[name].state(sequence)) for name in members])
         except Exception:  # one of them failed: the others are asked again, one by one
-            return tuple([(name, self._state(name, sequence)) for name in members])
+            return tuple([(name, self.state(name, sequence)) for name in members])
 
-    def _state(self, name: str, sequence: SequenceView) -> Hashable:
+    def state(self, name: str, sequence: SequenceView) -> Hashable:
+        """Where it stands with one of them."""
         try:
             return self._drafters[name].state(sequence)
         except Exception:

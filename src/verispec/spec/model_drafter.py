@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 from verispec.backends.protocol import first_draft_rows
 from verispec.errors import InputError
+from verispec.spec.draft_beliefs import Belief, DraftBeliefs
+from verispec.spec.draft_rates import Chain
 from verispec.spec.drafter import Curve, Level, NotYet, Refusal
 from verispec.spec.growth import DraftModel, compute, grow, never
-from verispec.spec.rate import Acceptance, EarlyEnds
 from verispec.spec.speculation import AUTO
 from verispec.spec.tree import MAX_NODES, TreeShape
 from verispec.spec.turn import Recipe, SequenceView, Turn
@@ -30,12 +31,14 @@ _NOT_COMPUTED = NotYet("the prompt is not computed yet")
 
 
 class _Key(NamedTuple):
-    """What a sequence asks: its shape of draft (None: a chain), whether others will do, and how it samples."""
+    """What a sequence asks: its shape of draft (None: a chain), whether others will do, and how it samples; and what is
+    believed of its drafts."""
 
     tree: TreeShape | None
     is_free: bool
     is_sampled: bool
     is_forced: bool
+    belief: Belief
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,11 +110,11 @@ class ModelDrafter:
         self._find = find
         self._config = config
         self._exit = DraftExit()
-        self._observed: set[int] = set()  # live sequences whose drafts were judged
+        self._beliefs = DraftBeliefs(self._agreements)
 
     @property
     def version(self) -> int:
-        return 0 if isinstance(self._source, str) else sum(a.version for a in (*self._acceptances, *self._early_ends))
+        return 0 if isinstance(self._source, str) else self._beliefs.version
 
     @cached_property
     def _source(self) -> Source | str:
@@ -121,17 +124,9 @@ class ModelDrafter:
             logger.exception("%s cannot draft", self._what)
             return f"{self._what} cannot draft: {error}"
 
-    @cached_property
-    def _acceptances(self) -> tuple[Acceptance, Acceptance]:
-        """Greedy and sampled."""
+    def _agreements(self) -> tuple[float, float]:
         assert isinstance(self._source, Source)
-        return Acceptance(self._source.agreement), Acceptance(self._source.sampled_agreement)
-
-    @cached_property
-    def _early_ends(self) -> tuple[EarlyEnds, EarlyEnds]:
-        """The same of chains that may end early."""
-        assert isinstance(self._source, Source)
-        return EarlyEnds(self._source.agreement), EarlyEnds(self._source.sampled_agreement)
+        return self._source.agreement, self._source.sampled_agreement
 
     def state(self, sequence: SequenceView) -> _Key | Refusal:
         """What it asks for; whoever leaves the choice is offered trees beside the chain."""
@@ -143,7 +138,8 @@ class ModelDrafter:
         is_auto = speculation.method == AUTO
         is_free = is_auto and speculation.tree is None
         is_forced = self._config.force and not is_auto
-        return _Key(speculation.tree, is_free, sequence.params.temperature > 0, is_forced)
+        is_sampled = sequence.params.temperature > 0
+        return _Key(speculation.tree, is_free, is_sampled, is_forced, self._beliefs.asked(sequence))
 
     def curves(self, key: Hashable) -> tuple[Curve, ...]:
         assert isinstance(key, _Key)
@@ -158,13 +154,14 @@ class ModelDrafter:
         return self._config.exits and tree is None
 
     def _levels(self, shape: TreeShape, key: _Key) -> list[Level]:
+        rates, step = self._beliefs.rates(is_sampled=key.is_sampled), key.belief.step
         if shape.is_chain and self._exits(key.tree):
-            ends = self._early_ends[key.is_sampled]
-            return [Level(1, ends.tokens(depth), ends.share(depth)) for depth in range(1, 1 + shape.depth)]
-        acceptance, levels, tokens = self._acceptances[key.is_sampled], list[Level](), 1.0
+            depths = range(1, 1 + shape.depth)
+            return [Level(1, rates.tokens(step, depth), rates.share(step, depth)) for depth in depths]
+        levels, tokens = list[Level](), 1.0
         for depth, (children, count) in enumerate(zip(shape.branching, shape.keep, strict=True)):
             # A beam's slots are shared by all its paths; the one that matters has the better half of them.
-            tokens *= acceptance.reach(-(-children // 2) if shape.kind == "beam" and depth else children)
+            tokens *= rates.reach(step, -(-children // 2) if shape.kind == "beam" and depth else children)
             levels.append(Level(count, tokens))
         return levels
 
@@ -177,6 +174,7 @@ class ModelDrafter:
             is_window=shape.is_chain and self._source.model.is_target,
             is_forced=key.is_forced,
             by_backend=shape.is_chain or self._source.model.backend.limits.trees,
+            is_trial=key.belief.is_trial,
             what=self._what,
         )
 
@@ -229,30 +227,19 @@ class ModelDrafter:
         return Recipe(shape.num_nodes, rule)
 
     def observe(self, turn: Turn) -> None:
-        """Move the acceptance, and for chains the exit."""
-        draft, verdict = turn.draft, turn.verdict
+        """Move what is believed, and for chains the exit."""
+        draft, verdict, chain = turn.draft, turn.verdict, None
         assert isinstance(draft, Draft)
-        if verdict is None:
-            return
-        is_sampled = turn.sequence.params.temperature > 0
-        self._observed.add(turn.sequence.sequence_id)
-        self._acceptances[is_sampled].observe(draft, verdict)
-        if draft.is_chain and self._exits(turn.sequence.speculation.tree):
-            matched, drafted, most = len(verdict.path), len(draft), turn.choice.num_nodes
-            self._exit.observe(matched=matched, drafted=drafted, most=most)
-            if drafted and draft.token_ids[-1] in turn.sequence.stopping_ids:
-                most = drafted  # whether the draft was sure of it nobody knows
-            self._early_ends[is_sampled].observe(matched=matched, drafted=drafted, most=most)
+        if verdict is not None and len(draft) and draft.is_chain and self._exits(turn.sequence.speculation.tree):
+            chain = Chain(len(verdict.path), len(draft), turn.choice.num_nodes)
+            self._exit.observe(matched=chain.matched, drafted=chain.drafted, most=chain.most)
+            if draft.token_ids[-1] in turn.sequence.stopping_ids:
+                chain = chain._replace(most=chain.drafted)  # whether the draft was sure of it nobody knows
+        self._beliefs.observe(turn, chain)
 
     def forget(self, sequence: SequenceView) -> None:
-        """What was learned fades: the next text may be of another kind. The exit's state is carried on.
-
-        Sequences that it drafted nothing for say nothing of its drafts.
-        """
-        if sequence.sequence_id in self._observed:
-            self._observed.remove(sequence.sequence_id)
-            for learned in (*self._acceptances, *self._early_ends):
-                learned.fade()
+        """The exit's state is carried on."""
+        self._beliefs.forget(sequence)
 
 
 def _shape(turn: Turn, deepest: int) -> TreeShape:

@@ -98,7 +98,8 @@ class Choice(NamedTuple):
     of them are leased at once. `is_replay`: they are a window that is verified now; `num_drawn` of it were drawn in
     earlier steps. `waits`: they are ready, but the pass has no rows.
     `by_backend`: the backend can draft them by itself, round after round; that takes it `draft_seconds` a round, in
-    which `num_tokens` are expected to be committed. `is_forced`: whether that pays or not.
+    which `num_tokens` are expected to be committed. `is_forced`: whether that pays or not. `is_trial`: to see
+    whether it does.
     """
 
     drafter: str = ""
@@ -112,6 +113,7 @@ class Choice(NamedTuple):
     draft_seconds: float = 0.0
     num_tokens: float = 1.0
     is_forced: bool = False
+    is_trial: bool = False
     reason: str = ""
     because: str = ""
 

@@ -1,0 +1,235 @@
+"""What is believed of a draft model: its own rounds move a sequence, its first ones what is believed of the next."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+
+from verispec.spec.draft_beliefs import Belief, DraftBeliefs
+from verispec.spec.draft_rates import Chain, DraftRates, step_of
+from verispec.spec.speculation import Speculation
+from verispec.spec.turn import Choice, Turn
+from verispec.types import NO_PARENT, Draft, SamplingParams, Verdict
+
+RIGHT, WRONG = Verdict((0,), 9), Verdict((), 9)
+ONE = Draft.chain([1])
+
+
+# Of one sequence
+
+
+def rounds_until(step: int, believed: float, verdict: Verdict) -> int:
+    """How many of a new sequence's rounds it takes to be believed at most, or at least, as good as that."""
+    rates = DraftRates(believed)
+    own = rates.new_sequence()
+    is_below = step_of(own.right.value) < step
+    for number in range(1, 100):
+        rates.observe(own, ONE, verdict)
+        if (step_of(own.right.value) < step) is not is_below:
+            return number
+    raise AssertionError("never")
+
+
+def test_a_few_rounds_tell() -> None:
+    """From what pays to what does not, and back."""
+    assert rounds_until(8, 0.85, WRONG) <= 4
+    assert rounds_until(8, 0.3, RIGHT) <= 4
+
+
+def test_a_new_sequence_is_believed_to_be_like_the_last_ones() -> None:
+    """Their first rounds: however long one goes on, it is one."""
+    rates = DraftRates(0.75)
+    for _ in range(4):
+        own = rates.new_sequence()
+        for _ in range(50):
+            rates.observe(own, ONE, WRONG)
+    assert rates.right < 0.45
+    for number in range(2):
+        own = rates.new_sequence()
+        for _ in range(50):
+            rates.observe(own, ONE, RIGHT)
+        assert (rates.right > 0.5) is (number == 1), "one may be an exception, two are not"
+
+
+# Of trees
+
+TREE = Draft((1, 2, 3, 4, 5), (NO_PARENT, NO_PARENT, 0, 0, 1))
+
+
+@pytest.mark.parametrize(
+    ("path", "right", "later"),
+    [
+        ((), (0, 1), (0, 1)),  # both children of the root were wrong; the others were never looked at
+        ((0,), (1, 2), (0, 1)),  # the first, then neither of its own
+        ((1,), (0, 2), (1, 1)),  # the second, then not its only child
+        ((0, 3), (1, 2), (1, 1)),
+        ((0, 2), (2, 2), (0, 0)),
+        ((1, 4), (1, 2), (1, 1)),
+    ],
+)
+def test_every_node_on_the_path_tells_of_its_children(
+    path: tuple[int, ...], right: tuple[int, int], later: tuple[int, int]
+) -> None:
+    """Accepted, and tried: a later child only where the ones before it were wrong."""
+    rates = DraftRates(0.5)
+    own = rates.new_sequence()
+    rates.observe(own, TREE, Verdict(path, 9))
+    assert (own.right.accepted, own.right.tried) == right
+    assert (rates._later[0].accepted, rates._later[0].tried / 0.5) == later, "each try counts as much as was believed"
+
+
+def test_of_a_beam_the_roots_children_tell() -> None:
+    rates = DraftRates(0.5)
+    own = rates.new_sequence()
+    rates.observe(own, TREE, Verdict((0, 2), 9), is_beam=True)
+    assert (own.right.accepted, own.right.tried) == (1, 1)
+
+
+def test_each_further_child_catches_less_where_first_ones_are_seldom_right() -> None:
+    rates = DraftRates(0.6)
+    caught = []
+    for step in (4, 8, 14):
+        reached = [rates.reach(step, count) for count in range(1, 40)]
+        assert reached == sorted(reached)
+        assert reached[0] == pytest.approx(step / 16)
+        assert reached[-1] <= 1.0
+        caught.append((reached[1] - reached[0]) / (1 - reached[0]))
+    assert caught == sorted(caught)
+    assert caught[-1] > 3 * caught[0]
+
+
+def test_more_children_than_ranks_are_no_error() -> None:
+    rates = DraftRates(0.5)
+    own = rates.new_sequence()
+    rates.observe(own, Draft(tuple(range(40)), (NO_PARENT,) * 40), Verdict((30,), 9))
+    rates.observe(own, Draft(), Verdict((), 9))
+    assert 0 < rates.reach(8, 40) <= 1
+
+
+# Of chains that may end early
+
+
+def random_chain(rng: random.Random, most: int) -> tuple[Chain, Draft, Verdict]:
+    """Seven tokens of ten are sure, and 95 % of those are right; of the others 40 % are, and the chain ends there."""
+    matched = drafted = 0
+    is_right = is_sure = True
+    while is_sure and drafted < most:
+        is_sure, drafted = rng.random() < 0.7, drafted + 1
+        is_right &= rng.random() < (0.95 if is_sure else 0.4)
+        matched += is_right
+    return Chain(matched, drafted, most), Draft.chain([1] * drafted), Verdict(tuple(range(matched)), 9)
+
+
+def test_chains_that_end_early_promise_what_they_gave() -> None:
+    """Tokens and passes by depth, against the same counted by hand. The control takes the chances for independent."""
+    rng, rates = random.Random(1), DraftRates(0.785)
+    own, chains = rates.new_sequence(), []
+    for _ in range(3000):
+        chain, draft, verdict = random_chain(rng, 5)
+        rates.observe_ends(own, chain)
+        rates.observe(own, draft, verdict)
+        chains.append(chain)
+    step, (num_matched, num_drafted, _) = step_of(0.785), zip(*chains, strict=True)
+    for depth in range(1, 6):
+        drafted, matched = (sum(n >= depth for n in column) / 3000 for column in (num_drafted, num_matched))
+        assert rates.share(step, depth) == pytest.approx(drafted, abs=0.07)
+        assert rates.tokens(step, depth) == pytest.approx(matched, abs=0.07)
+    assert rates.share(step, 3) * rates.tokens(step, 1) ** 3 < rates.tokens(step, 3) - 0.05
+
+
+def test_an_end_by_the_longest_length_says_nothing_of_the_next_token() -> None:
+    rates = DraftRates(0.5)
+    own = rates.new_sequence()
+    for _ in range(20):
+        rates.observe_ends(own, Chain(3, 3, 3))
+    assert rates.share(16, 9) == pytest.approx(1.0)
+    before = rates.version
+    for _ in range(20):
+        rates.observe_ends(own, Chain(0, 1, 1))
+    assert rates.version == before
+
+
+# Of live sequences together
+
+
+@dataclass
+class Asking:
+    sequence_id: int
+    token_ids: list[int]
+    params: SamplingParams
+    speculation: Speculation
+
+
+class Live:
+    """Sequences that all commit a token in each round."""
+
+    def __init__(self, count: int) -> None:
+        self.beliefs = DraftBeliefs(lambda: (0.75, 0.75))
+        params = SamplingParams(temperature=0.0)
+        self.sequences = [Asking(i, [1], params, Speculation("model")) for i in range(count)]
+
+    def ask(self) -> list[Belief]:
+        for sequence in self.sequences:
+            sequence.token_ids.append(1)
+        return [self.beliefs.asked(sequence) for sequence in self.sequences]  # type: ignore[arg-type]
+
+    def judge(self, index: int, verdict: Verdict, *, is_trial: bool = False) -> None:
+        turn = Turn(self.sequences[index], 0, 1, True, 0, 1, True, [], 0, ())  # type: ignore[arg-type]
+        turn.draft, turn.verdict, turn.choice = ONE, verdict, Choice("model", 1, is_trial=is_trial)
+        self.beliefs.observe(turn, None)
+
+
+def test_those_that_share_passes_are_believed_to_be_what_they_are_together() -> None:
+    live = Live(4)
+    assert set(live.ask()) == {Belief(step_of(0.75), is_trial=False)}
+    for _ in range(20):
+        live.judge(0, WRONG)
+        live.judge(1, RIGHT)
+    beliefs = set(live.ask())
+    assert len(beliefs) == 1
+    live.beliefs.forget(live.sequences.pop(0))  # type: ignore[arg-type]
+    assert min(live.ask()).step > max(beliefs).step
+    for sequence in live.sequences:
+        live.beliefs.forget(sequence)  # type: ignore[arg-type]
+    assert live.beliefs._sum_right == live.beliefs._num_judged == len(live.beliefs._seen) == 0
+
+
+def trials(live: Live, num_rounds: int, *, verdict: Verdict) -> list[int]:
+    """The rounds in which something is tried; what is tried comes true or not, for everybody."""
+    found = []
+    for number in range(num_rounds):
+        if any(belief.is_trial for belief in live.ask()):
+            found.append(number)
+            for i in range(len(live.sequences)):
+                live.judge(i, verdict, is_trial=True)
+    return found
+
+
+@pytest.mark.parametrize("count", [1, 8])
+def test_what_is_believed_not_to_pay_is_tried_again_ever_more_rarely(count: int) -> None:
+    live = Live(count)
+    for _ in range(10):
+        live.ask()
+        for i in range(count):
+            live.judge(i, WRONG)
+    found = trials(live, 600, verdict=WRONG)
+    gaps = [later - earlier for earlier, later in pairwise(found)]
+    assert 30 <= found[0] <= 40
+    assert gaps == [64, 128, 128, 128]
+
+
+def test_a_trial_that_comes_true_is_believed() -> None:
+    live = Live(1)
+    for _ in range(10):
+        live.ask()
+        live.judge(0, WRONG)
+    (before,) = live.ask()
+    assert before.step < 6
+    (tried,) = [belief for _ in range(40) for belief in live.ask() if belief.is_trial][:1]
+    assert tried.step == step_of(0.75)
+    for _ in range(6):
+        live.judge(0, RIGHT, is_trial=True)
+    assert live.ask()[0].step >= 8
