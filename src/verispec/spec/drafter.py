@@ -12,6 +12,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 from verispec.backends.cost import CostTable
+from verispec.kv import TARGET_STORE
 from verispec.spec.constrained import followed
 from verispec.spec.speculation import AUTO, OFF
 from verispec.spec.tree import MAX_NODES, TreeShape
@@ -61,8 +62,9 @@ class Curve(NamedTuple):
     real gain, unless they are forced. `by_fast_rounds`: the nodes are drawn one by one in fast rounds of the target.
     `is_window`: they are a window all the same, drawn and replayed in one step.
     `by_backend`: a backend can draft them by itself, and run several rounds: `draft` then gives recipes. `stays`: what
-    is not drafted now can be in the next step, so as many nodes are best as save most time. `what` names the drafts in
-    the reason why not.
+    is not drafted now can be in the next step, so as many nodes are best as save most time. What `store` lacks of the
+    committed tokens is computed before the first draft, at the same `cost`. `what` names the drafts in the reason why
+    not.
     """
 
     levels: tuple[Level, ...]
@@ -73,6 +75,7 @@ class Curve(NamedTuple):
     by_backend: bool = False
     is_forced: bool = False
     stays: bool = False
+    store: int = TARGET_STORE
     what: str = ""
 
     @classmethod
