@@ -278,14 +278,15 @@ def drafters_of(llm: LLM, backend: Backend) -> dict[str, Drafter]:
 class Run:
     """Requests of one arm that ran together: generation alone, the prompts being in the cache.
 
-    `num_rounds` were asked of the backend, used or not; `num_waits` are passes of what drafts that the host waited for,
-    as where it catches up with what was committed. `prompt_len` is the mean.
+    `num_rounds` were asked of the backend, used or not; `num_waits` are passes of what drafts that the host waited for;
+    `num_catch_ups` are those by which it reads what was committed, and nobody waits for. `prompt_len` is the mean.
     """
 
     outputs: list[SampleOutput]
     seconds: float
     num_rounds: int = 0
     num_waits: int = 0
+    num_catch_ups: int = 0
     prompt_len: float = 0.0
 
     @property
@@ -314,14 +315,22 @@ class Counted:
     """A backend that counts the rounds that are asked of it, and the passes by themselves of what drafts."""
 
     def __init__(self, backend: Backend) -> None:
-        self._backend, self.num_rounds, self.num_waits = backend, 0, 0
+        self._backend = backend
+        self.num_rounds = self.num_waits = self.num_catch_ups = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
 
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """In the order of a run's fields."""
+        return self.num_rounds, self.num_waits, self.num_catch_ups
+
     def submit(self, pass_: Pass) -> Ticket:
         if pass_.store != TARGET_STORE or pass_.view != FULL_VIEW:
-            self.num_waits += 1
+            is_waited_for = bool(len(pass_.wanted.head_rows()))
+            self.num_waits += is_waited_for
+            self.num_catch_ups += not is_waited_for
         else:
             self.num_rounds += 1 if pass_.burst is None else 1 + pass_.burst.num_rounds
         return self._backend.submit(pass_)
@@ -364,15 +373,15 @@ class Stage:
         params = params if arm.is_match else replace(params, deterministic=False)
         how = {"eos_ids": self._eos_ids, "is_streamed": False, "batch": new_batch()}
         requests = [Request(p, params, arm.speculation, **how) for p in prompts]
-        num_rounds, num_waits, start = self._backend.num_rounds, self._backend.num_waits, self._clock()
+        before, start = self._backend.counts, self._clock()
         ids = [self._engine.add(request) for request in requests]
         found: dict[int, SampleOutput] = {}
         while self._engine.has_work:
             found |= {e.request_id: e.output for e in self._engine.step() if e.output is not None}
         seconds = self._clock() - start
         prompt_len = sum(map(len, prompts)) / len(prompts)
-        num_rounds, num_waits = self._backend.num_rounds - num_rounds, self._backend.num_waits - num_waits
-        return Run([found[i] for i in ids], seconds, num_rounds, num_waits, prompt_len)
+        counts = [now - then for now, then in zip(self._backend.counts, before, strict=True)]
+        return Run([found[i] for i in ids], seconds, *counts, prompt_len)
 
 
 class Interval(NamedTuple):

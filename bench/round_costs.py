@@ -204,7 +204,8 @@ class Costs:
             drafted = {size: self._round_seconds(round_.of(size), run) for size in sizes}
             in_rounds = _device_seconds(none, undrafted, self._rounds[1].idle)
             own = _device_seconds(run, drafted, self._rounds[round_.of(1)].idle)
-            own += run.num_waits * (self.seconds(round_.name, CATCH_UP_ROWS) + self._rounds[1].trip)
+            own += (run.num_waits + run.num_catch_ups) * self.seconds(round_.name, CATCH_UP_ROWS)
+            own += run.num_waits * self._rounds[1].trip
             own = own + none.seconds - in_rounds if none.seconds > in_rounds else own * none.seconds / in_rounds
             before += none.seconds / (1 if arm.is_match else none.num_tokens)
             after += own / (1 if arm.is_match else run.num_tokens)

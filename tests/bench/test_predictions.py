@@ -68,6 +68,8 @@ def test_what_is_fixed_without_drafts_is_fixed_with_them() -> None:
     waits = replace(drafted, num_waits=2)  # each a draft pass of half a second that the host waits for
     costs._rounds[1] = costs._rounds[1]._replace(trip=0.75)
     assert costs.predicted(BEAM, "model", round_, 1, [waits], [plain]) == pytest.approx(9.5 / (9 + 2 * 1.25))
+    behind = replace(drafted, num_catch_ups=2)  # the same, and nobody waits
+    assert costs.predicted(BEAM, "model", round_, 1, [behind], [plain]) == pytest.approx(9.5 / (9 + 2 * 0.5))
     both = costs.predicted(BEAM, "model", round_, 1, [drafted, drafted], [plain, faster])
     assert both == pytest.approx((9.5 + 3.25) / (9 + 3))
     assert costs.predicted(BEAM, "model", None, 1, [drafted], [plain]) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from tests.support.adversaries import VOCAB_SIZE, collect
 from tests.support.drafters import Eager
 from tests.support.fake_backend import FakeBackend
 from tests.support.far_backend import FarBackend
+from tests.support.far_drafts import FarDrafts, Seconds
 from tests.support.faulty_backends import WrappedBackend
 from tests.support.sabotages import Restless
 from tests.support.skipping import cheap_setup
@@ -21,13 +23,16 @@ from verispec.backends.protocol import Pass, PassResult, Ticket
 from verispec.config import EngineConfig
 from verispec.engine import Engine, Request
 from verispec.engine import engine as engine_module
+from verispec.engine.policy import TOO_FAR_BEHIND
+from verispec.kv import Published, RadixPrefixCache
+from verispec.spec import model_drafter
 from verispec.spec.drafter import Curve, Refusal
 from verispec.spec.none import NoDrafter
 from verispec.spec.registry import DraftSetup, make_drafters
 from verispec.spec.speculation import AUTO, Speculation
 from verispec.spec.tree import TreeShape
-from verispec.spec.turn import SequenceView
-from verispec.types import Draft, SamplingParams
+from verispec.spec.turn import CatchUp, SequenceView
+from verispec.types import Draft, SampleOutput, SamplingParams
 
 SHAPES = (1, 2, 4, 8, 16, 32, 64)
 TRIP = 1.3e-3
@@ -336,3 +341,104 @@ def test_a_batch_that_quotes_drafts_together(num_quoting: int) -> None:
         taken[method] = backend.now
     ratio = taken["lookup"] / taken["none"]
     assert ratio < 0.85 if num_quoting == 8 else ratio < 1.03
+
+
+# A draft model that reads what was committed without it.
+
+SHORT_ANSWER = 24
+
+
+class DraftedOneByOne:
+    """A draft model that knows most of the text, on a device of known times; answers one behind the other."""
+
+    def __init__(self, *, force: bool = False) -> None:
+        seconds = Seconds()
+        self.backend = backend = FarDrafts(seconds, likeness=0.97, vocab_size=64, context_len=1024)
+        cost, draft_cost = (
+            CostTable((1, 512), (first, first + 511 * row), (0.0, 0.0), trip=seconds.trip)
+            for first, row in ((seconds.target, seconds.row), (seconds.draft, seconds.row / 2))
+        )
+        setup = DraftSetup(backend=backend, cost=cost, draft_cost=draft_cost, force=force, history_len=0)
+        self.engine = Engine(
+            backend, family=FarDrafts.shapes, drafters=make_drafters(setup), cost=cost, clock=lambda: backend.now,
+            config=EngineConfig(num_slots=8 * 1024, max_running=4, depth=2),
+        )  # fmt: skip
+
+    def answer(self, seed: int, method: str, max_tokens: int = SHORT_ANSWER, prompt_len: int = 200) -> SampleOutput:
+        prompt = np.random.default_rng(seed).integers(4, 64, prompt_len).tolist()
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.7, seed=1, ignore_eos=True)
+        self.engine.add(Request(prompt, params, Speculation(method), is_streamed=False))
+        (output,) = collect(self.engine).values()
+        self.engine.check()
+        return output
+
+    def counts(self, methods: Sequence[str], num_prompts: int = 4) -> tuple[int, int]:
+        """Passes of the draft model by themselves, and waits for them, in answers to prompts by the last method; those
+        of all methods are the same."""
+        num_passes = num_waits = 0
+        for seed in range(num_prompts):
+            outputs = [self.answer(seed, method) for method in methods[:-1]]
+            passes, waits = self.backend.num_draft_passes, self.backend.num_waits
+            outputs.append(self.answer(seed, methods[-1]))
+            num_passes += self.backend.num_draft_passes - passes
+            num_waits += self.backend.num_waits - waits
+            assert len({output.digest for output in outputs}) == 1
+            assert outputs[-1].stats.accepted
+        return num_passes, num_waits
+
+
+@pytest.mark.parametrize("method", ["model", AUTO])
+def test_what_a_draft_model_has_read_of_a_cached_prompt_is_not_read_again(method: str) -> None:
+    assert DraftedOneByOne().counts(["model", method]) == (0, 0)
+
+
+class Forgetful(RadixPrefixCache):
+    """Takes what was computed in slots that are given up for lost, though the cache's copy has it too."""
+
+    def publish(
+        self, token_ids: Sequence[int], slots: list[int], valid_lens: tuple[int, ...], **rest: Any
+    ) -> Published:
+        found = super().publish(token_ids, list(slots), valid_lens, **rest)
+        same = next((i for i, (a, b) in enumerate(zip(slots, found.slots, strict=True)) if a != b), len(slots))
+        return found._replace(valid_lens=tuple(min(length, same) for length in found.valid_lens))
+
+
+def test_control_a_cache_that_forgets_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind the first step of every answer."""
+    monkeypatch.setattr(engine_module, "RadixPrefixCache", Forgetful)
+    assert DraftedOneByOne().counts(["model", "model"])[0] >= 4
+
+
+@pytest.mark.parametrize("before", [[], ["none"]])
+@pytest.mark.parametrize("method", ["model", AUTO])
+def test_nobody_waits_while_a_draft_model_reads_a_prompt(method: str, before: list[str]) -> None:
+    """It reads the prompt once, right before its first draft, though the cache has it already; later only what others
+    drafted meanwhile."""
+    num_passes, num_waits = DraftedOneByOne().counts([*before, method])
+    assert num_waits == 0
+    assert num_passes == 4 or (method == AUTO and 4 < num_passes < 8)
+
+
+def awaited(ticket: Ticket) -> CatchUp:
+    ticket.result()
+    return CatchUp(None)
+
+
+def test_control_who_waits_for_a_draft_model_that_reads_a_prompt_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_drafter, "CatchUp", awaited)
+    assert DraftedOneByOne().counts(["model"]) == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "prompt_len", "drafts"), [(12, 800, False), (12, 20, True), (120, 800, True), (40, 800, True)]
+)
+def test_a_prompt_is_read_where_the_answer_can_save_as_much(max_tokens: int, prompt_len: int, drafts: bool) -> None:
+    bench = DraftedOneByOne()
+    for seed in range(4, 7):  # what drafts are worth
+        bench.answer(seed, "model", 100)
+    output = bench.answer(0, "model", max_tokens, prompt_len)
+    assert bool(output.stats.drafted) is drafts
+    assert drafts or output.stats.no_draft_reason == TOO_FAR_BEHIND.reason
+    assert DraftedOneByOne(force=True).answer(0, "model", max_tokens, prompt_len).stats.drafted
+    bench.answer(1, "model", 120, prompt_len)
+    assert bench.answer(1, "model", max_tokens, prompt_len).stats.drafted, "it knows the prompt"

@@ -4,6 +4,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -120,17 +121,22 @@ class CacheMachine(RuleBasedStateMachine):
         drafts = (min(target_len, self.valid_len(holder.slots, s)) for s in range(1, NUM_STORES))
         valid_lens = (target_len, *drafts)
         self.clock += 1
-        own = list(holder.slots)
+        own, held = list(holder.slots), self.held()
         for end in range(1, target_len + 1):
             slot = own[end - 1]
             stores = {s for s in range(NUM_STORES) if valid_lens[s] >= end}
             entry = self.model.setdefault(holder.token_ids[:end], Entry(slot, stores, self.clock))
             if entry.slot == slot:
                 entry.stores |= stores
+            elif entry.stores < stores and not held[entry.slot]:
+                entry.slot, entry.stores = slot, stores
             own[end - 1] = entry.slot
-        holder.slots, holder.node = self.cache.publish(holder.token_ids, holder.slots, valid_lens, held=holder.node)
-        holder.num_shared = target_len
-        assert holder.slots == own
+        found = self.cache.publish(holder.token_ids, holder.slots, valid_lens, held=holder.node)
+        holder.slots, holder.node, holder.num_shared = found.slots, found.node, target_len
+        assert found.slots == own
+        entries = [self.model[holder.token_ids[:end]] for end in range(1, target_len + 1)]
+        for store in range(NUM_STORES):
+            assert found.valid_lens[store] == len([*takewhile(lambda e, s=store: s in e.stores, entries)])
 
     @precondition(lambda self: self.holders)
     @rule(pick=picks)
@@ -196,9 +202,9 @@ def computed(pool: SlotPool, count: int) -> list[int]:
 
 def published(cache: RadixPrefixCache, pool: SlotPool, token_ids: Prefix, draft_len: int = 0) -> list[int]:
     """Publish a text that nobody goes on holding; returns the tree's slots."""
-    slots, node = cache.publish(token_ids, computed(pool, len(token_ids)), (len(token_ids), draft_len))
-    cache.let_go(node)
-    return slots
+    found = cache.publish(token_ids, computed(pool, len(token_ids)), (len(token_ids), draft_len))
+    cache.let_go(found.node)
+    return found.slots
 
 
 def used(cache: RadixPrefixCache, token_ids: Prefix) -> list[int]:
@@ -212,17 +218,35 @@ def test_publish_swaps_the_callers_slots_for_the_trees(cache: RadixPrefixCache, 
     tree = published(cache, pool, (1, 2, 3))
     own = computed(pool, 5)
     num_free = pool.num_free
-    slots, node = cache.publish((1, 2, 3, 4, 5), own, (4, 0))
+    slots, _, node = cache.publish((1, 2, 3, 4, 5), own, (4, 0))
     assert slots == [*tree, own[3], own[4]]
     assert pool.num_free == num_free + 3, "the caller's copy of what the tree had is freed"
     assert cache.num_evictable == 0
     cache.check([node])
 
 
+@pytest.mark.parametrize(
+    ("tree_len", "is_held", "expected", "keeps_own"),
+    [(3, False, 6, False), (2, False, 6, True), (2, True, 2, False), (0, False, 6, True), (0, True, 0, False)],
+)
+def test_whoever_publishes_keeps_what_a_draft_model_has_computed(
+    tree_len: int, is_held: bool, expected: int, keeps_own: bool, cache: RadixPrefixCache, pool: SlotPool
+) -> None:
+    """In the tree's slots, if it has; in its own, if nobody holds those of the tree; and behind what it publishes."""
+    tree = published(cache, pool, (1, 2, 3), draft_len=tree_len)
+    other = cache.match((1, 2, 3), limit=3).node if is_held else None
+    own, num_free = computed(pool, 6), pool.num_free
+    found = cache.publish((1, 2, 3, 4), own, (4, 6))
+    assert found.valid_lens == (4, expected)
+    assert found.slots == [*tree[:tree_len], *(own if keeps_own else tree)[tree_len:3], *own[3:]]
+    assert pool.num_free == num_free + 3
+    cache.check([found.node, other])
+
+
 def test_a_second_publication_goes_on_from_what_is_held(cache: RadixPrefixCache, pool: SlotPool) -> None:
-    slots, node = cache.publish((1, 2), computed(pool, 2), (2, 0))
+    slots, _, node = cache.publish((1, 2), computed(pool, 2), (2, 0))
     other = cache.match((1,), limit=1)  # splits it
-    slots, longer = cache.publish((1, 2, 3), slots + computed(pool, 1), (3, 1), held=node)
+    slots, _, longer = cache.publish((1, 2, 3), slots + computed(pool, 1), (3, 1), held=node)
     cache.check([longer, other.node])
     assert used(cache, (1, 2, 3)) == slots
     assert cache.match((1, 2, 3), limit=3).valid_lens == (3, 1)
@@ -244,6 +268,7 @@ def test_a_hit_says_how_much_each_store_holds(cache: RadixPrefixCache, pool: Slo
 
 def test_the_trees_copy_keeps_its_own_marks(cache: RadixPrefixCache, pool: SlotPool) -> None:
     published(cache, pool, (1, 2, 3), draft_len=0)
+    cache.match((1, 2, 3), limit=3)  # somebody goes on with it
     published(cache, pool, (1, 2, 3), draft_len=3)  # its slots are dropped, and the draft K/V in them
     assert cache.match((1, 2, 3), limit=3).valid_lens == (3, 0)
 
@@ -336,7 +361,7 @@ def test_what_was_held_is_evicted_after_what_was_let_go_of_before(cache: RadixPr
 
 
 def test_a_node_held_again_is_not_evicted(cache: RadixPrefixCache, pool: SlotPool) -> None:
-    slots, node = cache.publish((1, 2), computed(pool, 2), (2, 0))
+    slots, _, node = cache.publish((1, 2), computed(pool, 2), (2, 0))
     assert cache.evict(1) == 0
     cache.let_go(node)
     hit = cache.match((1, 2), limit=2)
@@ -386,7 +411,7 @@ def test_versions_of_the_weights_share_nothing(cache: RadixPrefixCache, pool: Sl
 
 def test_no_cache_keeps_nothing(pool: SlotPool) -> None:
     cache, slots = NoPrefixCache(num_stores=2), computed(pool, 3)
-    assert cache.publish((1, 2, 3), slots, (3, 0)) == (slots, None)
+    assert cache.publish((1, 2, 3), slots, (3, 0)) == (slots, (3, 0), None)
     assert cache.match((1, 2, 3), limit=3) == ([], (0, 0), None)
     assert cache.evict(3) == 0
     assert list(cache.slots()) == []

@@ -18,7 +18,7 @@ from tests.support.passes import Tape
 from tests.support.scale import is_whole, scaled
 from tests.support.world import NUM_SLOTS, Second, World, make_requests, native_world, numpy_world
 from verispec.backends.cost import FLAT_COST, CostTable
-from verispec.backends.protocol import PassKind, View
+from verispec.backends.protocol import Pass, PassKind, PassResult, Ticket, View
 from verispec.config import EngineConfig
 from verispec.engine import Engine, Request, commit
 from verispec.engine.sequence import Sequence
@@ -30,7 +30,7 @@ from verispec.spec.none import NoDrafter
 from verispec.spec.speculation import Speculation
 from verispec.spec.suffix import SuffixDrafter
 from verispec.spec.tree import TreeShape
-from verispec.spec.turn import Turn
+from verispec.spec.turn import CatchUp, Turn
 from verispec.types import FinishReason, SampleOutput, SamplingParams, Stored, TokenEvent
 
 VOCAB = 6
@@ -358,6 +358,54 @@ def test_control_where_it_is_near_the_same_prompt_takes_steps_without_drafts() -
             bench.step()
             steps[trip] += lengths(bench, request_id)[0] > 400
     assert steps == {0.0: 6, 1e-3: 2}
+
+
+class LosesPasses(FakeBackend):
+    """The first passes of the draft model by themselves fail, but nobody hears of it before their result is read."""
+
+    num_to_lose = 2
+
+    def submit(self, pass_: Pass) -> Ticket:  # type: ignore[override]
+        if pass_.store == DRAFT_STORE and not len(pass_.wanted.head_rows()) and self.num_to_lose:
+            self.num_to_lose -= 1
+            return Lost()
+        return super().submit(pass_)
+
+
+class Lost:
+    def result(self) -> PassResult:
+        raise RuntimeError("lost")
+
+
+def with_lost_passes(depth: int) -> Bench:
+    bench = Bench(num_slots=2000, context_len=400, trip=1e-3, depth=depth)
+    bench.backend.__class__ = LosesPasses
+    for i in range(2):
+        bench.add([i, 2, 3] * 40, replace(GREEDY, max_tokens=40), tree="chain:2")
+        bench.finish()
+    return bench
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_what_a_lost_pass_should_have_computed_is_computed_later(depth: int) -> None:
+    """The answers are those of everybody else; another pass reads the prompt."""
+    bench = with_lost_passes(depth)
+    assert bench.backend.num_to_lose == 0  # type: ignore[attr-defined]
+    assert all(output.stats.accepted for output in bench.outputs.values())
+    plain = Bench(num_slots=2000, context_len=400)
+    for i in range(2):
+        plain.add([i, 2, 3] * 40, replace(GREEDY, max_tokens=40), "none")
+    assert [output.digest for output in plain.finish()] == [output.digest for output in bench.finish()]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_control_a_lost_pass_that_counts_as_computed_is_noticed(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def settle(self: CatchUp) -> None:
+        self.ticket = None
+
+    monkeypatch.setattr(CatchUp, "settle", settle)
+    with pytest.raises(AssertionError):
+        with_lost_passes(depth)
 
 
 # Real models

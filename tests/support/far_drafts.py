@@ -28,6 +28,13 @@ class Seconds(NamedTuple):
     trip: float = 0.3e-3
 
 
+@dataclass(eq=False)
+class Sent:
+    """A pass, by its store."""
+
+    store: int
+
+
 class FarDrafts(FakeBackend):
     """`likeness` is how much of the target's text the second model knows."""
 
@@ -40,6 +47,9 @@ class FarDrafts(FakeBackend):
         self.seconds, self.now = seconds, 0.0
         self._free = self._spent = 0.0  # when the device has nothing left; what the pass that is run takes
         self._num_targets = self._num_drafted = self._depth = 0  # of it: rounds, draft passes of a round, at most
+        self._newest = Sent(TARGET_STORE)
+        self.num_draft_passes = 0  # of the second model, by themselves
+        self.num_waits = 0  # for one of those while nothing else was in the air
 
     def submit(self, pass_: Pass) -> Ticket:  # type: ignore[override]
         self._spent, self._num_targets, self._num_drafted, self._depth = 0.0, 0, 0, 0
@@ -52,7 +62,9 @@ class FarDrafts(FakeBackend):
             self._spent += (asked - self._num_targets) * self.seconds.idle
         self.now += self.seconds.trip / 2
         self._free = max(self.now, self._free) + self._spent
-        return FarTicket(self, self._free, ready)
+        self._newest = Sent(pass_.store)
+        self.num_draft_passes += pass_.store != TARGET_STORE
+        return FarTicket(self, self._free, ready, self._newest)
 
     def run(self, pass_: Pass) -> PassResult:
         rows, seconds = pass_.rows, self.seconds
@@ -68,7 +80,8 @@ class FarDrafts(FakeBackend):
         with np.errstate(over="ignore"):
             return super().run(pass_)
 
-    def wait_until(self, end: float) -> None:
+    def wait_until(self, end: float, sent: Sent) -> None:
+        self.num_waits += sent is self._newest and sent.store != TARGET_STORE
         self.now = max(self.now, end) + self.seconds.trip / 2
 
 
@@ -77,7 +90,8 @@ class FarTicket:
     backend: FarDrafts
     end: float
     ready: PassResult
+    sent: Sent
 
     def result(self) -> PassResult:
-        self.backend.wait_until(self.end)
+        self.backend.wait_until(self.end, self.sent)
         return self.ready

@@ -179,7 +179,7 @@ class Committer:
         num_kept = turn.num_pending + len(path) + (_num_drawn(turn) - 1 if turn.rides else 0)
         if turn.is_canonical and kv.canonical_len == len(kv.held):
             kv.canonical_len += num_kept
-        if draft.stored is not None:
+        if draft.stored is not None and not (turn.catch_up and turn.catch_up.has_lost):
             kv.store_lens = _with_stored(kv.store_lens, turn, draft.stored, path)
         if turn.path_places is not None:  # the backend has changed the slots' places in its table in the same way
             slots = kv.lease.slots

@@ -16,8 +16,10 @@ from functools import cache
 from typing import NamedTuple
 
 from verispec.backends.cost import SHORT_CONTEXT, CostTable
+from verispec.backends.protocol import first_draft_rows
 from verispec.engine.step_costs import StepCosts
 from verispec.engine.windows import Windows, held_window
+from verispec.kv import TARGET_STORE
 from verispec.spec.drafter import Curve, DrafterSet, Refusal
 from verispec.spec.skip_menu import WORTH_IT
 from verispec.spec.turn import NO_ROOM, PLAIN, Choice, States, Turn
@@ -36,6 +38,8 @@ LEFT_OUT = 3e-5  # seconds of a draft pass that nobody wants and that is left ou
 NOT_WORTH_IT = "verifying a draft was not predicted to pay at this load"
 NO_FASTER = "fast passes take as long as canonical ones at this load, and replays would come on top"
 NOT_LAST = PLAIN._replace(reason="the batch would end no earlier: others, which draft nothing, have as much left")
+TOO_FAR_BEHIND = PLAIN._replace(reason="drafts were not predicted to save what it takes to catch up with the text")
+_SHORT_ANSWER = 32  # tokens that an answer is believed to have left when it begins
 _BEST_GAIN, _MOST_ROWS = 1.1, 3  # at best so many times the tokens a second, by at most so many times the rows
 _WAIT, _LONGEST_WAIT = 0.025, 0.1  # seconds that a stream waits for a burst: 40 frames a second, or 10
 _HOST_SHARE = 0.02  # of the time of a burst: where the host would take more, streams wait longer
@@ -73,11 +77,14 @@ class RoundLoad(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """A choice, its predicted tokens a second, and the drafter's version it was made with."""
+    """A choice, its predicted tokens a second, and the drafter's version it was made with; where something is drafted,
+    its curve, and the seconds saved by each token of a sequence."""
 
     choice: Choice
     rate: float
     version: int
+    curve: Curve | None = None
+    saved: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,9 +178,10 @@ class Policy:
             crowd = crowd._replace(leaves_out=False)
         drafts = 0
         for (found, needs_host), group in free.items():
-            choice = self._choice(found, drafting, crowd._replace(needs_host=needs_host))
-            drafts += 0 if choice.grows else choice.num_nodes * len(group)
+            entries = self._ranked(found, drafting, crowd._replace(needs_host=needs_host))
             for turn in group:
+                choice = next((e.choice for e in entries if self._catches_up(turn, e)), TOO_FAR_BEHIND)
+                drafts += 0 if choice.grows else choice.num_nodes
                 turn.choice = _within(choice, turn) if turn.room > 0 else NO_ROOM
         left = max(0, self._row_budget - rows)  # prompts may have more rows than that by themselves
         if drafts > left:
@@ -205,17 +213,29 @@ class Policy:
         """What the host took to ask each sequence's drafters."""
         self._look_seconds += (seconds - self._look_seconds) * (_LOOK_STEP if self._look_seconds else 1.0)
 
-    def _choice(self, states: States, drafting: Mapping[str, int], crowd: Crowd) -> Choice:
-        refusal = next((s for _, s in states if isinstance(s, Refusal)), "")
-        best = None
+    def _ranked(self, states: States, drafting: Mapping[str, int], crowd: Crowd) -> list[_Entry]:
+        """What each drafter offers, the best first."""
         is_free = self._drafters.leaves_choice(name for name, _ in states)
-        for name, state in states:
-            if not isinstance(state, Refusal):
-                entry = self._entry(name, state, drafting[name], crowd, is_free=is_free)
-                best = entry if best is None or entry.rate > best.rate else best
-        if best is None:
-            return PLAIN._replace(reason=str(refusal))
-        return best.choice
+        entries = [
+            self._entry(name, state, drafting[name], crowd, is_free=is_free)
+            for name, state in states if not isinstance(state, Refusal)
+        ]  # fmt: skip
+        if not entries:
+            return [_Entry(PLAIN._replace(reason=str(states[0][1]) if states else ""), 0.0, 0)]
+        return sorted(entries, key=lambda entry: -entry.rate)
+
+    def _catches_up(self, turn: Turn, entry: _Entry) -> bool:
+        """Whether drafts save more than it takes to compute what the drafter lacks of the sequence, if that goes on for
+        as long as its answer has lasted: then no more is lost on one that ends than was on waiting for it."""
+        curve, choice = entry.curve, entry.choice
+        if curve is None or curve.cost is None or curve.store == TARGET_STORE or choice.is_forced:
+            return True
+        stored_len = turn.store_lens[curve.store]
+        if turn.start - stored_len < first_draft_rows(curve.store):
+            return True
+        seconds = _draft_seconds(curve.cost, turn.start - stored_len, (turn.start + stored_len) // 2)
+        num_tokens = min(turn.room, max(_SHORT_ANSWER, turn.start - turn.sequence.prompt_len))
+        return self._cost.speed * seconds < entry.saved * num_tokens
 
     def _entry(self, name: str, key: Hashable, drafting: int, crowd: Crowd, *, is_free: bool) -> _Entry:
         drafting = min(crowd.tokens, 1 << (drafting - 1).bit_length())  # how many draft at once is a rough figure
@@ -245,7 +265,9 @@ class Policy:
                     is_replay=curve.is_window, draft_seconds=found.draft_seconds, num_tokens=1.0 + found.tokens,
                     is_forced=curve.is_forced, is_trial=curve.is_trial,
                 )  # fmt: skip
-                best = _Entry(choice, found.rate, version)
+                # Of a step, in which everybody who drafts commits so many tokens.
+                saved = (crowd.tokens + crowd.beside + drafting * found.tokens) * (1 / plain - 1 / found.rate)
+                best = _Entry(choice, found.rate, version, curve, saved / (drafting * choice.num_tokens))
             elif not best.choice.num_nodes and curve.cost is not None:
                 best = best._replace(choice=best.choice._replace(reason=_why_not(curve, predicted, found.num_nodes)))
         return best

@@ -150,13 +150,12 @@ class Roster:
         kv = sequence.kv
         canonical_len = min(kv.canonical_len, sequence.committed_len)
         valid_lens = (canonical_len, *kv.store_lens[1:])
-        held, kv.node = self._cache.publish(
+        held, kv.store_lens, kv.node = self._cache.publish(
             sequence.token_ids[:canonical_len], kv.held, valid_lens, held=kv.node, salt=sequence.salt
         )
         kv.num_shared = canonical_len if kv.node is not None else 0
-        if held != kv.held:  # a drafter's store may lack what the cache's slots hold for the target
+        if held != kv.held:
             same = next(i for i, (a, b) in enumerate(zip(held, kv.held, strict=True)) if a != b)
-            kv.store_lens = tuple(min(length, same) for length in kv.store_lens)
             kv.held, kv.synced_len = held, min(kv.synced_len, same)
 
     def preempt(self, sequence: Sequence) -> None:

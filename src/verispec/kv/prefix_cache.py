@@ -48,9 +48,11 @@ class PrefixHit(NamedTuple):
 
 
 class Published(NamedTuple):
-    """The slots a sequence has from now on; the cache owns those up to `node`, which it holds for the sequence."""
+    """The slots a sequence has from now on, and how many of them each store holds; the cache owns those up to `node`,
+    which it holds for the sequence."""
 
     slots: list[int]
+    valid_lens: tuple[int, ...]
     node: Node | None
 
 
@@ -77,7 +79,7 @@ class NoPrefixCache:
         salt: str = NO_SALT,
     ) -> Published:
         """Keep nothing; the caller keeps its slots."""
-        return Published(slots, None)
+        return Published(slots, valid_lens, None)
 
     def let_go(self, node: Node | None) -> None:
         """Nothing was held."""
@@ -116,9 +118,7 @@ class RadixPrefixCache:
         while node is not None and len(slots) < limit:
             node = self._step(node, token_ids, len(slots), limit)
             if node is not None:
-                for store in node.stores:
-                    if valid_lens[store] == len(slots):
-                        valid_lens[store] += len(node.slots)
+                _extend(valid_lens, node, len(slots))
                 slots += node.slots
                 found = node
         self._hold(found)
@@ -138,13 +138,14 @@ class RadixPrefixCache:
         The cache then owns their slots, and holds them for the caller up to the node it returns. What another store
         holds beyond that is not cached: a prefix without the target's K/V is of no use. Where the tree has a prefix
         already, the caller's own slots are freed: canonical K/V of equal tokens is equal bit for bit, so one copy is
-        enough.
+        enough; unless nobody holds the tree's, and the caller's are valid in more stores.
         """
         length = valid_lens[TARGET_STORE]
         if not length:
-            return Published(slots, held)
+            return Published(slots, valid_lens, held)
         node = self._root(held, salt)
         kept: list[int] = []
+        valid = [0] * self._num_stores
         for end in sorted({min(valid_len, length) for valid_len in valid_lens}):
             stores = frozenset(s for s, valid_len in enumerate(valid_lens) if valid_len >= end)
             while len(kept) < end:
@@ -154,13 +155,18 @@ class RadixPrefixCache:
                     child = self._grow(node, list(token_ids[start:end]), slots[start:end], stores)
                 elif (own := slots[start : start + len(child.slots)]) == child.slots:
                     child.stores |= stores
-                else:
+                elif child.num_holders or not child.stores < stores:
                     self._pool.release(own)
+                else:
+                    self._pool.release(child.slots)
+                    child.slots, child.stores = own, stores
+                _extend(valid, child, start)
                 kept += child.slots
                 node = child
         self._hold(node)
         self.let_go(held)
-        return Published(kept + slots[length:], node)
+        valid_lens = tuple(max(n, own) if n == length else n for n, own in zip(valid, valid_lens, strict=True))
+        return Published(kept + slots[length:], valid_lens, node)
 
     def let_go(self, node: Node | None) -> None:
         """End a hold: what nobody holds any longer can be evicted, after all that was let go of before."""
@@ -288,3 +294,10 @@ def _path(node: Node | None) -> Iterator[Node]:
     while node is not None and node.key is None:
         yield node
         node = node.parent
+
+
+def _extend(valid_lens: list[int], node: Node, start: int) -> None:
+    """Count a node that begins at `start` for every store that holds all before it."""
+    for store in node.stores:
+        if valid_lens[store] == start:
+            valid_lens[store] += len(node.slots)

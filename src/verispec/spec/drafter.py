@@ -12,6 +12,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 from verispec.backends.cost import CostTable
+from verispec.kv import TARGET_STORE
 from verispec.spec.constrained import followed
 from verispec.spec.speculation import AUTO, OFF
 from verispec.spec.tree import MAX_NODES, TreeShape
@@ -62,7 +63,8 @@ class Curve(NamedTuple):
     `is_window`: they are a window all the same, drawn and replayed in one step.
     `by_backend`: a backend can draft them by itself, and run several rounds: `draft` then gives recipes. `stays`: what
     is not drafted now can be in the next step, so as many nodes are best as save most time. `is_trial`: what is
-    promised is hoped for, to see whether it is so. `what` names the drafts in the reason why not.
+    promised is hoped for, to see whether it is so. What `store` lacks of the committed tokens is computed before the
+    first draft, at the same `cost`. `what` names the drafts in the reason why not.
     """
 
     levels: tuple[Level, ...]
@@ -74,6 +76,7 @@ class Curve(NamedTuple):
     is_forced: bool = False
     is_trial: bool = False
     stays: bool = False
+    store: int = TARGET_STORE
     what: str = ""
 
     @classmethod

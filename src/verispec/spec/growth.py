@@ -15,7 +15,7 @@ import numpy as np
 
 from verispec.backends.cost import CostTable
 from verispec.backends.pass_builder import DraftRule, PassBuilder
-from verispec.backends.protocol import FULL_VIEW, Backend, PassKind, PassResult, Tree, View
+from verispec.backends.protocol import FULL_VIEW, Backend, PassKind, PassResult, Ticket, Tree, View
 from verispec.kv import TARGET_STORE
 from verispec.sampling.beam import NOBODY, Paths, greedy_level, race_level, root
 from verispec.sampling.constraint import Constraint
@@ -71,12 +71,12 @@ class DraftModel:
             by_probability=by_probability,
         )  # fmt: skip
 
-    def run(self, builder: PassBuilder) -> PassResult:
+    def submit(self, builder: PassBuilder) -> Ticket:
         builder.send_masks(self.backend)
         pass_ = builder.build(
             self.kind, self.shape, vocab_size=self.backend.limits.vocab_size, store=self.store, view=self.view
         )
-        return self.backend.submit(replace(pass_, only_drafts=self.only_drafts)).result()
+        return self.backend.submit(replace(pass_, only_drafts=self.only_drafts))
 
 
 class _Child(NamedTuple):
@@ -161,7 +161,7 @@ def grow(model: DraftModel, turns: Sequence[Turn], shapes: Sequence[TreeShape], 
             break
         builder = PassBuilder()
         firsts = [_add_frontier(builder, growth, level, model) for growth in live]
-        result = model.run(builder)
+        result = model.submit(builder).result()
         for growth, (first, first_shown) in zip(live, firsts, strict=True):
             growth.turn.num_draft_passes += 1
             if growth.turn.sequence.uses_probabilities:  # it is judged by what its children are drawn from
@@ -172,13 +172,13 @@ def grow(model: DraftModel, turns: Sequence[Turn], shapes: Sequence[TreeShape], 
     return [g.draft(model.store) for g in growths]
 
 
-def compute(model: DraftModel, parts: Sequence[tuple[Turn, range]]) -> None:
-    """Compute committed positions in the model's own store, without drafting."""
+def compute(model: DraftModel, parts: Sequence[tuple[Turn, range]]) -> Ticket:
+    """Start to compute committed positions in the model's own store, without drafting."""
     builder = PassBuilder()
     for turn, positions in parts:
         _add_committed(builder, turn, positions)
         turn.num_draft_passes += 1
-    model.run(builder)
+    return model.submit(builder)
 
 
 def _add_committed(builder: PassBuilder, turn: Turn, positions: range) -> int:

@@ -18,7 +18,7 @@ from verispec.spec.drafter import Curve, Level, NotYet, Refusal
 from verispec.spec.growth import DraftModel, compute, grow, never
 from verispec.spec.speculation import AUTO
 from verispec.spec.tree import MAX_NODES, TreeShape
-from verispec.spec.turn import Recipe, SequenceView, Turn
+from verispec.spec.turn import CatchUp, Recipe, SequenceView, Turn
 from verispec.types import NO_DRAFT, Draft, Stored
 
 logger = logging.getLogger(__name__)
@@ -175,6 +175,7 @@ class ModelDrafter:
             is_forced=key.is_forced,
             by_backend=shape.is_chain or self._source.model.backend.limits.trees,
             is_trial=key.belief.is_trial,
+            store=self._source.model.store,
             what=self._what,
         )
 
@@ -182,7 +183,7 @@ class ModelDrafter:
         """One pass per level, over all sequences that have not taken their exit; laggards catch up first.
 
         Drafts that need nothing of the host are left to the backend. Where the host is far from the device, laggards
-        draft in the step that they catch up in, if its rows suffice.
+        draft in the step that they catch up in, if its rows suffice, and nobody waits for the end of that pass.
         """
         assert isinstance(self._source, Source)
         model = self._source.model
@@ -209,7 +210,11 @@ class ModelDrafter:
                 behind.append((turn, missing))
                 room -= len(missing)
         if behind:
-            compute(model, behind)
+            catch_up = CatchUp(compute(model, behind))
+            if not is_far:
+                catch_up.wait()
+            for turn, _ in behind:
+                turn.catch_up = catch_up
         shapes = [_shape(turns[i], deepest) for i in ready]
         stops = [self._exit.stops if self._exits(turns[i].sequence.speculation.tree) else never for i in ready]
         for i, draft in zip(ready, grow(model, [turns[i] for i in ready], shapes, stops), strict=True):

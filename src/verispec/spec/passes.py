@@ -73,17 +73,25 @@ class Flight:
         self._timing = timing
 
     def collect(self) -> Step:
+        has_caught_up = self._settle()
         for part in self._parts:
             result = part.ticket.result()
             seconds = max(0.0, self._timing.seconds_since(part.submitted) - result.host_seconds)
             _fill(part, result)
-            if len(self._parts) == 1:  # one of two cannot be timed
+            if len(self._parts) == 1 and not has_caught_up:  # one of two cannot be timed
                 self._time(part.pass_, result, seconds)
             for turn in part.turns:
                 turn.seconds = seconds
             for cohort in part.cohorts:
                 cohort.seconds = seconds
         return self.step
+
+    def _settle(self) -> bool:
+        """Whether a drafter's pass was sent before it and not waited for; that has ended now."""
+        catch_ups = [turn.catch_up for turn in self.step.turns if turn.catch_up and turn.catch_up.ticket is not None]
+        for catch_up in catch_ups:
+            catch_up.settle()
+        return bool(catch_ups)
 
     def _time(self, pass_: Pass, result: PassResult, seconds: float) -> None:
         """Tell how long a pass took; the rounds of a burst, if they are of one shape, share its time."""
@@ -96,6 +104,7 @@ class Flight:
 
     def abandon(self) -> None:
         """Wait until nothing of it runs any more, whatever comes of it."""
+        self._settle()
         for part in self._parts:
             with contextlib.suppress(Exception):  # it was given up already
                 part.ticket.result()
@@ -139,12 +148,17 @@ class Passes:
         has_fast = any(fast)
         if has_fast and any(canonical) and self._joins_all(canonical, fast):
             canonical, has_fast = (canonical[0] + fast[0], canonical[1] + fast[1]), False
-        parts = []
-        if any(canonical):
-            parts.append(self._submit(PassKind.CANONICAL, *canonical, self._canonical_shape))
-        if has_fast:
-            parts.append(self._submit(PassKind.FAST, *fast, self._fast_shape))
-        return Flight(step, parts, self._timing)
+        parts: list[_Part] = []
+        flight = Flight(step, parts, self._timing)
+        try:
+            if any(canonical):
+                parts.append(self._submit(PassKind.CANONICAL, *canonical, self._canonical_shape))
+            if has_fast:
+                parts.append(self._submit(PassKind.FAST, *fast, self._fast_shape))
+        except BaseException:
+            flight.abandon()
+            raise
+        return flight
 
     def _joins_all(self, canonical: _Records, fast: _Records) -> bool:
         """Whether one canonical pass is to have all rows. Further rounds of fast rows have no place in one."""

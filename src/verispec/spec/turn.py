@@ -6,18 +6,21 @@ it all. Nobody writes into a sequence before that.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from verispec.backends.pass_builder import DraftRule
-from verispec.backends.protocol import DistributionHandle
+from verispec.backends.protocol import DistributionHandle, Ticket
 from verispec.kv import Lease
 from verispec.sampling.constraint import Constraint
 from verispec.sampling.rows import SampleKey
 from verispec.spec.speculation import Speculation
 from verispec.spec.tree import TreeShape
 from verispec.types import NO_DRAFT, Draft, SamplingParams, TokenLogprob, Verdict
+
+logger = logging.getLogger(__name__)
 
 
 class SequenceView(Protocol):
@@ -89,6 +92,29 @@ class Recipe:
 
 
 Drafted = Draft | Pending | Recipe
+
+
+@dataclass(slots=True, eq=False)
+class CatchUp:
+    """A pass by which a drafter reads committed tokens, sent before that of the turns that it drafts for. The device
+    runs one behind the other, so nobody waits for its end; what it `has_lost` is to be computed again."""
+
+    ticket: Ticket | None
+    has_lost: bool = False
+
+    def wait(self) -> None:
+        """For its end, once."""
+        ticket, self.ticket = self.ticket, None
+        if ticket is not None:
+            ticket.result()
+
+    def settle(self) -> None:
+        """Wait for its end. A failure costs what a drafter's other failures do: speed."""
+        try:
+            self.wait()
+        except Exception:
+            self.has_lost = True
+            logger.exception("a pass by which a drafter reads committed tokens failed; it will be run again")
 
 
 class Choice(NamedTuple):
@@ -181,6 +207,7 @@ class Turn:
     num_draft_passes: int = 0
     note: str = ""  # why nothing was drafted after all
     exit_state: tuple[float, float] | None = None  # threshold and rate of the adaptive exit
+    catch_up: CatchUp | None = None  # with what its draft says to be stored
     # by the passes,
     score: Score = NO_SCORE
     path_places: list[int] | None = None  # of a tree that the backend drafted: which rows behind the first are its path
