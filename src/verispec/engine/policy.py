@@ -78,12 +78,13 @@ class RoundLoad(NamedTuple):
 
 class _Entry(NamedTuple):
     """A choice, its predicted tokens a second, and the drafter's version it was made with; where something is drafted,
-    its curve, and the seconds saved by each token of a sequence."""
+    its curve, how many sequences share its passes, and the seconds saved by each token of one."""
 
     choice: Choice
     rate: float
     version: int
     curve: Curve | None = None
+    drafting: int = 1
     saved: float = 0.0
 
 
@@ -233,7 +234,8 @@ class Policy:
         stored_len = turn.store_lens[curve.store]
         if turn.start - stored_len < first_draft_rows(curve.store):
             return True
-        seconds = _draft_seconds(curve.cost, turn.start - stored_len, (turn.start + stored_len) // 2)
+        num_rows, context_len = entry.drafting * (turn.start - stored_len), (turn.start + stored_len) // 2
+        seconds = _draft_seconds(curve.cost, num_rows, context_len) / entry.drafting  # all of them catch up together
         num_tokens = min(turn.room, max(_SHORT_ANSWER, turn.start - turn.sequence.prompt_len))
         return self._cost.speed * seconds < entry.saved * num_tokens
 
@@ -267,7 +269,7 @@ class Policy:
                 )  # fmt: skip
                 # Of a step, in which everybody who drafts commits so many tokens.
                 saved = (crowd.tokens + crowd.beside + drafting * found.tokens) * (1 / plain - 1 / found.rate)
-                best = _Entry(choice, found.rate, version, curve, saved / (drafting * choice.num_tokens))
+                best = _Entry(choice, found.rate, version, curve, drafting, saved / (drafting * choice.num_tokens))
             elif not best.choice.num_nodes and curve.cost is not None:
                 best = best._replace(choice=best.choice._replace(reason=_why_not(curve, predicted, found.num_nodes)))
         return best

@@ -83,7 +83,7 @@ class DraftBeliefs:
         if seen is None:
             seen = self._seen[sequence.sequence_id] = _Seen(length, length)
         count = len(self._seen)
-        self._trials.since += (length - seen.asked_len) / count
+        self._trials.since += (length - seen.asked_len) / count**2  # all of several take part, so it is rarer
         seen.asked_len = length
         step = step_of((self._sum_right + (count - self._num_judged) * rates.right) / count)
         is_trial = self._trials.is_due and step < rates.hoped and length - seen.judged_len >= _FIRST_WAIT
