@@ -74,9 +74,10 @@ class Prompts:
             self.texts.setdefault("maths", []).append(item["question"])
 
     def of(self, task: str, count: int) -> list[list[int]]:
-        """So many, spread over what there is, as token ids through the chat template."""
+        """So many, spread over what there is, as token ids through the chat template; none twice before all are used."""
         listed = self.texts[task]
-        return [self._ids(listed[i * len(listed) // count]) for i in range(count)]
+        most = min(count, len(listed))
+        return [self._ids(listed[i % most * len(listed) // most]) for i in range(count)]
 
     def mixed(self, count: int) -> list[list[int]]:
         """So many of all tasks in turn."""

@@ -74,6 +74,7 @@ BRANCH_OF_BUDGET = {
 BEAM_OF_BUDGET = {6: "beam:2,3", 10: "beam:2,5", 14: "beam:3,4", 21: "beam:4,5", 30: "beam:5,6"}
 BEAM_WIDTH = 4
 MOST_ROWS = 64  # of the passes that are timed
+MOST_AT_ONCE = 8  # of the part tasks
 GROUPS = 4  # of the part auto, at most, where requests run together
 BLOCK_TOKENS = 48  # of the answers that block efficiency is measured with
 Cell = dict[str, Any]
@@ -238,14 +239,14 @@ def tasks_part(bench: Bench) -> None:
     if "model" in drafts:
         arms += [Arm("model, chain", "model, full", "chain:4"), Arm("model, beam", "model, full", "beam:2,3")]
     arms = chosen_arms(options, arms)
-    count = max(options.count, *options.batch)
+    count = max([options.count, *(batch for batch in options.batch if batch <= MOST_AT_ONCE)])
     prompts = {task: bench.prompts.of(task, count) for task in sorted(bench.prompts.texts)}
     if options.files:
         prompts[EDITS] = bench.prompts.edits(options.files, 2 * options.tokens)
     spots = [
         Spot(task, temperature, batch)
         for batch in options.batch for temperature in options.temperature for task in prompts
-        if batch <= 8 and (batch == 1 or task != EDITS)
+        if batch <= MOST_AT_ONCE and (batch == 1 or task != EDITS)
     ]  # fmt: skip
     costs = measured_costs(bench, drafts, arms, sorted({spot.batch for spot in spots}))
     stage = Stage(bench.llm, max_running=max(options.batch))

@@ -246,3 +246,14 @@ def test_recomputed_shares_have_intervals_over_requests() -> None:
     said = "\n".join(tables.tables({"about": {"m": {}}, "cells": {"a": cell | found, "b": cell | found | before}}))
     assert f"| 200: 14.3% ({share.low:.1%}-{share.high:.1%}) | 0.950 (" in said
     assert "| 200: 25.0% | 0.900 |" in said  # of a file from before
+
+
+@pytest.mark.parametrize(("count", "num_different"), [(4, 4), (10, 10), (25, 10)])
+def test_no_prompt_is_taken_twice_before_all_are_used(count: int, num_different: int) -> None:
+    """Or the answer to the first would be drafted from in the others."""
+    prompts = drafting.Prompts.__new__(drafting.Prompts)
+    prompts.texts = {"task": [str(i) for i in range(10)]}
+    prompts._ids = lambda text: [int(text)]  # type: ignore[method-assign]
+    found = prompts.of("task", count)
+    assert len(found) == count
+    assert len({tuple(ids) for ids in found[: min(count, 10)]}) == num_different
