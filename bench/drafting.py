@@ -74,7 +74,7 @@ class Prompts:
             self.texts.setdefault("maths", []).append(item["question"])
 
     def of(self, task: str, count: int) -> list[list[int]]:
-        """So many, spread over what there is, as token ids through the chat template; none twice before all are used."""
+        """So many, spread over all that there are, as ids through the chat template; none twice before all are used."""
         listed = self.texts[task]
         most = min(count, len(listed))
         return [self._ids(listed[i % most * len(listed) // most]) for i in range(count)]
