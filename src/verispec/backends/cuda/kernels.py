@@ -391,14 +391,11 @@ class Kernels:
         """Logits [rows, V] float32 of these rows of the pass (all of them where `row_ids` is None)."""
         common = {"nodes_in": b.nodes, "out": logits, "row_ids": row_ids, "rows": rows, "eps": self.shapes.eps}
         if not many:
-            x, nodes = b.scaled, b.nodes
-            if (
-                row_ids is not None and not isinstance(w, Quantized) and is_wide(w, rows)
-            ):  # the copy engine takes neighbours
-                x, nodes, common["row_ids"] = x[row_ids.long()], nodes[row_ids.long()], None
-            self._linear(
-                Kind.HEAD, w, rows, filled(LinearArgs(), **(common | {"nodes_in": nodes}), x=x, w=w, busy=busy)
-            )
+            x, takes_neighbours = b.scaled, not isinstance(w, Quantized) and is_wide(w, rows)  # by the copy engine
+            if row_ids is not None and takes_neighbours:
+                x = x[row_ids.long()]
+                common |= {"nodes_in": b.nodes[row_ids.long()], "row_ids": None}
+            self._linear(Kind.HEAD, w, rows, filled(LinearArgs(), x=x, w=w, busy=busy, **common))
             return
         assert isinstance(w, torch.Tensor)
         x = b.scaled[:rows] if row_ids is None else b.scaled[row_ids.long()]
