@@ -340,9 +340,10 @@ class Scheduler:
                     sequence.rest(is_resting=False)
         if turns:
             asked = {own(turn) for turn in turns}
-            others = [s for s in self._roster.running if s not in asked]
-            drafting = [s for s in others if s.may_draft and not _reads_prompt(s)]  # who would share their passes
-            others = [s for s in others if s not in drafting]
+            others, drafting = list[Sequence](), list[Sequence]()  # who drafts shares passes with those asked
+            for sequence in self._roster.running:
+                if sequence not in asked:
+                    (drafting if sequence.may_draft and not _reads_prompt(sequence) else others).append(sequence)
             plain = {kind: [s for s in others if self._is_canonical(s) is kind] for kind in (True, False)}
             self._choose([*turns, *map(self._turn, drafting)], plain, {})
         for turn in turns:
