@@ -9,7 +9,7 @@ import pytest
 from tests.support.far_pair import ARMS, cases, play
 from verispec.engine import scheduler
 from verispec.spec import draft_beliefs, draft_rates, model_drafter
-from verispec.spec.draft_beliefs import Belief, DraftBeliefs
+from verispec.spec.draft_beliefs import Belief, DraftBeliefs, Trials
 from verispec.spec.draft_rates import DraftRates, SequenceRate, step_of
 from verispec.spec.rate import Rate
 from verispec.spec.speculation import AUTO
@@ -90,6 +90,14 @@ def test_control_sequences_that_do_not_decide_together_pay_for_passes_alone(monk
     mine = share(name)
     monkeypatch.setattr(model_drafter, "DraftBeliefs", EachByItself)
     assert share(name) < 0.97 * mine
+
+
+def test_control_without_trials_nobody_sees_that_it_would_pay_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind so many hard answers that nothing is drafted any more."""
+    case = cases(3)["short hard, then easy"]
+    mine = play(case, AUTO).tokens_per_second
+    monkeypatch.setattr(Trials, "is_due", False)
+    assert play(case, AUTO).tokens_per_second < 0.9 * mine
 
 
 def test_control_who_learns_nothing_from_its_own_rounds_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:
