@@ -21,8 +21,8 @@ _KERNEL = re.compile(
     r'extern "C" __global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\(const (?:__grid_constant__ )?(\w+) \w+\)'
 )
 _WRAPPER = """
-extern "C" void run_{name}(const {args}* a, const int* grid, int threads, int backwards, int apart) {{
-  emulated::run_grid(grid, threads, backwards, apart, [&] {{ {name}(*a); }});
+extern "C" bool run_{name}(const {args}* a, const int* grid, int threads, int backwards, int apart) {{
+  return emulated::run_grid(grid, threads, backwards, apart, [&] {{ {name}(*a); }});
 }}"""
 
 
@@ -39,6 +39,10 @@ GPU_ONLY = {
     "void wait_for_previous()": "emulated::previous_ended();",
     "void mma(float* d, const unsigned* a, const unsigned* b)": "emulated::mma(d, a, b);",
 }
+
+
+class Stuck(RuntimeError):
+    """Nothing can go on, and not all threads have ended."""
 
 
 def bodies(by_head: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
@@ -87,6 +91,10 @@ def launch(
     fewer: int | None = None, defines: tuple[str, ...] = (), backwards: bool = False,
     apart: bool = False, changes: tuple[tuple[str, str], ...] = (),
 ) -> None:  # fmt: skip
-    """One kernel, block by block; with `fewer` threads where given. `changes` are made to the source's text first."""
+    """One kernel, block by block; with `fewer` threads where given. `changes` are made to the source's text first.
+    Raises Stuck where threads wait for each other."""
     library, sizes = _library(source, defines, fewer, changes), (ctypes.c_int * 3)(*grid)
-    getattr(library, f"run_{name}")(ctypes.byref(args), sizes, fewer or threads, int(backwards), int(apart))
+    run = getattr(library, f"run_{name}")
+    run.restype = ctypes.c_bool
+    if not run(ctypes.byref(args), sizes, fewer or threads, int(backwards), int(apart)):
+        raise Stuck(f"{name}: some threads wait for what never comes")

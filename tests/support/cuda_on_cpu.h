@@ -136,6 +136,7 @@ namespace emulated {
 inline void start_block();
 // `apart`: a warp goes on alone until all of it waits for the others, which shows where a barrier of the block is missing.
 inline bool end_late_copies();
+inline bool is_stuck;  // some wait where others do not: undefined on a GPU, or for ever
 inline void run_block(int threads, bool backwards, bool apart) {
   if (static_cast<int>(fibers.size()) < threads) fibers.resize(threads);
   for (int i = 0; i < threads; ++i) fibers[i].started = false, fibers[i].state = kRuns;
@@ -174,15 +175,19 @@ inline void run_block(int threads, bool backwards, bool apart) {
         if (!apart) break;
       }
     }
-    if (!moved && !end_late_copies()) __builtin_trap();  // some wait where others do not: undefined on a GPU
+    if (!moved && !end_late_copies()) {
+      is_stuck = true;
+      return;
+    }
   }
 }
-inline void run_grid(const int* grid, int threads, bool backwards, bool apart, std::function<void()> kernel) {
-  body = kernel;
+inline bool run_grid(const int* grid, int threads, bool backwards, bool apart, std::function<void()> kernel) {
+  body = kernel, is_stuck = false;
   blockDim.x = threads, gridDim = {grid[0], grid[1], grid[2]};
   for (int z = 0; z < grid[2]; ++z)
     for (int y = 0; y < grid[1]; ++y)
-      for (int x = 0; x < grid[0]; ++x) blockIdx = {x, y, z}, run_block(threads, backwards, apart);
+      for (int x = 0; x < grid[0] && !is_stuck; ++x) blockIdx = {x, y, z}, run_block(threads, backwards, apart);
+  return !is_stuck;
 }
 }  // namespace emulated
 
@@ -365,12 +370,13 @@ inline unsigned char dynamic_memory[1 << 18];
 
 // Boxes of a matrix, by the copy engine: at once, or, `LATE`, not before nobody can go on without them. The map is of four words:
 // the matrix, its rows and columns, and the rows of a box, which has 64 columns. Swizzled by the places in memory.
-struct Box { unsigned char* to; const uint64_t* map; int column, row; void* barrier; bool early; };
+struct Box { unsigned char* to; const uint64_t* map; int column, row; void* barrier; bool early; int eight = -1; };
 inline std::vector<Box> boxes;
 inline void end_box(const Box& box) {
   const auto [matrix, rows, columns, box_rows] = std::tuple(box.map[0], box.map[1], box.map[2], box.map[3]);
   for (unsigned i = 0; i < box_rows * 8; ++i) {
-    const unsigned at = box.to - dynamic_memory + i * 16, row = box.row + i / 8;
+    const unsigned at = box.to - dynamic_memory + i * 16, n = i / 8;
+    const unsigned row = box.row + (box.eight < 0 ? n : n / 2 % 4 * 16 + 2 * (box.eight + n / 8) + n % 2);
     const void* from = reinterpret_cast<const uint16_t*>(matrix) + row * columns + box.column + i % 8 * 8;
     const bool there = row < rows;
     if (there && box.early && !memcmp(from, &kWrittenLate, 2)) from = nullptr;
@@ -381,6 +387,13 @@ inline void end_box(const Box& box) {
 template <bool LATE>
 inline void copy_box(unsigned char* to, const void* map, int column, int row, void* barrier) {
   const Box box = {to, static_cast<const uint64_t*>(map), column, row, barrier, !previous_has_ended[threadIdx.x]};
+  LATE ? boxes.push_back(box) : end_box(box);
+}
+// 32 rows of a block of 64 weights, as large.cu orders them.
+template <bool LATE>
+inline void copy_block(unsigned char* to, const void* map, int column, int eight, int block, void* barrier) {
+  const bool early = !previous_has_ended[threadIdx.x];
+  const Box box = {to, static_cast<const uint64_t*>(map), column, block * 64, barrier, early, eight};
   LATE ? boxes.push_back(box) : end_box(box);
 }
 inline bool end_late_copies() {

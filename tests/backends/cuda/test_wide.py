@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -75,13 +76,14 @@ class Layer:
             return torch.randn(size, generator=generator)
 
         self.width = self.outputs if self.kind is Kind.RESIDUAL else self.columns
-        ids = torch.randperm(80, generator=generator)[: self.rows].int()
+        self.places = places = max(80, self.rows + 8)
+        ids = torch.randperm(places, generator=generator)[: self.rows].int()
         self.tensors = {
-            "x": random(80, self.columns).bfloat16(), "w": random(self.outputs, self.columns).bfloat16(),
-            "nodes_in": random(80, self.width // 16).square(), "bias": random(self.outputs),
+            "x": random(places, self.columns).bfloat16(), "w": random(self.outputs, self.columns).bfloat16(),
+            "nodes_in": random(places, self.width // 16).square(), "bias": random(self.outputs),
             "cosines": random(100, self.head_dim // 2), "sines": random(100, self.head_dim // 2),
-            "positions": torch.randint(100, (80,), generator=generator).int(), "slots": torch.arange(80).int() + 2,
-            "gain": random(self.outputs), "residual": random(80, self.outputs).bfloat16(), "row_ids": ids,
+            "positions": torch.randint(100, (places,), generator=generator).int(), "slots": torch.arange(places).int() + 2,
+            "gain": random(self.outputs), "residual": random(places, self.outputs).bfloat16(), "row_ids": ids,
         }  # fmt: skip
         self.tensors["x"].view(torch.int16)[:, 0] = 0x0D81  # a mark: only who waits for the kernel in front finds it
         self.tensors["x"][3] = float("nan")
@@ -96,12 +98,12 @@ class Layer:
         count = {Kind.QKV: self.heads * self.head_dim, Kind.GATE_UP: self.outputs // 2}.get(self.kind, self.outputs)
         is_residual = self.kind is Kind.RESIDUAL
         written = {
-            "out": t["residual"].clone() if is_residual else torch.zeros(80, count, dtype=wide),
-            "k_store": torch.zeros(90, self.kv_heads, self.head_dim, dtype=torch.bfloat16),
-            "v_store": torch.zeros(90, self.kv_heads, self.head_dim, dtype=torch.bfloat16),
-            "not_finite": torch.zeros(80, dtype=torch.int32),
-            "scaled": torch.zeros(80, self.outputs, dtype=torch.bfloat16),
-            "nodes_out": torch.zeros(80, max(1, self.outputs // 16)),
+            "out": t["residual"].clone() if is_residual else torch.zeros(self.places, count, dtype=wide),
+            "k_store": torch.zeros(self.places + 10, self.kv_heads, self.head_dim, dtype=torch.bfloat16),
+            "v_store": torch.zeros(self.places + 10, self.kv_heads, self.head_dim, dtype=torch.bfloat16),
+            "not_finite": torch.zeros(self.places, dtype=torch.int32),
+            "scaled": torch.zeros(self.places, self.outputs, dtype=torch.bfloat16),
+            "nodes_out": torch.zeros(self.places, max(1, self.outputs // 16)),
         }  # fmt: skip
         given = {
             name: t[name] for name in ("x", "w", "nodes_in", "bias", "cosines", "sines", "positions", "slots", "gain")
@@ -113,8 +115,7 @@ class Layer:
         busy = torch.tensor([self.busy], dtype=torch.int32)
         args = filled(LinearArgs(), **given, **written, eps=1e-5, rows=rows, busy=busy)
         if box_rows:
-            boxes = emulated_map(given["w"], self.outputs, box_rows), emulated_map(given["x"], rows, wide_rows(rows))
-            args = WideArgs(*boxes, args)
+            args = self.boxed(args, given["x"], given["w"], box_rows)
         sizes = {"KIND": int(self.kind), "N": self.outputs, "K": self.columns, "PARTS": self.parts, "WIDTH": self.width}
         sizes |= {"HEADS": self.heads, "KV_HEADS": self.kv_heads, "HEAD_DIM": self.head_dim}
         defines = (*(f"{k}={v}" for k, v in sizes.items()), *how.pop("defines", ()))
@@ -122,6 +123,11 @@ class Layer:
             source, name, args, grid=(grid, how.pop("grid_y", 1), 1), threads=threads, defines=defines, **how
         )
         return [value.view(torch.int16 if value.element_size() == 2 else torch.int32) for value in written.values()]
+
+    def boxed(self, args: LinearArgs, x: torch.Tensor, w: torch.Tensor, box_rows: int) -> ctypes.Structure:
+        """Arguments of a kernel that has matrices copied."""
+        boxes = emulated_map(w, self.outputs, box_rows), emulated_map(x, self.rows, wide_rows(self.rows))
+        return WideArgs(*boxes, args)
 
     @cached_property
     def linear(self) -> list[torch.Tensor]:

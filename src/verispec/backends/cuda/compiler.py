@@ -17,7 +17,10 @@ from typing import Any
 from verispec.errors import VerispecError
 
 _SOURCES = Path(__file__).parent
-_HEADERS = ("arithmetic.cuh", "chains.cuh", "draw.cuh", "epilogues.cuh", "noise.cuh", "steps.cuh", "wide.cuh")
+_HEADERS = (
+    "arithmetic.cuh", "chains.cuh", "copies.cuh", "draw.cuh", "epilogues.cuh", "noise.cuh", "steps.cuh", "tiles.cuh",
+    "wide.cuh",
+)  # fmt: skip
 ARCHITECTURE = "sm_90a"
 _OPTIONS = ("--fmad=false", "--prec-div=true", "--prec-sqrt=true", "--ftz=false", "--std=c++17")
 

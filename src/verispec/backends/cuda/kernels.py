@@ -20,13 +20,17 @@ from verispec.backends.cuda.bit_model import softmax_scale
 from verispec.backends.cuda.compiler import NOT_KEPT, Cubins, Kernel, Modules
 from verispec.backends.cuda.product_forms import (
     ALONE_NBYTES,
+    LARGE_GROUP,
+    LARGE_THREADS,
     MAX_BLOCK_NBYTES,
     WIDE_THREADS,
     Kind,
     Matrix,
     draft_form,
     draft_rows,
+    is_large,
     is_wide,
+    large_form,
     linear_form,
     wide_form,
     wide_rows,
@@ -63,6 +67,18 @@ class WideArgs(ctypes.Structure):
         ("rows", TensorMap),
         ("layer", LinearArgs),
         ("unused", ctypes.c_byte * (-ctypes.sizeof(LinearArgs) % 64)),
+    ]
+
+
+class LargeArgs(ctypes.Structure):
+    """Arguments of large.cu: 64 bytes are its structure's alignment."""
+
+    _fields_ = [
+        ("weights", TensorMap),
+        ("rows", TensorMap),
+        ("layer", LinearArgs),
+        ("factors", ctypes.c_void_p),
+        ("unused", ctypes.c_byte * (-(ctypes.sizeof(LinearArgs) + 8) % 64)),
     ]
 
 
@@ -159,6 +175,7 @@ class Buffers:
     attention: torch.Tensor  # [M, H, d] bf16
     h: torch.Tensor  # [M, mlp] bf16
     products: torch.Tensor  # float32, the products of `many`
+    factors: torch.Tensor  # [M] float32, of the norm
     partial: torch.Tensor  # float32, results of spans
     arrived: torch.Tensor  # [M, KV] int32, zeros between launches
     not_finite: torch.Tensor  # [M] int32, 1 where a row's K or V was not finite
@@ -181,6 +198,7 @@ class Buffers:
             attention=empty(rows, shapes.heads, shapes.head_dim),
             h=empty(rows, shapes.mlp),
             products=empty(rows * widest, dtype=torch.float32),
+            factors=empty(rows, dtype=torch.float32),
             partial=empty(row_spans * shapes.kv_heads * group * (shapes.head_dim + 2), dtype=torch.float32),
             arrived=torch.zeros(rows, shapes.kv_heads, dtype=torch.int32, device=device),
             not_finite=torch.zeros(rows, dtype=torch.int32, device=device),
@@ -240,6 +258,7 @@ class Kernels:
         self._sizes |= {"HEAD_DIM": shapes.head_dim, **({"GELU": 1} if shapes.gelu else {})}
         self._scale = float(softmax_scale(shapes.query_scalar or shapes.head_dim))
         self.whole_rows: bool | None = None  # which form `attend_rows` takes; None: the quicker one. For checks
+        self.own_large = True  # whether large.cu serves where it can. For checks
         self._tile_nbytes = 2 * TILE * shapes.head_dim * 2  # of K and V
         self._num_sms: int = torch.cuda.get_device_properties("cuda").multi_processor_count
 
@@ -270,6 +289,9 @@ class Kernels:
         }  # fmt: skip
         if not many and not shapes.qk_norm:
             self._linear(Kind.QKV, layer.qkv, rows, filled(LinearArgs(), x=b.scaled, w=layer.qkv, busy=busy, **common))
+            return
+        if many and not shapes.qk_norm and self._is_large(layer.qkv, rows):
+            self._large(Kind.QKV, layer.qkv, rows, filled(LinearArgs(), x=b.scaled, **common), b)
             return
         if many:
             y, parts = self._product(b.scaled[:rows], layer.qkv, b)
@@ -353,6 +375,9 @@ class Kernels:
         if not many and post_gain is None:
             self._linear(Kind.RESIDUAL, w, rows, filled(LinearArgs(), x=x, w=w, busy=busy, **common))
             return
+        if many and post_gain is None and self._is_large(w, rows):
+            self._large(Kind.RESIDUAL, w, rows, filled(LinearArgs(), x=x, **common))
+            return
         if many:
             y, parts = self._product(x.view(-1, w.shape[1])[:rows], w, b)
         else:  # that norm needs whole rows
@@ -371,12 +396,19 @@ class Kernels:
             args = filled(LinearArgs(), x=b.scaled, w=layer.gate_up, busy=busy, **common)
             self._linear(Kind.GATE_UP, layer.gate_up, rows, args)
             return
+        if self._is_large(layer.gate_up, rows):
+            self._large(Kind.GATE_UP, layer.gate_up, rows, filled(LinearArgs(), x=b.scaled, **common), b)
+            return
         y, parts = self._product(b.scaled[:rows], layer.gate_up, b)
         args = filled(RowArgs(), y=y, **common)
         self._row_by_row("gate_up_rows", parts, rows, self.shapes.mlp // 8, args)
 
     def plain(self, x: torch.Tensor, w: torch.Tensor, *, many: bool) -> torch.Tensor:
         """Y = bf16(y) of any product, in either form: for the audit."""
+        if many and self._is_large(w, len(x)):
+            out = torch.empty(len(x), len(w), dtype=torch.bfloat16, device=x.device)
+            self._large(Kind.PLAIN, w, len(x), filled(LinearArgs(), x=x, out=out, rows=len(x)))
+            return out
         if many:
             parts = num_parts(*w.shape)
             return torch.mm(x, w.t()) if parts == 1 else tree_of_parts(list(_by_parts(x, w, parts))).to(torch.bfloat16)
@@ -439,6 +471,28 @@ class Kernels:
             (blocks, 1, 1), WIDE_THREADS, WideArgs(*boxes, args), stream=current_stream(), shared=form.shared,
             cluster=parts,
         )  # fmt: skip
+
+    def _is_large(self, w: Matrix, rows: int) -> bool:
+        return self.own_large and is_large(w, num_parts(*w.shape), rows)
+
+    def _large(self, kind: Kind, w: Matrix, rows: int, args: ctypes.Structure, b: Buffers | None = None) -> None:
+        """Products of many rows and what follows; of `b` the rows' norm factors are made first."""
+        assert isinstance(w, torch.Tensor)
+        outputs, columns = w.shape
+        parts = num_parts(outputs, columns)
+        form = large_form((outputs, columns), parts, rows, self._num_sms)
+        if b is not None:
+            of = filled(RowArgs(), nodes_in=b.nodes, out=b.factors, eps=self.shapes.eps, rows=rows)
+            self._rows_kernel("row_factors", 1).launch((-(-rows // 8), 1, 1), 256, of, stream=current_stream())
+        defines = {
+            "KIND": int(kind), "N": outputs, "K": columns, "PARTS": parts, "BLOCKS": form.blocks, "TILES": form.tiles,
+            "FEWER": form.fewer, "NARROW": form.narrow, "GROUP": LARGE_GROUP, "STAGES": form.stages, **self._sizes,
+        }  # fmt: skip
+        boxes = TensorMap.of_blocks(w.data_ptr(), outputs, columns), TensorMap.of(args.x, rows, columns, 128)
+        whole = LargeArgs(*boxes, args, None if b is None else b.factors.data_ptr())
+        self._kernel("large.cu", "large", defines).launch(
+            (2 * form.clusters, 1, 1), LARGE_THREADS, whole, stream=current_stream(), shared=form.shared, cluster=2
+        )
 
     def _linear(self, kind: Kind, w: Matrix, rows: int, args: ctypes.Structure) -> None:
         if isinstance(w, Quantized):

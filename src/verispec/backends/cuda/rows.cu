@@ -1,7 +1,7 @@
 // What stands around library products of many rows: each kernel finishes one linear layer, with the bits of linear.cu.
 // Compiled for one model: WIDTH, HEADS, KV_HEADS, HEAD_DIM, MLP, and PARTS of the layer whose product comes in. A product
 // of one part comes as bf16 [rows, N], of several as float32 [PARTS, rows, N].
-#include "arithmetic.cuh"
+#include "tiles.cuh"
 
 using namespace vs;
 
@@ -32,19 +32,6 @@ struct Args {
   int rows;
   int width;              // N of the head
 };
-
-__device__ __forceinline__ void unpack(uint4 packed, float* v) {
-  const bf16* values = reinterpret_cast<const bf16*>(&packed);
-#pragma unroll
-  for (int i = 0; i < 8; ++i) v[i] = to_float(values[i]);
-}
-
-__device__ __forceinline__ uint4 pack(const float* v) {
-  uint4 packed;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) reinterpret_cast<bf16*>(&packed)[i] = to_bf16(v[i]);
-  return packed;
-}
 
 // Eight neighbouring outputs of a row, rounded to bf16, from `n` on, which is a multiple of eight.
 __device__ __forceinline__ void load_outputs(const Args& a, int n_total, int row, int n, float* y) {
@@ -95,20 +82,9 @@ extern "C" __global__ void __launch_bounds__(256) qkv_rows(const Args a) {
   float v0[8], v1[8], c[8], si[8];
   load_outputs(a, kHeads * HEAD_DIM, row, head * HEAD_DIM + 2 * first, v0);
   load_outputs(a, kHeads * HEAD_DIM, row, head * HEAD_DIM + 2 * first + 8, v1);
-#pragma unroll
-  for (int i = 0; i < 8; i += 4) {
-    *reinterpret_cast<float4*>(c + i) = *reinterpret_cast<const float4*>(a.cosines + place + i);
-    *reinterpret_cast<float4*>(si + i) = *reinterpret_cast<const float4*>(a.sines + place + i);
-  }
-  const float s = row_factor(a, row);
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    v0[i] = mul(v0[i], s), v1[i] = mul(v1[i], s);
-    if (a.bias != nullptr) {
-      v0[i] = add(v0[i], a.bias[head * HEAD_DIM + first + i]);
-      v1[i] = add(v1[i], a.bias[head * HEAD_DIM + first + i + kHalf]);
-    }
-  }
+  load_eight(a.cosines + place, c);
+  load_eight(a.sines + place, si);
+  scale_pairs(a, head, first, row_factor(a, row), v0, v1);
   if (a.q_gain != nullptr) {  // HEAD_DIM is a power of two here
     float square0[8], square1[8];
 #pragma unroll
@@ -128,42 +104,14 @@ extern "C" __global__ void __launch_bounds__(256) qkv_rows(const Args a) {
         v1[i] = mul(mul(v1[i], factor), gain[first + i + kHalf]);
       }
   }
-  if (!valid) return;
-  bool finite = true;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    if (turns) {
-      const float before = v0[i];
-      v0[i] = fused(-v1[i], si[i], mul(before, c[i]));
-      v1[i] = fused(before, si[i], mul(v1[i], c[i]));
-    }
-    if (head < HEADS) continue;
-    v0[i] = rounded(v0[i]);
-    v1[i] = rounded(v1[i]);
-    if (!(fabsf(v0[i]) <= 3.4e38f) || !(fabsf(v1[i]) <= 3.4e38f)) finite = false, v0[i] = v1[i] = 0.0f;
-  }
-  if (!finite) a.not_finite[row] = 1;
-  bf16* to = head < HEADS ? static_cast<bf16*>(a.out) + (static_cast<int64>(row) * HEADS + head) * HEAD_DIM
-                          : (turns ? a.k_store : a.v_store) + (slot * KV_HEADS + (head - HEADS) % KV_HEADS) * HEAD_DIM;
-  *reinterpret_cast<uint4*>(to + first) = pack(v0);
-  *reinterpret_cast<uint4*>(to + first + kHalf) = pack(v1);
+  if (valid) store_pairs(a, row, slot, head, first, c, si, v0, v1);
 }
 
 // Eight neighbours of the residual stream and their scaled form; two threads, lanes 2 i and 2 i + 1, make one node, the tree
 // of the squares of 16. All lanes take part.
 __device__ __forceinline__ void write_eight(const Args& a, int row, int n, bool valid, const float* v) {
-  const int64 at = static_cast<int64>(row) * WIDTH + n;
-  float scaled[8], square[8];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    scaled[i] = mul(v[i], a.gain[n + i]);
-    square[i] = mul(v[i], v[i]);
-  }
-  const float half = register_tree<8>(square), node = add(half, __shfl_xor_sync(0xffffffffu, half, 1));
-  if (!valid) return;
-  *reinterpret_cast<uint4*>(static_cast<bf16*>(a.out) + at) = pack(v);
-  *reinterpret_cast<uint4*>(a.scaled + at) = pack(scaled);
-  if (n % 16 == 0) a.nodes_out[at / 16] = node;
+  const float half = store_stream(a, row, n, valid, v), node = add(half, __shfl_xor_sync(0xffffffffu, half, 1));
+  if (valid && n % 16 == 0) a.nodes_out[(static_cast<int64>(row) * WIDTH + n) / 16] = node;
 }
 
 // grid (rows x WIDTH / 8 / 128): x = bf16(x + Y), its scaled form and its nodes.
@@ -239,9 +187,20 @@ extern "C" __global__ void __launch_bounds__(256) gate_up_rows(const Args a) {
   }
   const float s = row_factor(a, row);
   if (!valid) return;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) gate[i] = mul(activated(mul(gate[i], s)), mul(up[i], s));
+  activate(gate, up, s);
   *reinterpret_cast<uint4*>(static_cast<bf16*>(a.out) + static_cast<int64>(row) * MLP + tile * 8) = pack(gate);
+}
+
+// grid (rows / 8): a warp for each row, whose norm factor large.cu multiplies with; they go to `out`.
+extern "C" __global__ void __launch_bounds__(256) row_factors(const Args a) {
+  release_next();
+  wait_for_previous();
+  const int row = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (row >= a.rows) return;
+  const float* nodes = a.nodes_in + static_cast<int64>(row) * (WIDTH / 16);
+  float ss;
+  sums_of_nodes<WIDTH, 1>(&nodes, &ss, lane);
+  if (lane == 0) static_cast<float*>(a.out)[row] = norm_factor(ss, 1.0f / WIDTH, a.eps);
 }
 
 // grid (head rows, width / 4096): logits = y s in place, y being float32 [head rows, width] of one part.

@@ -6,8 +6,8 @@
 // wait for the kernel in front; four warps multiply what has arrived and say when it may be overwritten. The blocks of a cluster
 // have the parts of K; each finishes its share of the tiles. Without parts a block goes on to further tiles. Of 32 rows, row r is
 // the step's row 16 (r / 8) + r % 8: every warp has rows to finish.
+#include "copies.cuh"
 #include "epilogues.cuh"
-#include "wide.cuh"
 
 using namespace vs;
 
@@ -21,61 +21,13 @@ constexpr int kEight = HALVES * 4 * kWideColumn;
 constexpr int kOwnTiles = (TILES + PARTS - 1) / PARTS;
 static_assert(kPart % (64 * STEP) == 0, "whole stages only");
 
-// Where the copy engine finds a matrix: as the driver encodes it.
-struct alignas(64) Map {
-  uint64 words[16];
-};
 struct WideArgs {
   Map weights;  // [N, K] in boxes of TILES x 16 rows and 64 columns
   Map rows;     // [rows, K] in boxes of kRows; zeros behind the last row
   Args layer;
 };
 
-__device__ __forceinline__ void start_barrier(uint64* barrier, int count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(shared_address(barrier)), "r"(count) : "memory");
-}
-__device__ __forceinline__ void barriers_started() { asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory"); }
-__device__ __forceinline__ void arrive(uint64* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(shared_address(barrier)) : "memory");
-}
-// So many bytes are on their way, or will be.
-__device__ __forceinline__ void expect(uint64* barrier, int nbytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(shared_address(barrier)), "r"(nbytes) : "memory");
-}
-__device__ __forceinline__ bool has_passed(uint64* barrier, int phase) {
-  int passed;
-  asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.b32 %0, 1, 0, p; }\n"
-               : "=r"(passed)
-               : "r"(shared_address(barrier)), "r"(phase)
-               : "memory");
-  return passed;
-}
-__device__ __forceinline__ void wait_for(uint64* barrier, int phase) {
-  while (!has_passed(barrier, phase)) {
-  }
-}
-// A box of a matrix from `row` and `column` on, swizzled by `wide_offset`; its bytes arrive at the barrier.
-__device__ __forceinline__ void copy_box(unsigned to, const Map& map, int column, int row, uint64* barrier) {
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];\n" ::"r"(to),
-               "l"(&map), "r"(column), "r"(row), "r"(shared_address(barrier))
-               : "memory");
-}
-__device__ __forceinline__ void copy_box_once(unsigned to, const Map& map, int column, int row, uint64* barrier, uint64 policy) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;\n" ::"r"(
-          to),
-      "l"(&map), "r"(column), "r"(row), "r"(shared_address(barrier)), "l"(policy)
-      : "memory");
-}
 __device__ __forceinline__ void meet_multiplying() { asm volatile("bar.sync 1, %0;\n" ::"n"(kMultiplying) : "memory"); }
-
-// Goes round the ring: which stage is next, and how often it has been round.
-struct Turn {
-  int stage = 0, phase = 0;
-  __device__ __forceinline__ void advance() {
-    if (++stage == STAGES) stage = 0, phase ^= 1;
-  }
-};
 
 // The tile's chains continued by 16 columns, 16 COUNT outputs of them from operand `b` on.
 template <int COUNT>

@@ -1,0 +1,141 @@
+"""Products of many rows, their source run on a CPU: the bits of linear.cu, whoever is early or late."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from tests.backends.cuda import test_wide  # noqa: E402
+from tests.support import cuda_emulated  # noqa: E402
+from verispec.backends.cuda.arguments import filled  # noqa: E402
+from verispec.backends.cuda.kernels import LargeArgs, LinearArgs, RowArgs  # noqa: E402
+from verispec.backends.cuda.product_forms import LARGE_THREADS, Kind, large_form  # noqa: E402
+
+pytestmark = pytest.mark.cuda
+
+# The two blocks of a cluster are halves of one, each with its own half of the memory.
+BOTH = (
+    "for (int r = 0; r < 2; ++r) emulated::copy_block<LATE_COPIES>(emulated::dynamic_memory + to % (1 << 17) + (r << 17), "
+    "&map, column, eight, block, barrier + (r - int(threadIdx.x) / kThreads) * 2 * STAGES);"
+)
+STEPS = test_wide.STEPS | {
+    "void wide_both##n(float (*d)[4], uint64 a, uint64 b, int adds)": (
+        "emulated::wide_step<LATE_STEPS>(d, a, b, adds, n, threadIdx.x / 32 % 4);"
+    ),
+    "void copy_to_both(unsigned to, const Map& map, int column, int eight, int block, uint64* barrier)": BOTH,
+    "void arrive_at(uint64* barrier, int rank)": (
+        "emulated::count_at(barrier + (rank - int(threadIdx.x) / kThreads) * 2 * STAGES, 1, 0);"
+    ),
+}
+ONLY_WIDE = (
+    "void meet_multiplying()", "float2 load_shared(unsigned address, int rank)",
+)  # fmt: skip
+LARGE = (
+    ("threadIdx.x", "(threadIdx.x % kThreads)"),
+    ("blockIdx.x", "(blockIdx.x * 2 + threadIdx.x / kThreads)"), ("gridDim.x", "(gridDim.x * 2)"),
+    cuda_emulated.dynamic_memory(1024, "auto* memory = emulated::dynamic_memory + (threadIdx.x / kThreads << 17);"),
+    ("__shared__ __align__(8) uint64 full[STAGES], empty[STAGES];",
+     "static uint64 of[2][2 * STAGES]; uint64 *full = of[threadIdx.x / kThreads], *empty = full + STAGES;"),
+    *cuda_emulated.bodies({k: v for k, v in (cuda_emulated.GPU_ONLY | STEPS).items() if k not in ONLY_WIDE}),
+)  # fmt: skip
+
+
+class Layer(test_wide.Layer):
+    """One linear layer of many rows."""
+
+    def boxed(self, args: LinearArgs, x: torch.Tensor, w: torch.Tensor, box_rows: int) -> LargeArgs:
+        boxes = test_wide.emulated_map(w, self.outputs, 32), test_wide.emulated_map(x, self.rows, box_rows)
+        return LargeArgs(*boxes, args, self.factors.data_ptr())
+
+    @cached_property
+    def factors(self) -> torch.Tensor:
+        found = torch.zeros(self.places)
+        args = filled(RowArgs(), nodes_in=self.tensors["nodes_in"], out=found, eps=1e-5, rows=self.rows)
+        sizes = (f"WIDTH={self.width}", "HEADS=1", "KV_HEADS=1", "HEAD_DIM=16", "MLP=16", "PARTS=1", "LATE_COPIES=false")
+        cuda_emulated.launch(
+            "rows.cu", "row_factors", args, grid=(-(-self.rows // 8), 1, 1), threads=256, defines=sizes,
+            changes=cuda_emulated.bodies({HEAD: cuda_emulated.GPU_ONLY[HEAD] for HEAD in ("void wait_for_previous()",)}),
+        )  # fmt: skip
+        return found
+
+    def large(
+        self, *, blocks: int, tiles: int, fewer: int = 1, narrow: int = 0, group: int = 1, stages: int = 3,
+        clusters: int = 2, late: tuple[bool, bool] = (False, False), backwards: bool = False, apart: bool = False,
+        changes: tuple[tuple[str, str], ...] = (),
+    ) -> list[torch.Tensor]:  # fmt: skip
+        flags = (f"LATE_{what}={str(is_late).lower()}" for what, is_late in zip(("COPIES", "STEPS"), late, strict=True))
+        sizes = {"BLOCKS": blocks, "TILES": tiles, "FEWER": fewer, "NARROW": narrow, "GROUP": group, "STAGES": stages}
+        return self.by(
+            "large.cu", "large", grid=clusters, threads=2 * LARGE_THREADS, changes=(*changes, *LARGE), box_rows=128,
+            backwards=backwards, apart=apart, defines=(*(f"{k}={v}" for k, v in sizes.items()), *flags),
+        )  # fmt: skip
+
+
+QKV = (2 + 2) * 32
+LAYERS = [
+    (Layer(Kind.GATE_UP, 256, 256, 1, 300), {"blocks": 2, "tiles": 2}),
+    (Layer(Kind.GATE_UP, 320, 128, 1, 140), {"blocks": 4, "tiles": 1, "fewer": 2, "narrow": 1, "clusters": 1}),
+    (Layer(Kind.PLAIN, 192, 256, 2, 257), {"blocks": 3, "tiles": 1, "stages": 2}),
+    (Layer(Kind.QKV, QKV, 384, 3, 128), {"blocks": 1, "tiles": 2, "stages": 4}),
+    (Layer(Kind.QKV, QKV, 128, 1, 200), {"blocks": 3, "tiles": 1, "clusters": 1}),
+    (Layer(Kind.RESIDUAL, 448, 256, 2, 600), {"blocks": 3, "tiles": 1, "fewer": 2, "narrow": 2, "group": 2}),
+]
+NAMES = [f"{layer.kind.name} {layer.parts} parts, {layer.rows} rows" for layer, _ in LAYERS]
+
+
+@pytest.mark.parametrize(
+    ("late", "backwards", "apart"), [((False, False), False, False), ((True, False), True, True), ((True, True), False, False)]
+)
+@pytest.mark.parametrize(("layer", "form"), LAYERS, ids=NAMES)
+def test_it_has_the_bits_of_the_kernel_of_few_rows(
+    layer: Layer, form: dict[str, int], late: tuple[bool, bool], backwards: bool, apart: bool
+) -> None:
+    """Copies and products as early or as late as can be, threads in any order, warps beside each other or alone."""
+    assert test_wide.same(layer.large(**form, late=late, backwards=backwards, apart=apart), layer.linear)
+
+
+FAULTS = {
+    "a stage is given back while it is read": ("wide_done<1>();", ""),
+    "weights that have not arrived": ("wait_for(full + turn.stage, turn.phase);", ""),
+    "a stage that is still read": ("if (again) wait_for(empty + turn.stage, turn.phase ^ 1);", ""),
+    "one block's half of the weights": ("4 * rank, block + b", "0, block + b"),
+    "rows before the kernel in front has ended": ("  meet_cluster();\n  wait_for_previous();", "  meet_cluster();"),
+    "the first part alone": ("if (PARTS > 1) add_all<COUNT>(acc[0], acc[kSums - 1]);", ""),
+    "rows of the other half": ("s[h] = __ldg(args.factors + row + 8 * h)", "s[h] = __ldg(args.factors + row)"),
+    "tiles in another order": ("rest % size, column = rest / size", "rest / count, column = rest / size"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_control_faults_are_noticed(name: str) -> None:
+    def is_right(layer: Layer, form: dict[str, int], late: tuple[bool, bool]) -> bool:
+        try:
+            return test_wide.same(layer.large(**form, late=late, changes=(FAULTS[name],)), layer.linear)
+        except cuda_emulated.Stuck:
+            return False
+
+    found = (is_right(layer, form, late) for late in ((False, True), (True, False)) for layer, form in reversed(LAYERS))
+    assert not all(found)
+
+
+def test_forms_cover_all_outputs_and_fit() -> None:
+    """For matrices and rows of many sizes: every output is in a tile, rings fit, and clusters end together or nearly."""
+    for outputs, columns, parts in ((6144, 4096, 2), (28672, 4096, 1), (4096, 14336, 2), (4096, 4096, 2), (960, 576, 3)):
+        for rows in (512, 1000, 2048, 4096):
+            form = large_form((outputs, columns), parts, rows, 132)
+            in_all = form.tiles * form.blocks + form.narrow * form.fewer
+            assert outputs <= 64 * in_all < outputs + 64 * max(form.blocks, form.fewer)
+            assert form.shared <= 227 * 1024 - 2048
+            assert form.stages >= 4
+            assert form.clusters <= 66
+            pairs = -(-rows // 256)
+            ends = [
+                len(range(c, form.tiles * pairs, 66)) * form.blocks
+                + (len(range(c, (form.tiles + form.narrow) * pairs, 66)) - len(range(c, form.tiles * pairs, 66))) * form.fewer
+                for c in range(66)
+            ]
+            if rows >= 2048 and outputs >= 4096:
+                assert max(ends) <= 1.05 * outputs / 64 * pairs / 66
