@@ -338,8 +338,8 @@ def text_to_text(llm: LLM, texts: list[str]) -> None:
     compare(f"SmolLM2 {len(texts)} requests, text to text", *both, runs=3)
 
 
-def large(draft_weights: str = "") -> None:
-    """Random weights in the shapes of Llama 8B; with `draft_weights`, windows that weights of this kind draw."""
+def large_backend(draft_weights: str = "") -> CudaBackend:
+    """Random weights in the shapes of Llama 8B."""
     layer = LayerSpec(rope=Rope(500000.0), query_scalar=128)
     arch = Architecture(
         family="llama", layers=(layer,) * 32, hidden_size=4096, num_heads=32, num_kv_heads=8, head_dim=128,
@@ -364,6 +364,12 @@ def large(draft_weights: str = "") -> None:
         draft_weights=draft_weights,
     )
     print(f"8B shapes: start {time.perf_counter() - begin:.1f} s, {torch.cuda.memory_allocated() / 2**30:.1f} GiB")
+    return backend
+
+
+def large(draft_weights: str = "") -> None:
+    """8B shapes; with `draft_weights`, windows that weights of this kind draw."""
+    backend = large_backend(draft_weights)
     found = calibrate(backend)
     costs = zip(found.cost.shapes, found.cost.base, strict=True)
     print("cost ms", " ".join(f"{m}:{s * 1e3:.2f}" for m, s in costs))

@@ -1,33 +1,36 @@
-"""Products of many rows by large.cu and by the library, microseconds: python -m bench.large FOLDER [rows ...]
+"""Products of many rows by large.cu and by the library, us: python -m bench.large FOLDER [8b | 1.5b | 135m ...]
 
-The shapes of Llama 8B, random weights, several matrices in turns so that none is found in the cache, everything behind
-the product included. Every result is compared with the library's, bit for bit. With `forms`, all tiles are tried.
+Random weights, several layers in turns so that no matrix is found in the cache, everything behind the product included.
+Every result is compared with the library's, bit for bit.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from unittest.mock import patch
 
 import torch
 
 from bench.gpu import microseconds
-from verispec.backends.cuda import kernels as kernels_module
 from verispec.backends.cuda.device import Gpu
 from verispec.backends.cuda.kernels import Buffers, Kernels, Layer, RowInputs
-from verispec.backends.cuda.product_forms import LargeForm, large_form
-from verispec.backends.cuda.shapes import Shapes, num_parts
+from verispec.backends.cuda.product_forms import is_large
+from verispec.backends.cuda.shapes import Shapes
 from verispec.model.hub import cache_dir
 
-SHAPES = Shapes(width=4096, heads=32, kv_heads=8, head_dim=128, mlp=14336, vocab=128256, eps=1e-5)
-NUM_LAYERS = 3
-MOST_ROWS = 4096
+SHAPES = {
+    "8b": Shapes(width=4096, heads=32, kv_heads=8, head_dim=128, mlp=14336, vocab=128256, eps=1e-5),
+    "1.5b": Shapes(width=1536, heads=12, kv_heads=2, head_dim=128, mlp=8960, vocab=151936, eps=1e-6),
+    "135m": Shapes(width=576, heads=9, kv_heads=3, head_dim=64, mlp=1536, vocab=49152, eps=1e-5),
+}
+NUM_LAYERS = 4
+ROWS = (512, 1024, 2048, 4096)
 
 
-def layers() -> list[Layer]:
+def layers(s: Shapes) -> list[Layer]:
     generator = torch.Generator(device="cuda").manual_seed(0)
 
     def random(*size: int) -> torch.Tensor:
@@ -35,11 +38,11 @@ def layers() -> list[Layer]:
         dtype = torch.bfloat16 if len(size) > 1 else torch.float32
         return (torch.randn(size, generator=generator, device="cuda") * scale).to(dtype)
 
-    s = SHAPES
     return [
         Layer(
             attn_gain=random(s.width), qkv=random(s.qkv, s.width), qkv_bias=None, q_gain=None, k_gain=None,
-            cos=random(1024, 64), sin=random(1024, 64), window=1 << 30, o=random(s.width, s.attention),
+            cos=random(1024, s.head_dim // 2).float(),
+            sin=random(1024, s.head_dim // 2).float(), window=1 << 30, o=random(s.width, s.attention),
             attn_post_gain=None, mlp_gain=random(s.width), gate_up=random(2 * s.mlp, s.width),
             down=random(s.width, s.mlp), mlp_post_gain=None,
         )
@@ -51,16 +54,23 @@ class Products:
     """The four products of a layer, and what they leave."""
 
     def __init__(self, kernels: Kernels) -> None:
-        self.kernels, self.layers = kernels, layers()
-        self.b = Buffers.of(SHAPES, MOST_ROWS, MOST_ROWS, "cuda")
-        generator = torch.Generator(device="cuda").manual_seed(1)
-        for t in (self.b.scaled, self.b.attention, self.b.h):
-            t.normal_(generator=generator)
-        self.b.nodes.uniform_(generator=generator)
-        self.k = torch.zeros(MOST_ROWS + 2, 8, 128, device="cuda", dtype=torch.bfloat16)
+        shapes, most = kernels.shapes, max(ROWS)
+        self.kernels, self.layers = kernels, layers(shapes)
+        self.b = Buffers.of(shapes, most, most, "cuda")
+        self.k = torch.zeros(most + 2, shapes.kv_heads, shapes.head_dim, device="cuda", dtype=torch.bfloat16)
         self.v = torch.zeros_like(self.k)
-        at = torch.arange(MOST_ROWS, device="cuda", dtype=torch.int32)
+        self.refill()
+        at = torch.arange(most, device="cuda", dtype=torch.int32)
         self.inputs = RowInputs(at, at % 1000, at + 2, at, at, at, at[:, None], at[None])
+
+    def refill(self) -> None:
+        """Everything that products read, as at the beginning."""
+        generator, b = torch.Generator(device="cuda").manual_seed(1), self.b
+        for values in (b.scaled, b.attention, b.h, b.x, b.q):
+            values.normal_(generator=generator)
+        b.nodes.uniform_(generator=generator)
+        for values in (self.k, self.v, b.not_finite):
+            values.zero_()
 
     def work(self, name: str, rows: int) -> Callable[[Layer], None]:
         k, b = self.kernels, self.b
@@ -74,65 +84,52 @@ class Products:
     def left(self, name: str, rows: int) -> list[torch.Tensor]:
         """What one product leaves behind, from the same start."""
         b = self.b
-        kept = {field: getattr(b, field).clone() for field in ("x", "scaled", "nodes", "h", "attention", "q")}
-        b.x.normal_(generator=torch.Generator(device="cuda").manual_seed(2))
-        self.k.zero_(), self.v.zero_(), b.not_finite.zero_()
+        self.refill()
         self.work(name, rows)(self.layers[0])
         found = {"q/k/v": (b.q, self.k, self.v, b.not_finite), "gate-up": (b.h,)}.get(name, (b.x, b.scaled, b.nodes))
-        left = [part.clone() for part in found]
-        for field, value in kept.items():
-            getattr(b, field).copy_(value)
-        return left
-
-
-SIZES = {"q/k/v": (6144, 4096), "output": (4096, 4096), "gate-up": (28672, 4096), "down": (4096, 14336)}
+        return [part.clone().view(torch.int16 if part.element_size() == 2 else torch.int32) for part in found]
 
 
 def timed(products: Products, name: str, rows: int, device: Gpu) -> float:
+    products.refill()
     work = products.work(name, rows)
     graph = device.capture(lambda: [work(layer) for layer in products.layers] and None)
-    return microseconds(graph, replays=5, rounds=5) / NUM_LAYERS
+    return microseconds(graph, replays=3, rounds=7) / NUM_LAYERS
 
 
-def uniform(size: tuple[int, int], rows: int, blocks: int, stages: int = 0) -> LargeForm:
-    tiles, stage = -(-size[0] // 64 // blocks), (128 + 64 * blocks) * 128
-    stages = stages or min(6, 208 * 1024 // stage)
-    return LargeForm(blocks, tiles, 1, 0, stages, stages * stage, min(66, tiles * -(-rows // 256)))
+def compared(products: Products, name: str, rows: int, device: Gpu) -> tuple[float, float]:
+    """Microseconds by the library and by large.cu, medians of three each, in turns. Ends the run if a bit differs."""
+    left: list[list[torch.Tensor]] = []
+    times: tuple[list[float], list[float]] = [], []
+    for turn in range(6):
+        products.kernels.own_large = bool(turn % 2)
+        if turn < 2:
+            left.append(products.left(name, rows))
+        times[turn % 2].append(timed(products, name, rows, device))
+    differ = sum(int((a != b).sum()) for a, b in zip(*left, strict=True))
+    if differ:
+        raise SystemExit(f"{name}, {rows} rows: {differ} values differ")
+    return statistics.median(times[0]), statistics.median(times[1])
 
 
 def main() -> None:
-    device = Gpu(0, cache_dir() / "cuda")
-    products = Products(device.kernels(SHAPES))
-    results = []
+    device, results = Gpu(0, cache_dir() / "cuda"), []
     with device.exact_products():
-        for rows in [int(arg) for arg in sys.argv[2:] if arg.isdigit()] or [512, 1024, 2048, 4096]:
-            for name, size in SIZES.items():
-                parts = num_parts(*size)
-                products.kernels.own_large = False
-                wanted, library = products.left(name, rows), timed(products, name, rows, device)
-                products.kernels.own_large = True
-                forms = {"chosen": large_form(size, parts, rows, 132)}
-                if "forms" in sys.argv:
-                    forms |= {f"{64 * n}": uniform(size, rows, n) for n in (2, 3, *([4] if parts == 1 else []))}
-                entry = {"product": name, "rows": rows, "library": library}
-                for label, form in forms.items():
-                    for group in (4, 8, 16) if "forms" in sys.argv and label == "chosen" else (8,):
-                        with (
-                            patch.object(kernels_module, "large_form", lambda *_, form=form: form),
-                            patch.object(kernels_module, "LARGE_GROUP", group),
-                        ):
-                            found = products.left(name, rows)
-                            differ = sum(int((a != b).sum()) for a, b in zip(found, wanted, strict=True))
-                            if differ:
-                                raise SystemExit(f"{name}, {rows} rows, {form}: {differ} values differ")
-                            entry[f"{label}, group {group}"] = timed(products, name, rows, device)
-                results.append(entry)
-                flops = 2 * rows * size[0] * size[1]
-                print(
-                    f"{name}, {rows} rows, us (TFLOP/s):",
-                    ", ".join(f"{k} {v:.1f} ({flops / v / 1e6:.0f})" for k, v in entry.items() if isinstance(v, float)),
-                    forms["chosen"], flush=True,
-                )  # fmt: skip
+        for shape in sys.argv[2:] or SHAPES:
+            products = Products(device.kernels(SHAPES[shape]))
+            layer = products.layers[0]
+            matrices = {"q/k/v": layer.qkv, "output": layer.o, "gate-up": layer.gate_up, "down": layer.down}
+            for name, w in matrices.items():
+                for rows in ROWS:
+                    if not is_large(w, rows, products.kernels.num_sms):
+                        continue
+                    library, large = compared(products, name, rows, device)
+                    rates = [2 * rows * w.numel() / took / 1e6 for took in (library, large)]
+                    results.append({"shape": shape, "product": name, "rows": rows, "library": library, "large": large})
+                    print(
+                        f"{shape} {name}, {rows} rows: library {library:.1f} us ({rates[0]:.0f} TFLOP/s), large.cu "
+                        f"{large:.1f} ({rates[1]:.0f}), 0 values differ", flush=True,
+                    )  # fmt: skip
     Path(sys.argv[1], "large.json").write_text(json.dumps(results, indent=1) + "\n")
 
 

@@ -41,7 +41,7 @@ GPU_ONLY = {
 }
 
 
-class Stuck(RuntimeError):
+class StuckError(RuntimeError):
     """Nothing can go on, and not all threads have ended."""
 
 
@@ -92,9 +92,9 @@ def launch(
     apart: bool = False, changes: tuple[tuple[str, str], ...] = (),
 ) -> None:  # fmt: skip
     """One kernel, block by block; with `fewer` threads where given. `changes` are made to the source's text first.
-    Raises Stuck where threads wait for each other."""
+    Raises StuckError where threads wait for each other."""
     library, sizes = _library(source, defines, fewer, changes), (ctypes.c_int * 3)(*grid)
     run = getattr(library, f"run_{name}")
     run.restype = ctypes.c_bool
     if not run(ctypes.byref(args), sizes, fewer or threads, int(backwards), int(apart)):
-        raise Stuck(f"{name}: some threads wait for what never comes")
+        raise StuckError(f"{name}: some threads wait for what never comes")

@@ -11,6 +11,7 @@ pytestmark = pytest.mark.cuda
 MODEL = {"WIDTH": 576, "HEADS": 9, "KV_HEADS": 3, "HEAD_DIM": 64}
 LINEAR = {"N": 960, "K": 576, "PARTS": 3, "TILES": 1, "STAGES": 4, **MODEL}
 WIDE = {"K": 576, "STEP": 1, "STAGES": 4, **MODEL}
+LARGE = {"K": 1152, "BLOCKS": 2, "GROUP": 4, "STAGES": 6, **MODEL}
 DRAFTS = {"E4M3": 0, "WARPS": 9, "STAGES": 4, "STEP": 1, "LATE": 0, **MODEL}
 WHOLE = {"KIND": 1, "N": 576, "K": 1536, "BITS": 8, "BLOCK_ROWS": 8, **DRAFTS}
 FLOATS = WHOLE | {"E4M3": 1}
@@ -24,6 +25,11 @@ SOURCES = [
     ("wide.cu", WIDE | {"KIND": 1, "N": 576, "PARTS": 3, "HALVES": 2, "TILES": 1}),
     ("wide.cu", WIDE | {"KIND": 2, "N": 3072, "PARTS": 1, "HALVES": 2, "TILES": 9}),
     ("wide.cu", WIDE | {"KIND": 3, "N": 49152, "PARTS": 1, "HALVES": 1, "TILES": 8}),
+    *(
+        ("large.cu", LARGE | {"KIND": kind, "N": n, "PARTS": parts})
+        for kind, n, parts in ((0, 960, 3), (1, 576, 2), (2, 3072, 1))
+    ),
+    ("large.cu", LARGE | {"KIND": 1, "N": 576, "K": 1536, "PARTS": 4}),
     *(("rows.cu", {**MODEL, "MLP": 1536, "PARTS": parts}) for parts in (1, 2, 3, 4)),
     *(("attention.cu", ATTENTION | {"HEAD_DIM": size, "TWO_BUFFERS": 1, "CLUSTER": 1}) for size in (64, 128)),
     *(("attention.cu", ATTENTION | {"HEAD_DIM": size, "WHOLE": 1}) for size in (64, 256)),
@@ -56,7 +62,7 @@ def test_ptx_has_no_approximations_and_only_k16_products(
     size = "m16n8k32" if source == "quantized.cu" else "m16n8k16"  # drafts are products of 8 bits
     assert {m for m in re.findall(r"mma\.sync\.[.\w]*", ptx) if size not in m} == set()
     is_wide = architecture == "sm_90a" and source == "attention.cu" and defines["HEAD_DIM"] <= 128
-    is_wide |= source == "wide.cu"  # which only Hopper runs
+    is_wide |= source in ("wide.cu", "large.cu")  # which only Hopper runs
     assert set(re.findall(r"m\d+n\d+(k\d+)\.f32", ptx)) <= {"k16"}
     assert ("wgmma" in ptx) is is_wide
     # Every float sum and product says how it rounds, so that nothing may be contracted.
@@ -68,7 +74,7 @@ ASSEMBLED = [*{source: (source, defines) for source, defines in reversed(SOURCES
 ASSEMBLED += [("attention.cu", ATTENTION | {"HEAD_DIM": 256, "WHOLE": 1})]
 ASSEMBLED += [("quantized.cu", FLOATS), ("quantized.cu", FLOATS | {"KIND": 0, "STEP": 2})]
 # Bytes that a kernel may spill; all others spill nothing. Those between passes run in one block.
-SPILLED = {"begin_level": 64, "end_level": 512}
+SPILLED = {"begin_level": 64, "end_level": 512, "large": 512}
 SPILLED_AT_256 = {"attention_groups": 2560}
 
 

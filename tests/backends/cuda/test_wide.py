@@ -82,7 +82,8 @@ class Layer:
             "x": random(places, self.columns).bfloat16(), "w": random(self.outputs, self.columns).bfloat16(),
             "nodes_in": random(places, self.width // 16).square(), "bias": random(self.outputs),
             "cosines": random(100, self.head_dim // 2), "sines": random(100, self.head_dim // 2),
-            "positions": torch.randint(100, (places,), generator=generator).int(), "slots": torch.arange(places).int() + 2,
+            "positions": torch.randint(100, (places,), generator=generator).int(),
+            "slots": torch.arange(places).int() + 2,
             "gain": random(self.outputs), "residual": random(places, self.outputs).bfloat16(), "row_ids": ids,
         }  # fmt: skip
         self.tensors["x"].view(torch.int16)[:, 0] = 0x0D81  # a mark: only who waits for the kernel in front finds it

@@ -1,7 +1,8 @@
 """The kernels as Python calls on torch tensors: one method per step of a pass, in two forms with the same bits.
 
 `few` runs a linear layer and what follows it as one kernel of ours (up to 64 rows). `many` takes the product from
-cuBLASLt, batched over the parts of K, and finishes it in a small kernel. Every call only puts work on torch's current
+cuBLASLt, batched over the parts of K, and finishes it in a small kernel; or, where there are several parts and rows
+enough, it is one kernel of ours again. Every call only puts work on torch's current
 stream, so all of them can be captured into a CUDA graph. Buffers belong to the caller.
 """
 
@@ -21,6 +22,7 @@ from verispec.backends.cuda.compiler import NOT_KEPT, Cubins, Kernel, Modules
 from verispec.backends.cuda.product_forms import (
     ALONE_NBYTES,
     LARGE_GROUP,
+    LARGE_ROW_TILE,
     LARGE_THREADS,
     MAX_BLOCK_NBYTES,
     WIDE_THREADS,
@@ -260,7 +262,7 @@ class Kernels:
         self.whole_rows: bool | None = None  # which form `attend_rows` takes; None: the quicker one. For checks
         self.own_large = True  # whether large.cu serves where it can. For checks
         self._tile_nbytes = 2 * TILE * shapes.head_dim * 2  # of K and V
-        self._num_sms: int = torch.cuda.get_device_properties("cuda").multi_processor_count
+        self.num_sms: int = torch.cuda.get_device_properties("cuda").multi_processor_count
 
     # Steps of a pass. `b` is written, `rows` is M. Products of few rows are left out while `busy`, one word, is 0.
 
@@ -321,10 +323,10 @@ class Kernels:
 
     def _span_form(self, rows: int, spans: int) -> SpanForm:
         store, weights = SPAN * self.shapes.head_dim * 2, 16 * (SPAN + 8) * 2
-        two_buffers = rows * self.shapes.kv_heads * spans <= 2 * self._num_sms
+        two_buffers = rows * self.shapes.kv_heads * spans <= 2 * self.num_sms
         two_buffers &= 2 * store + weights <= MAX_BLOCK_NBYTES
         shared = (2 if two_buffers else 1) * store + weights
-        fits = spans <= _FREE_CLUSTER or rows * self.shapes.kv_heads * spans * shared <= self._num_sms * ALONE_NBYTES
+        fits = spans <= _FREE_CLUSTER or rows * self.shapes.kv_heads * spans * shared <= self.num_sms * ALONE_NBYTES
         cluster = spans if two_buffers and fits and 1 < spans <= _MAX_CLUSTER else 1
         return SpanForm(two_buffers, cluster, shared)
 
@@ -344,7 +346,7 @@ class Kernels:
 
     def attends_whole(self, num_groups: int, spans: int) -> bool:
         """Whether blocks of so many groups take all spans of their rows, and leave nothing to merge."""
-        return spans == 1 or num_groups * self.shapes.kv_heads >= WHOLE_GROUPS_PER_SM * self._num_sms
+        return spans == 1 or num_groups * self.shapes.kv_heads >= WHOLE_GROUPS_PER_SM * self.num_sms
 
     def attend_groups(
         self, k: torch.Tensor, v: torch.Tensor, inputs: RowInputs, b: Buffers, groups: torch.Tensor, *, first_row: int,
@@ -396,7 +398,7 @@ class Kernels:
             args = filled(LinearArgs(), x=b.scaled, w=layer.gate_up, busy=busy, **common)
             self._linear(Kind.GATE_UP, layer.gate_up, rows, args)
             return
-        if self._is_large(layer.gate_up, rows):
+        if self._is_large(layer.gate_up, rows):  # of narrow models
             self._large(Kind.GATE_UP, layer.gate_up, rows, filled(LinearArgs(), x=b.scaled, **common), b)
             return
         y, parts = self._product(b.scaled[:rows], layer.gate_up, b)
@@ -441,27 +443,27 @@ class Kernels:
     def _quantized(self, kind: Kind, w: Quantized, rows: int, args: ctypes.Structure) -> None:
         outputs, columns = w.shape
         row_tile = draft_rows(columns, rows)
-        form = draft_form(kind, w.shape, w.bits, row_tile, self._num_sms)
+        form = draft_form(kind, w.shape, w.bits, row_tile, self.num_sms)
         defines = {
             "KIND": int(kind), "N": outputs, "K": columns, "BITS": w.bits, "E4M3": int(w.is_float),
             "BLOCK_ROWS": row_tile, "WARPS": form.warps, "STAGES": form.stages, "STEP": form.step, "LATE": form.late,
             **self._sizes,
         }  # fmt: skip
-        grid = (min(outputs // 16, form.per_sm * self._num_sms), -(-rows // row_tile), 1)
+        grid = (min(outputs // 16, form.per_sm * self.num_sms), -(-rows // row_tile), 1)
         kernel = self._kernel("quantized.cu", "quantized", defines)
         kernel.launch(grid, 32 * (form.warps + 1), args, stream=current_stream(), shared=form.shared)
 
     def _wide(self, kind: Kind, w: torch.Tensor, parts: int, rows: int, args: ctypes.Structure) -> None:
         assert rows <= MAX_FEW_ROWS
         outputs, columns = w.shape
-        form = wide_form((outputs, columns), parts, rows, self._num_sms)
+        form = wide_form((outputs, columns), parts, rows, self.num_sms)
         defines = {
             "KIND": int(kind), "N": outputs, "K": columns, "PARTS": parts, "HALVES": wide_rows(rows) // 32,
             "TILES": form.tiles, "STEP": form.step, "STAGES": form.stages, **self._sizes,
         }  # fmt: skip
         blocks = -(-outputs // (16 * form.tiles)) * parts
         if parts == 1 and kind not in (Kind.QKV, Kind.RESIDUAL):  # others fetch what they add before their only tiles
-            blocks = min(blocks, self._num_sms)
+            blocks = min(blocks, self.num_sms)
         boxes = (
             TensorMap.of(w.data_ptr(), outputs, columns, 16 * form.tiles),
             TensorMap.of(args.x, rows, columns, wide_rows(rows)),
@@ -473,22 +475,21 @@ class Kernels:
         )  # fmt: skip
 
     def _is_large(self, w: Matrix, rows: int) -> bool:
-        return self.own_large and is_large(w, num_parts(*w.shape), rows)
+        return self.own_large and is_large(w, rows, self.num_sms)
 
     def _large(self, kind: Kind, w: Matrix, rows: int, args: ctypes.Structure, b: Buffers | None = None) -> None:
         """Products of many rows and what follows; of `b` the rows' norm factors are made first."""
         assert isinstance(w, torch.Tensor)
         outputs, columns = w.shape
-        parts = num_parts(outputs, columns)
-        form = large_form((outputs, columns), parts, rows, self._num_sms)
+        form = large_form(outputs, rows, self.num_sms)
         if b is not None:
             of = filled(RowArgs(), nodes_in=b.nodes, out=b.factors, eps=self.shapes.eps, rows=rows)
             self._rows_kernel("row_factors", 1).launch((-(-rows // 8), 1, 1), 256, of, stream=current_stream())
         defines = {
-            "KIND": int(kind), "N": outputs, "K": columns, "PARTS": parts, "BLOCKS": form.blocks, "TILES": form.tiles,
-            "FEWER": form.fewer, "NARROW": form.narrow, "GROUP": LARGE_GROUP, "STAGES": form.stages, **self._sizes,
+            "KIND": int(kind), "N": outputs, "K": columns, "PARTS": num_parts(outputs, columns), "BLOCKS": form.blocks,
+            "GROUP": LARGE_GROUP, "STAGES": form.stages, **self._sizes,
         }  # fmt: skip
-        boxes = TensorMap.of_blocks(w.data_ptr(), outputs, columns), TensorMap.of(args.x, rows, columns, 128)
+        boxes = TensorMap.of_blocks(w.data_ptr(), outputs, columns), TensorMap.of(args.x, rows, columns, LARGE_ROW_TILE)
         whole = LargeArgs(*boxes, args, None if b is None else b.factors.data_ptr())
         self._kernel("large.cu", "large", defines).launch(
             (2 * form.clusters, 1, 1), LARGE_THREADS, whole, stream=current_stream(), shared=form.shared, cluster=2
@@ -503,7 +504,7 @@ class Kernels:
         if is_wide(w, rows):
             self._wide(kind, w, parts, rows, args)
             return
-        form = linear_form((outputs, columns), parts, rows, self._num_sms)
+        form = linear_form((outputs, columns), parts, rows, self.num_sms)
         defines = {
             "KIND": int(kind), "N": outputs, "K": columns, "PARTS": parts, "ROW_TILES": form.row_tiles,
             "TILES": form.tiles, "STAGES": form.stages, **self._sizes,
@@ -545,7 +546,7 @@ class Kernels:
             return False
         if self.whole_rows is not None:
             return self.whole_rows
-        return spans <= _MAX_WHOLE_SPANS and rows * self.shapes.kv_heads >= _WHOLE_ROWS_PER_SM * self._num_sms
+        return spans <= _MAX_WHOLE_SPANS and rows * self.shapes.kv_heads >= _WHOLE_ROWS_PER_SM * self.num_sms
 
     def _whole_nbytes(self, spans: int) -> int:
         return _WHOLE_TILES * self._tile_nbytes + spans * SPAN * 4  # the ring and the slots

@@ -1,7 +1,6 @@
 // One linear layer of many rows with what follows it, on 64-row steps of the tensor core: the chains, the tree over the parts of K
-// and the operations of linear.cu, so its bits. Compiled for one layer: KIND, N, K, PARTS (up to 3), BLOCKS (of 64 outputs, in a
-// tile), TILES of them and NARROW tiles of FEWER blocks behind them, GROUP (pairs of row tiles whose tiles follow each other),
-// STAGES, WIDTH, and for q/k/v HEADS, KV_HEADS, HEAD_DIM.
+// and the operations of linear.cu, so its bits. Compiled for one layer: KIND, N, K, PARTS, BLOCKS (of 64 outputs, in a tile), GROUP
+// (pairs of row tiles whose tiles follow each other), STAGES, WIDTH, and for q/k/v HEADS, KV_HEADS, HEAD_DIM.
 // Two blocks of a cluster have 128 rows each and the same outputs: each brings its own rows and half of the weights, for both. One
 // warp has the copy engine fill a ring; eight multiply, 64 rows for each four, and finish their rows. A block goes on to further
 // tiles. Of 64 weights, row 16 t + 2 j + e stands at 8 j + 2 t + e: so a thread has 16 neighbouring outputs of its rows.
@@ -15,8 +14,9 @@ constexpr int kProducing = 128, kMultiplying = 256, kThreads = kProducing + kMul
 constexpr int kRowTile = 128, kPartSteps = K / PARTS / 64, kSteps = PARTS * kPartSteps;
 constexpr int kRowBytes = kRowTile * kWideColumn, kBlockBytes = 64 * kWideColumn;  // of 64 columns
 constexpr int kStageBytes = kRowBytes + BLOCKS * kBlockBytes;
-constexpr int kSums = PARTS == 1 ? 1 : 2;
-static_assert(PARTS <= 3 && K % (64 * PARTS) == 0 && N % 64 == 0, "whole stages and blocks only");
+constexpr int kTiles = (N / 64 + BLOCKS - 1) / BLOCKS;
+constexpr int kSums = PARTS == 4 ? 3 : PARTS > 1 ? 2 : 1;  // that are held at once
+static_assert(K % (64 * PARTS) == 0 && N % 64 == 0, "whole stages and blocks only");
 
 struct LargeArgs {
   Map weights;  // [N, K] as {e, t, j, block} of rows, in boxes of 32 of them
@@ -48,25 +48,21 @@ __device__ __forceinline__ void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(COUNT));
 }
 
-template <int COUNT>
 __device__ __forceinline__ void step16(float (*acc)[4], uint64 rows, uint64 b, int adds) {
-  if constexpr (COUNT == 4) wide_both256(acc, rows, b, adds);
-  if constexpr (COUNT == 3) wide_both192(acc, rows, b, adds);
-  if constexpr (COUNT == 2) wide_both128(acc, rows, b, adds);
-  if constexpr (COUNT == 1) wide_both64(acc, rows, b, adds);
+  if constexpr (BLOCKS == 2) wide_both128(acc, rows, b, adds);
+  if constexpr (BLOCKS == 1) wide_both64(acc, rows, b, adds);
 }
 
-template <int COUNT>
 __device__ __forceinline__ void add_all(float (*to)[4], float (*from)[4]) {
 #pragma unroll
-  for (int i = 0; i < 32 * COUNT; ++i) to[i / 4][i % 4] = add(to[i / 4][i % 4], from[i / 4][i % 4]);
+  for (int i = 0; i < 32 * BLOCKS; ++i) to[i / 4][i % 4] = add(to[i / 4][i % 4], from[i / 4][i % 4]);
 }
 
-// A tile of `count` columns of tiles in all: of which rows and from which block of weights on.
+// Where a tile is: which pair of row tiles, and which outputs.
 struct Place {
   int pair, column;
-  __device__ __forceinline__ Place(int i, int pairs, int count) {
-    const int first = i / (GROUP * count) * GROUP, size = min(GROUP, pairs - first), rest = i - first * count;
+  __device__ __forceinline__ Place(int i, int pairs) {
+    const int first = i / (GROUP * kTiles) * GROUP, size = min(GROUP, pairs - first), rest = i - first * kTiles;
     pair = first + rest % size, column = rest / size;
   }
 };
@@ -105,13 +101,12 @@ __device__ __forceinline__ void finish_tile(const Args& a, int row, int tile, fl
 #endif
 }
 
-// The multiplying warps' work on one tile of COUNT blocks.
-template <int COUNT>
+// The multiplying warps' work on one tile.
 __device__ __forceinline__ void multiply(const LargeArgs& args, unsigned ring, uint64* full, uint64* empty, Turn& turn, int first_row,
                                          int first_block) {
   const Args& a = args.layer;
   const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, g = lane >> 2, t = lane & 3;
-  float acc[kSums][8 * COUNT][4];
+  float acc[kSums][8 * BLOCKS][4];  // p0, then p0 + p1; p1, then p2; p3
   const auto release_last = [&] {
     if (lane < 2) arrive_at(empty + (turn.stage == 0 ? STAGES : turn.stage) - 1, lane);
   };
@@ -124,8 +119,7 @@ __device__ __forceinline__ void multiply(const LargeArgs& args, unsigned ring, u
       const uint64 rows = wide_operand(at + group * 64 * kWideColumn, 16), w = wide_operand(at + kRowBytes, 16);
 #pragma unroll
       for (int k = 0; k < 4; ++k)
-        step16<COUNT>(acc[part % kSums == 0 && part > 0 ? 1 : part % kSums], wide_further(rows, k * 32), wide_further(w, k * 32),
-                      k > 0 || step > 0);
+        step16(acc[part < 2 ? part : part - 1], wide_further(rows, k * 32), wide_further(w, k * 32), k > 0 || step > 0);
       wide_commit();
       if (part > 0 || step > 0) {
         wide_done<1>();
@@ -133,14 +127,15 @@ __device__ __forceinline__ void multiply(const LargeArgs& args, unsigned ring, u
       }
       turn.advance();
     }
-    if (PARTS == 3 && part == 1) {
+    if (PARTS > 2 && part == 1) {
       wide_done<0>();
-      add_all<COUNT>(acc[0], acc[kSums - 1]);
+      add_all(acc[0], acc[1]);
     }
   }
   wide_done<0>();
   release_last();
-  if (PARTS > 1) add_all<COUNT>(acc[0], acc[kSums - 1]);
+  if (PARTS == 4) add_all(acc[kSums - 2], acc[kSums - 1]);
+  if (PARTS > 1) add_all(acc[0], acc[1]);
 
   const int row = first_row + group * 64 + warp * 16 + g;
   float s[2] = {1.0f, 1.0f};
@@ -156,8 +151,8 @@ __device__ __forceinline__ void multiply(const LargeArgs& args, unsigned ring, u
   };
   fetch(0);
 #pragma unroll
-  for (int i = 0; i < 2 * COUNT; ++i) {
-    if (i + 1 < 2 * COUNT) fetch(i + 1);
+  for (int i = 0; i < 2 * BLOCKS; ++i) {
+    if (i + 1 < 2 * BLOCKS) fetch(i + 1);
     float y[16];
 #pragma unroll
     for (int k = 0; k < 16; ++k) y[k] = acc[0][i / 2 * 8 + k / 2][i % 2 * 2 + k % 2];
@@ -170,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) large(const __grid_con
   extern __shared__ __align__(1024) unsigned char memory[];
   __shared__ __align__(8) uint64 full[STAGES], empty[STAGES];  // a stage has arrived; all warps of both blocks are done with it
   const int rank = blockIdx.x % 2, pairs = (args.layer.rows + 2 * kRowTile - 1) / (2 * kRowTile);
-  const int stride = gridDim.x / 2, wide = TILES * pairs, all = wide + NARROW * pairs;
+  const int stride = gridDim.x / 2, all = kTiles * pairs;
   const unsigned ring = shared_address(memory);
 
   release_next();
@@ -187,17 +182,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) large(const __grid_con
       Turn turn;
       bool again = false;  // the ring has been filled once
       for (int i = blockIdx.x / 2; i < all; i += stride) {
-        const bool is_wide = i < wide;
-        const Place place(is_wide ? i : i - wide, pairs, is_wide ? TILES : NARROW);
-        const int count = is_wide ? BLOCKS : FEWER, block = is_wide ? place.column * BLOCKS : TILES * BLOCKS + place.column * FEWER;
+        const Place place(i, pairs);
         for (int step = 0; step < kSteps; ++step) {
           if (again) wait_for(empty + turn.stage, turn.phase ^ 1);
           const unsigned to = ring + turn.stage * kStageBytes;
-          expect(full + turn.stage, kRowBytes + count * kBlockBytes);
+          expect(full + turn.stage, kStageBytes);
           copy_box(to, args.rows, step * 64, (2 * place.pair + rank) * kRowTile, full + turn.stage);
-          for (int b = 0; b < count; ++b)
-            copy_to_both(to + kRowBytes + b * kBlockBytes + rank * kBlockBytes / 2, args.weights, step * 64, 4 * rank, block + b,
-                         full + turn.stage);
+          for (int b = 0; b < BLOCKS; ++b)
+            copy_to_both(to + kRowBytes + b * kBlockBytes + rank * kBlockBytes / 2, args.weights, step * 64, 4 * rank,
+                         place.column * BLOCKS + b, full + turn.stage);
           turn.advance();
           again |= turn.stage == 0;
         }
@@ -207,14 +200,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) large(const __grid_con
   } else {
     take_registers<240>();
     Turn turn;
-    int i = blockIdx.x / 2;
-    for (; i < wide; i += stride) {
-      const Place place(i, pairs, TILES);
-      multiply<BLOCKS>(args, ring, full, empty, turn, (2 * place.pair + rank) * kRowTile, place.column * BLOCKS);
-    }
-    for (; NARROW > 0 && i < all; i += stride) {
-      const Place place(i - wide, pairs, NARROW);
-      multiply<FEWER>(args, ring, full, empty, turn, (2 * place.pair + rank) * kRowTile, TILES * BLOCKS + place.column * FEWER);
+    for (int i = blockIdx.x / 2; i < all; i += stride) {
+      const Place place(i, pairs);
+      multiply(args, ring, full, empty, turn, (2 * place.pair + rank) * kRowTile, place.column * BLOCKS);
     }
   }
   meet_cluster();  // the other block may still write here, and arrive

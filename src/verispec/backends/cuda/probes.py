@@ -56,7 +56,7 @@ def _is_many(model: DeviceModel, field: str, rows: int) -> bool:
 
 
 def _product_form(model: DeviceModel, field: str, w: torch.Tensor, rows: int) -> str:
-    return product_form(w, rows, many=_is_many(model, field, rows))
+    return product_form(w, rows, many=_is_many(model, field, rows), num_sms=model.kernels.num_sms)
 
 
 def _product(model: DeviceModel, device: Device, field: str, w: torch.Tensor, x: Float32) -> Float32:

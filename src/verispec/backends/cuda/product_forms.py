@@ -7,7 +7,6 @@ figures were found by timing whole passes on an H200.
 from __future__ import annotations
 
 from enum import IntEnum
-from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -34,10 +33,10 @@ MAX_BLOCK_NBYTES = 227 * 1024  # of shared memory
 # Of products of 9 to 64 rows: most of an SM's shared memory, so that much is on its way; two columns of 64 at once
 # where that leaves enough stages. Blocks of more outputs have more to finish when there is nothing left to fetch.
 _MAX_WIDE_TILES, _MAX_WIDE_STAGES, _DOUBLE_STAGES, _WIDE_NBYTES = 9, 10, 5, 200 * 1024
-# Of products of many rows: blocks of 64 outputs that a tile may have, by the sums its threads hold, and what a tile
-# costs beside them.
-MIN_LARGE_ROWS, LARGE_THREADS, _LARGE_ROW_TILE, _MAX_LARGE_PARTS = 512, 384, 128, 3
-_LARGE_BLOCKS, _NARROW_BLOCKS, _TILE_COST, _LARGE_NBYTES, LARGE_GROUP = {1: 4, 2: 3, 3: 3}, 2, 0.4, 208 * 1024, 8
+# Of products of many rows in parts: blocks of 64 outputs in a tile, by which the sums of up to four parts are held. SMs
+# that idle behind the last tiles are where the library is quicker.
+LARGE_THREADS, LARGE_ROW_TILE, LARGE_GROUP, _LARGE_BLOCKS, _LARGE_STAGES = 384, 128, 4, 2, 6
+_MIN_LARGE_ROWS, _LEAST_BUSY = 512, 0.85
 WIDE_THREADS = 160  # four warps that multiply, and one that has the copy engine
 Matrix: TypeAlias = torch.Tensor | Quantized
 
@@ -132,49 +131,37 @@ class LargeForm(NamedTuple):
     """How clusters of a product of many rows share its work: large.cu says what these are."""
 
     blocks: int
-    tiles: int
-    fewer: int
-    narrow: int
     stages: int
     shared: int  # bytes
     clusters: int
 
 
-@lru_cache(maxsize=4096)
-def large_form(w: tuple[int, int], parts: int, rows: int, num_sms: int) -> LargeForm:
-    """The form for a matrix [outputs, columns]: as many wide tiles as leave the least for the last cluster to end."""
-    most, in_all, pairs, clusters = _LARGE_BLOCKS[parts], w[0] // 64, -(-rows // (2 * _LARGE_ROW_TILE)), num_sms // 2
-
-    def longest(tiles: int, narrow: int) -> float:
-        every = tiles * pairs, (tiles + narrow) * pairs
-        ends = []
-        for cluster in range(clusters):
-            wide, whole = (max(0, -(-(count - cluster) // clusters)) for count in every)
-            ends.append(wide * (most + _TILE_COST) + (whole - wide) * (_NARROW_BLOCKS + _TILE_COST))
-        return max(ends)
-
-    def narrow_behind(tiles: int) -> int:
-        return max(0, -(-(in_all - tiles * most) // _NARROW_BLOCKS))
-
-    tiles = min(range(-(-in_all // most), -1, -1), key=lambda tiles: longest(tiles, narrow_behind(tiles)))
-    narrow = narrow_behind(tiles)
-    stage = (_LARGE_ROW_TILE + 64 * most) * _STAGE_ROW_NBYTES
-    stages = _LARGE_NBYTES // stage
-    return LargeForm(
-        most, tiles, _NARROW_BLOCKS, narrow, stages, stages * stage, min(clusters, (tiles + narrow) * pairs)
-    )
+def large_form(outputs: int, rows: int, num_sms: int) -> LargeForm:
+    """The form for a matrix of so many outputs."""
+    stage = (LARGE_ROW_TILE + 64 * _LARGE_BLOCKS) * _STAGE_ROW_NBYTES
+    clusters = min(num_sms // 2, _num_large_tiles(outputs, rows))
+    return LargeForm(_LARGE_BLOCKS, _LARGE_STAGES, _LARGE_STAGES * stage, clusters)
 
 
-def is_large(w: Matrix, parts: int, rows: int) -> bool:
-    """Whether large.cu serves so many rows: whole blocks of weights that are not of few bits, and few parts."""
-    if isinstance(w, Quantized) or rows < MIN_LARGE_ROWS or parts > _MAX_LARGE_PARTS:
+def _num_large_tiles(outputs: int, rows: int) -> int:
+    return -(-outputs // (64 * _LARGE_BLOCKS)) * -(-rows // (2 * LARGE_ROW_TILE))
+
+
+def is_large(w: Matrix, rows: int, num_sms: int) -> bool:
+    """Whether large.cu serves so many rows: where the library would leave sums of parts in memory, and all SMs have
+    tiles nearly to the end."""
+    parts, (outputs, columns) = num_parts(*w.shape), w.shape
+    if isinstance(w, Quantized) or rows < _MIN_LARGE_ROWS or parts == 1:
         return False
-    return w.shape[0] % 64 == 0 and w.shape[1] % (TILE * parts) == 0
+    if outputs % 64 or columns % (TILE * parts):
+        return False
+    in_turn = -(-_num_large_tiles(outputs, rows) // (num_sms // 2)) * (num_sms // 2)  # tiles that there is time for
+    return outputs * rows >= _LEAST_BUSY * in_turn * 64 * _LARGE_BLOCKS * 2 * LARGE_ROW_TILE
 
 
-def product_form(w: torch.Tensor, rows: int, *, many: bool) -> str:
+def product_form(w: torch.Tensor, rows: int, *, many: bool, num_sms: int) -> str:
     """What computes a product of so many rows in this form."""
-    if many and is_large(w, num_parts(*w.shape), rows):
+    if many and is_large(w, rows, num_sms):
         return "large.cu"
     return "library" if many else "wide.cu" if is_wide(w, rows) else "linear.cu"
 

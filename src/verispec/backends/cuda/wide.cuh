@@ -65,7 +65,7 @@ __device__ __forceinline__ void wide_mma128(float (*d)[4], const unsigned* a, ui
         FOUR(12), FOUR(13), FOUR(14), FOUR(15)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(adds), "n"(TRANSPOSED));
 }
-// The same with both operands in shared memory, 16 to 256 outputs at once.
+// The same with both operands in shared memory, 16 to 128 outputs at once.
 #define EIGHT(i) FOUR(i), FOUR(i + 1)
 #define WIDE_BOTH(n, registers, a_at, b_at, adds_at, ...)                                                                   \
   __device__ __forceinline__ void wide_both##n(float (*d)[4], uint64 a, uint64 b, int adds) {                               \
@@ -80,20 +80,10 @@ __device__ __forceinline__ void wide_mma128(float (*d)[4], const unsigned* a, ui
 #define TO_63                                                                                                               \
   TO_31 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59," \
         "%60,%61,%62,%63"
-#define TO_95                                                                                                               \
-  TO_63 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91," \
-        "%92,%93,%94,%95"
-#define TO_127                                                                                                              \
-  TO_95 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,"  \
-        "%119,%120,%121,%122,%123,%124,%125,%126,%127"
-#define EIGHTS_TO_14 EIGHT(0), EIGHT(2), EIGHT(4), EIGHT(6), EIGHT(8), EIGHT(10), EIGHT(12), EIGHT(14)
-#define EIGHTS_TO_22 EIGHTS_TO_14, EIGHT(16), EIGHT(18), EIGHT(20), EIGHT(22)
 WIDE_BOTH(16, TO_7, "%8", "%9", "%10", EIGHT(0))
 WIDE_BOTH(32, TO_15, "%16", "%17", "%18", EIGHT(0), EIGHT(2))
 WIDE_BOTH(64, TO_31, "%32", "%33", "%34", EIGHT(0), EIGHT(2), EIGHT(4), EIGHT(6))
-WIDE_BOTH(128, TO_63, "%64", "%65", "%66", EIGHTS_TO_14)
-WIDE_BOTH(192, TO_95, "%96", "%97", "%98", EIGHTS_TO_22)
-WIDE_BOTH(256, TO_127, "%128", "%129", "%130", EIGHTS_TO_22, EIGHT(24), EIGHT(26), EIGHT(28), EIGHT(30))
+WIDE_BOTH(128, TO_63, "%64", "%65", "%66", EIGHT(0), EIGHT(2), EIGHT(4), EIGHT(6), EIGHT(8), EIGHT(10), EIGHT(12), EIGHT(14))
 #undef WIDE_BOTH
 #undef EIGHT
 #undef FOUR
