@@ -160,8 +160,8 @@ class ModelDrafter:
             return [Level(1, rates.tokens(step, depth), rates.share(step, depth)) for depth in depths]
         levels, tokens = list[Level](), 1.0
         for depth, (children, count) in enumerate(zip(shape.branching, shape.keep, strict=True)):
-            # A beam's slots are shared by all its paths; the one that matters has the better half of them.
-            tokens *= rates.reach(step, -(-children // 2) if shape.kind == "beam" and depth else children)
+            reach = rates.reach_below if shape.kind == "beam" and depth else rates.reach
+            tokens *= reach(step, children)
             levels.append(Level(count, tokens))
         return levels
 
