@@ -161,6 +161,13 @@ def easy(num_tokens: int = 128) -> Task:
     return Task(0.85, 0.35, num_tokens)
 
 
+def eight_kinds(times: int) -> list[Task]:
+    """Four answers of a kind, then of the next one."""
+    rng = random.Random(1)
+    kinds = [0.3 + 0.6 * i / 7 for i in (5, 0, 3, 7, 1, 6, 2, 4)]
+    return [Task(kind, kind / 2.5, rng.randint(112, 160)) for _ in range(times) for kind in kinds for _ in range(4)]
+
+
 def cases(times: int = 1) -> dict[str, Case]:
     """So many times as many requests."""
     rng = random.Random(0)
@@ -174,6 +181,7 @@ def cases(times: int = 1) -> dict[str, Case]:
         "long easy ones": Case([easy()] * 6 * times),
         "four short hard, one easy, by turns": Case(by_turns),
         "short hard, then easy": Case([*short[: 16 * times], *[easy()] * 4 * times]),
+        "eight tasks by turns": Case(eight_kinds(times)),
         "8 at once, 3 of them easy": Case(mixed, 8),
         "8 at once, easy": Case([easy(n) for n in long], 8),
         "8 of one caller, hard": Case([hard(128)] * 16 * times, 8, is_joint=True),

@@ -20,7 +20,7 @@ from verispec.backends.protocol import first_draft_rows
 from verispec.engine.step_costs import StepCosts
 from verispec.engine.windows import Windows, held_window
 from verispec.kv import TARGET_STORE
-from verispec.spec.drafter import Curve, DrafterSet, Refusal
+from verispec.spec.drafter import Curve, DrafterSet, NotYet, Refusal
 from verispec.spec.skip_menu import WORTH_IT
 from verispec.spec.turn import NO_ROOM, PLAIN, Choice, States, Turn
 
@@ -197,6 +197,13 @@ class Policy:
         """The states that a choice was made by, with that of the drafter chosen as it is now."""
         chosen, ask = turn.choice.drafter, self._drafters.state
         return tuple([(name, ask(name, turn.sequence) if name == chosen else state) for name, state in turn.states])
+
+    def expected(self, turn: Turn) -> States | None:
+        """The states that a sequence will have when its prompt is computed; None if no drafter waits for that, or
+        knows."""
+        if not any(isinstance(state, NotYet) and state.then is not None for _, state in turn.states):
+            return None
+        return tuple([(n, s if not isinstance(s, NotYet) or s.then is None else s.then) for n, s in turn.states])
 
     def _needs_host(self, turn: Turn) -> bool:
         """Whether its next round needs the host, whatever is drafted."""

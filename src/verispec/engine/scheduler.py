@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 from typing import NamedTuple
 
 from verispec.engine.ahead import (
@@ -115,14 +116,15 @@ class Scheduler:
             if turn.choice.num_nodes and not self._has_slots(turn):
                 turn.choice = PLAIN._replace(reason="no slots are free for a draft")
         rested = [sequence for group in resting.values() for sequence, _ in group]
-        newcomers = _undrafted(turns)
+        waiting = self._waiting_for_prompt(turns, parts.plain, resting)
+        newcomers = _undrafted([turn for turn in turns if own(turn) not in waiting])
         if self._policy.rests:
             self._lie_down(rested + newcomers)
             for cohort in cohorts:
                 cohort.feeds = self._feeds
         patience = min(map(_patience, rested), default=1)
         count = 1 if 0 in granted.values() else self._num_rounds(parts.plain, turns, rested, patience)
-        if newcomers or any(turn.choice.drafter and _begins(own(turn)) for turn in turns):
+        if newcomers or waiting or any(turn.choice.drafter and _begins(own(turn)) for turn in turns):
             count = min(count, _FIRST_LOOK)
         if any(turn.choice.is_trial for turn in turns):
             count = min(count, _TRIAL)
@@ -352,6 +354,18 @@ class Scheduler:
             else:
                 own(turn).rest(is_resting=True)
         return num_asked
+
+    def _waiting_for_prompt(self, turns: SequenceOf[Turn], plain: _Plain, resting: _Resting) -> set[Sequence]:
+        """Those whose prompts this step completes, and that would draft in the next by what is known now."""
+        found = {turn: states for turn in turns if turn.completes and (states := self._policy.expected(turn))}
+        if not found or not self._policy.rests:
+            return set()
+        asked = [
+            replace(turn, states=found.get(turn, turn.states), start=turn.start + turn.num_pending - 1, num_pending=1)
+            for turn in turns if turn in found or turn.choice.drafter
+        ]  # fmt: skip
+        self._choose(asked, plain, resting)
+        return {own(turn) for turn in asked if turn.choice.drafter} & {own(turn) for turn in found}
 
     def _get_up(self, sequence: Sequence) -> None:
         self._rests.get_up(sequence)

@@ -30,9 +30,15 @@ class Refusal(str):
 
 
 class NotYet(Refusal):
-    """One that ends with this step: the prompt comes first."""
+    """One that ends with this step: the prompt comes first. `then` names the curves of the next, where they are known."""
 
-    __slots__ = ()
+    then: Hashable = None
+
+    @classmethod
+    def before(cls, then: Hashable, reason: str) -> NotYet:
+        found = cls(reason)
+        found.then = then
+        return found
 
 
 _FAILED = Refusal("the drafter failed; see the log")

@@ -27,7 +27,7 @@ TREES = tuple(map(TreeShape.parse, ("branch:2", "branch:2,1,1", "branch:3,2,1", 
 _MOST_CAUGHT_UP = 128  # committed tokens that one step computes for the drafter, over all sequences
 _MOST_CAUGHT_UP_FAR = 2048  # where the host is far from the device: every further step would cost trips
 _CAUGHT_UP_AT_ONCE = 16  # committed tokens that the first pass of any draft may compute
-_NOT_COMPUTED = NotYet("the prompt is not computed yet")
+_NOT_COMPUTED = "the prompt is not computed yet"
 
 
 class _Key(NamedTuple):
@@ -129,11 +129,14 @@ class ModelDrafter:
         return self._source.agreement, self._source.sampled_agreement
 
     def state(self, sequence: SequenceView) -> _Key | Refusal:
-        """What it asks for; whoever leaves the choice is offered trees beside the chain."""
+        """What it asks for; whoever leaves the choice is offered trees beside the chain. Before its prompt is computed,
+        what it will ask for."""
         if isinstance(self._source, str):
             return Refusal(self._source)
-        if sequence.computed_len + 1 != len(sequence.token_ids):
-            return _NOT_COMPUTED
+        key = self._key(sequence)
+        return key if sequence.computed_len + 1 == len(sequence.token_ids) else NotYet.before(key, _NOT_COMPUTED)
+
+    def _key(self, sequence: SequenceView) -> _Key:
         speculation = sequence.speculation
         is_auto = speculation.method == AUTO
         is_free = is_auto and speculation.tree is None
@@ -160,8 +163,8 @@ class ModelDrafter:
             return [Level(1, rates.tokens(step, depth), rates.share(step, depth)) for depth in depths]
         levels, tokens = list[Level](), 1.0
         for depth, (children, count) in enumerate(zip(shape.branching, shape.keep, strict=True)):
-            # A beam's slots are shared by all its paths; the one that matters has the better half of them.
-            tokens *= rates.reach(step, -(-children // 2) if shape.kind == "beam" and depth else children)
+            reach = rates.reach_below if shape.kind == "beam" and depth else rates.reach
+            tokens *= reach(step, children)
             levels.append(Level(count, tokens))
         return levels
 
