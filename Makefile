@@ -89,7 +89,7 @@ gpu-sanitize: ## The same machine with compute-sanitizer: every kernel in small 
 	@echo "gpu-sanitize: no bad access in any kernel, and no race in those of attention, draws and weighing"
 
 gpu-sanitize-memory:
-	@$(call sanitized,memory,PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(MEMCHECK),attention wide quantized draws weighing passes)
+	@$(call sanitized,memory,PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(MEMCHECK),attention wide large quantized draws weighing passes)
 
 gpu-sanitize-rounds:
 	@$(call sanitized,rounds,PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(MEMCHECK),rounds)
@@ -101,7 +101,7 @@ gpu-sanitize-races:
 	@$(call sanitized,races,$(SANITIZER) --tool racecheck,attention draws weighing $(ALONE))
 
 gpu-sanitize-product-races:
-	@$(call sanitized,product-races,$(SANITIZER) --tool racecheck,passes wide quantized)
+	@$(call sanitized,product-races,$(SANITIZER) --tool racecheck,passes wide large quantized)
 
 gpu-times: ## The same checks one by one, with what rounds and products take; into FOLDER
 	mkdir -p "$(FOLDER)"

@@ -133,6 +133,29 @@ def check_wide(device) -> None:
         compare(f"control: other rows of {rows}", few.roll(1, 0), many, control=True)
 
 
+def check_large(device) -> None:
+    """Passes of so many rows that our products of many rows serve q/k/v, or output and down, and the library's."""
+    import torch
+
+    from tests.backends.cuda.device_check import compare, decode_rows, device_inputs, random_model
+    from verispec.backends.cuda.forward import Plan
+    from verispec.backends.cuda.kernels import ALL_MANY, undivided_products
+
+    sequences, context_len = 1280, 32
+    model = random_model("small", layers=1, max_rows=sequences, sequences=sequences, context_len=context_len)
+    table = np.random.default_rng(0).permutation(sequences * context_len).reshape(sequences, context_len) + 2
+    device_table = torch.tensor(table, dtype=torch.int32, device="cuda")
+    for rows in (1024, sequences):
+        lens, every = np.random.default_rng(rows).integers(3, context_len, rows), np.arange(rows)
+        inputs = device_inputs(decode_rows(lens, every + 100, every, table), device_table)
+        plan, found = Plan(rows=rows, forms=ALL_MANY, single_rows=rows, spans=1), []
+        with undivided_products():
+            for model.kernels.own_large in (True, False):
+                found.append(model.forward(inputs, plan).clone())
+        compare(f"passes of {rows} rows by large.cu and by the library", *found)
+        compare(f"control: other rows of {rows}", found[0].roll(1, 0), found[1], control=True)
+
+
 def check_quantized(device) -> None:
     from tests.backends.cuda import quantized_check
 
@@ -263,6 +286,7 @@ SECTIONS = {
     "attention": Section(check_attention, ("attention.cu",)),
     "passes": Section(check_passes, ("rows.cu", "linear.cu")),
     "wide": Section(check_wide, ("wide.cu",)),
+    "large": Section(check_large, ("large.cu",)),
     "quantized": Section(check_quantized, ("quantized.cu",)),
     "draws": Section(check_draws, ("draw.cu", "filter.cu")),
     "weighing": Section(check_weighing, ("weighing.cu",)),
