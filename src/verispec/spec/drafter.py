@@ -30,7 +30,7 @@ class Refusal(str):
 
 
 class NotYet(Refusal):
-    """One that ends with this step: the prompt comes first. `then` names the curves of the next, where they are known."""
+    """One that ends with this step: the prompt comes first. `then` names the curves of the next, where known."""
 
     then: Hashable = None
 
