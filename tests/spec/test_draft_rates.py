@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import fmean
 
 import pytest
 
+from verispec.spec import draft_rates
 from verispec.spec.draft_beliefs import Belief, DraftBeliefs
 from verispec.spec.draft_rates import Chain, DraftRates, step_of
 from verispec.spec.speculation import Speculation
@@ -81,11 +83,78 @@ def test_every_node_on_the_path_tells_of_its_children(
     assert (rates._later[0].accepted, rates._later[0].tried / 0.5) == later, "each try counts as much as was believed"
 
 
-def test_of_a_beam_the_roots_children_tell() -> None:
+@pytest.mark.parametrize(
+    ("path", "right", "later"),
+    [
+        ((), (0, 1), (0, 1)),
+        ((0,), (1, 2), (0, 0)),  # neither of its children was right, but what the second would catch is another beam's
+        ((0, 3), (1, 2), (0, 0)),
+        ((0, 2), (2, 2), (0, 0)),
+        ((1,), (0, 2), (1, 1)),
+    ],
+)
+def test_of_a_beam_only_the_roots_later_children_tell(
+    path: tuple[int, ...], right: tuple[int, int], later: tuple[int, int]
+) -> None:
+    """Below it a node has several children where the model was sure of it; its first one tells all the same."""
     rates = DraftRates(0.5)
     own = rates.new_sequence()
-    rates.observe(own, TREE, Verdict((0, 2), 9), is_beam=True)
-    assert (own.right.accepted, own.right.tried) == (1, 1)
+    rates.observe(own, TREE, Verdict(path, 9), is_beam=True)
+    assert (own.right.accepted, own.right.tried) == right
+    assert (rates._later[0].accepted, rates._later[0].tried / 0.5) == later
+
+
+def test_a_node_that_the_beam_gave_no_child_missed_its_first() -> None:
+    """At the last level nobody has any."""
+    beam = Draft((1, 2, 3, 4), (NO_PARENT, NO_PARENT, 0, 0))
+    for path, right in (((1,), (0, 2)), ((0, 2), (2, 2))):
+        rates = DraftRates(0.5)
+        own = rates.new_sequence()
+        rates.observe(own, beam, Verdict(path, 9), is_beam=True)
+        assert (own.right.accepted, own.right.tried) == right
+
+
+class RealBeam:
+    """Beams of width 2 and some depth, of a path that each level below the first loses with one chance, and of which
+    the root's children catch another share."""
+
+    def __init__(self, seed: int, *, caught: float, kept: float) -> None:
+        self._rng, self._chances = random.Random(seed), (caught, kept, kept)
+        self.draft = Draft((1, 2, 3, 4, 5, 6), (NO_PARENT, NO_PARENT, 0, 0, 2, 2))
+
+    def round(self) -> Verdict:
+        """The right path is that of first children, as far as it goes."""
+        path: list[int] = []
+        for node, chance in zip((0, 2, 4), self._chances, strict=True):
+            if self._rng.random() >= chance:
+                break
+            path.append(node)
+        return Verdict(tuple(path), 9)
+
+
+def promised_below(kept: float) -> float:
+    """What is promised on average of beams that keep so much there."""
+    rates, beam, promised = DraftRates(0.8), RealBeam(1, caught=0.85, kept=kept), []
+    own = rates.new_sequence()
+    for _ in range(2000):
+        promised.append(rates.reach_below(step_of(own.right.value), 2))
+        rates.observe(own, beam.draft, beam.round(), is_beam=True)
+    return fmean(promised[500:])
+
+
+@pytest.mark.parametrize("kept", [0.5, 0.75, 0.95])
+def test_what_a_beam_keeps_below_its_root_is_learned(kept: float) -> None:
+    assert promised_below(kept) == pytest.approx(kept, abs=0.05)
+
+
+def test_control_what_is_believed_at_first_is_not_what_they_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_rates, "_CROWDED_WEIGHT", 1e9)
+    assert max(abs(promised_below(kept) - kept) for kept in (0.5, 0.75, 0.95)) > 0.08
+
+
+def test_wider_beams_keep_more() -> None:
+    reached = [DraftRates(0.8).reach_below(10, width) for width in range(1, 6)]
+    assert reached == sorted(set(reached))
 
 
 def test_each_further_child_catches_less_where_first_ones_are_seldom_right() -> None:
