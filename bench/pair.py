@@ -3,33 +3,99 @@
     python bench/pair.py               # without the host's time: the same figures everywhere
     python bench/pair.py --host        # with this machine's CPU time
     python bench/pair.py --times 3     # three times as many requests
+    python bench/pair.py --host --model TARGET.gguf --draft-model DRAFT.gguf --prompts FILE.jsonl ...
 
-The device and both models are simulated with the costs of an H200 (`tests/support/far_pair.py`): which drafts come true
-is drawn beforehand, often in easy answers and seldom in hard ones. `auto` chooses between `none` and `model`.
+The device is simulated with the costs of an H200 (`tests/support/far_pair.py`), and at first so are both models: which
+drafts come true is drawn beforehand, often in easy answers and seldom in hard ones; `auto` chooses between `none` and
+`model`. With --prompts the target's answers are made on this machine first (--answers keeps them), and the draft model
+drafts on this machine's CPU, which takes no time of the device's: so drafts are those that a GPU would verify. One
+request runs at a time, and drafters learn from one to the next.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the device lives with the tests
 
-from tests.support.far_pair import ARMS, cases, play
-from verispec.spec.speculation import AUTO
+from drafting import Prompts
+
+from tests.support.adversaries import collect
+from tests.support.far_pair import ARMS, RealDrafts, cases, far_engine, play
+from verispec import LLM, SamplingParams
+from verispec.backends.native_backend import NativeBackend
+from verispec.backends.options import NativeOptions
+from verispec.backends.select import make_backend
+from verispec.engine import Request
+from verispec.model.checkpoint import open_checkpoint
+from verispec.spec.speculation import AUTO, Speculation
+
+CONTEXT_LEN = 1024
+TEMPERATURES = (0.0, 1.0)
+DRAFTERS = ("none", "suffix", "lookup", "model")
+REAL_ARMS = {"none": ARMS["none"], "lookup": Speculation("lookup"), **ARMS}
+Host = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the target draws behind a prompt, with the noise of this seed."""
+
+    task: str
+    temperature: float
+    seed: int
+    prompt_ids: list[int]
+    token_ids: list[int]
+
+
+@dataclass
+class Tally:
+    """Of answers to prompts of one kind."""
+
+    seconds: float = 0.0
+    num_tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    def add(self, other: Tally) -> None:
+        self.seconds += other.seconds
+        self.num_tokens += other.num_tokens
+        self.drafted += other.drafted
+        self.accepted += other.accepted
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--host", action="store_true", help="count the host's CPU time")
-    parser.add_argument("--times", type=int, default=1, help="as many requests")
+    parser.add_argument("--times", type=int, default=1, help="as many requests, of simulated models")
+    parser.add_argument("--prompts", type=Path, nargs="+", help="JSON lines, of real models")
+    parser.add_argument("--model", help="whose answers, with --prompts")
+    parser.add_argument("--draft-model", type=Path, help="whose drafts, with --prompts")
+    parser.add_argument("--answers", type=Path, help="a file that keeps the answers, or has them already")
+    parser.add_argument("--count", type=int, default=4, help="of prompts for each task")
+    parser.add_argument("--tokens", type=int, default=112, help="the most of an answer")
+    parser.add_argument("--arms", nargs="+", default=list(REAL_ARMS), choices=list(REAL_ARMS), help="with --prompts")
     options = parser.parse_args()
-    host = time.process_time if options.host else lambda: 0.0
+    host = time.thread_time if options.host else lambda: 0.0
+    if options.prompts is None:
+        show_simulated(options.times, host)
+    elif options.model is None or options.draft_model is None:
+        parser.error("--prompts needs --model and --draft-model")
+    else:
+        show_real(options, host)
+
+
+def show_simulated(times: int, host: Host) -> None:
     print("| answers | " + " | ".join(ARMS) + " | drafted a token, accepted | `auto` / best fixed |")
     print("|---" * (len(ARMS) + 3) + "|")
-    for name, case in cases(options.times).items():
+    for name, case in cases(times).items():
         found = {arm: play(case, arm, host) for arm in ARMS}
         if any(played.digests != found["none"].digests for played in found.values()):
             raise SystemExit("drafts changed the output")
@@ -40,6 +106,76 @@ def main() -> None:
             + f" | {auto.drafted:.2f}, {auto.accepted:.0%} | {rates[AUTO] / best:.3f} |",
             flush=True,
         )  # fmt: skip
+
+
+def show_real(options: argparse.Namespace, host: Host) -> None:
+    """By task, one table for each temperature."""
+    eos_ids, answers = _answers(options)
+    arms = list(dict.fromkeys(["none", *options.arms]))
+    for temperature in TEMPERATURES:
+        mine = [answer for answer in answers if answer.temperature == temperature]
+        found = {arm: _played(options.draft_model, mine, eos_ids, arm, options.tokens, host) for arm in arms}
+        none = found["none"]
+        print(f"\nT = {temperature:g}, {len(mine)} answers, {sum(t.num_tokens for t in none.values()):,} tokens\n")
+        print("| task | none, tok/s | " + " | ".join(arms[1:]) + " | `auto` drafted a token, accepted |")
+        print("|---" * (len(arms) + 2) + "|")
+        for task in none:
+            rows = {arm: tallies[task] for arm, tallies in found.items()}
+            ratios = " | ".join(f"{rows['none'].seconds / rows[arm].seconds:.2f}" for arm in arms[1:])
+            auto = rows.get(AUTO, Tally(num_tokens=1))
+            share = f"{auto.drafted / auto.num_tokens:.2f}, {auto.accepted / max(1, auto.drafted):.0%}"
+            print(f"| {task} | {rows['none'].num_tokens / rows['none'].seconds:.0f} | {ratios} | {share} |", flush=True)
+
+
+def _answers(options: argparse.Namespace) -> tuple[tuple[int, ...], list[Answer]]:
+    """The ids that end one, and all of them; read, or made and kept."""
+    if options.answers is not None and options.answers.exists():
+        kept = json.loads(options.answers.read_text(encoding="utf-8"))
+        return tuple(kept["eos_ids"]), [Answer(**answer) for answer in kept["answers"]]
+    with LLM(options.model, drafter="none") as llm:
+        prompts = Prompts(llm, options.prompts, max_len=CONTEXT_LEN - options.tokens - 64)
+        asked = [(task, ids) for task in sorted(prompts.texts) for ids in prompts.of(task, options.count)]
+        answers = [answer for temperature in TEMPERATURES for answer in _made(llm, asked, temperature, options.tokens)]
+        eos_ids = tuple(llm.tokenizer.eos_ids)
+    if options.answers is not None:
+        kept = {"eos_ids": eos_ids, "answers": [asdict(answer) for answer in answers]}
+        options.answers.write_text(json.dumps(kept), encoding="utf-8")
+    return eos_ids, answers
+
+
+def _made(llm: LLM, asked: Sequence[tuple[str, list[int]]], temperature: float, num_tokens: int) -> Iterator[Answer]:
+    params = [SamplingParams(max_tokens=num_tokens, temperature=temperature, seed=i) for i in range(len(asked))]
+    print(f"making {len(asked)} answers at T = {temperature:g}", file=sys.stderr, flush=True)
+    outputs = llm.generate([ids for _, ids in asked], params, drafter="none")
+    for seed, ((task, ids), output) in enumerate(zip(asked, outputs, strict=True)):
+        yield Answer(task, temperature, seed, list(ids), list(output.token_ids))
+
+
+def _played(
+    draft_model: Path, answers: Sequence[Answer], eos_ids: tuple[int, ...], arm: str, num_tokens: int, host: Host
+) -> dict[str, Tally]:
+    """By task, and over all of them, in a new engine."""
+    draft = make_backend(NativeOptions(num_slots=4 * CONTEXT_LEN, num_seq_rows=1), [open_checkpoint(draft_model)])
+    assert isinstance(draft, NativeBackend)
+    texts = {answer.seed: [*answer.prompt_ids, *answer.token_ids, 0, 0] for answer in answers}
+    backend = RealDrafts(
+        draft, texts.__getitem__, vocab_size=draft.limits.vocab_size, context_len=CONTEXT_LEN, num_running=1, host=host
+    )
+    engine, found, every = far_engine(backend, 1, DRAFTERS), dict[str, Tally](), Tally()
+    for task, group in groupby(answers, lambda answer: answer.task):
+        tally = found[task] = Tally()
+        for answer in group:
+            params = SamplingParams(max_tokens=num_tokens, temperature=answer.temperature, seed=answer.seed)
+            start = backend.now
+            engine.add(Request(answer.prompt_ids, params, REAL_ARMS[arm], eos_ids=eos_ids, is_streamed=False))
+            (output,) = collect(engine).values()
+            if list(output.token_ids) != answer.token_ids:
+                raise SystemExit(f"{arm} changed the output")
+            stats = output.stats
+            tally.add(Tally(backend.now - start, len(output.token_ids), stats.drafted, stats.accepted))
+        every.add(tally)
+    draft.close()
+    return {**found, "**all**": every}
 
 
 if __name__ == "__main__":

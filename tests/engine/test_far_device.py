@@ -277,13 +277,13 @@ def test_an_answer_that_begins_to_quote_is_drafted(count: int, gain: float) -> N
 
 
 class Preparing(Far):
-    """The first pass that drafts takes the host a tenth of a second: graphs are captured."""
+    """The first pass that drafts takes the host a second: graphs are captured."""
 
     is_prepared = False
 
     def submit(self, pass_: Pass) -> Ticket:
         if pass_.burst is not None and pass_.burst.drafts and not self.is_prepared:
-            self.now, self.is_prepared = self.now + 0.1, True
+            self.now, self.is_prepared = self.now + 1.0, True
         return super().submit(pass_)
 
 
@@ -308,7 +308,7 @@ def accepted_one_by_one() -> list[int]:
 def test_what_preparing_takes_keeps_no_drafts_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control takes it for what every round costs the host."""
     assert min(accepted_one_by_one()) > 30
-    monkeypatch.setattr(engine_module, "_PREPARING", 1.0)
+    monkeypatch.setattr(engine_module, "_PREPARING", 10.0)
     assert max(accepted_one_by_one()[1:]) == 0
 
 

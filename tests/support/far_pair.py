@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 from tests.support.adversaries import collect
 from tests.support.far_backend import TRIP, FarBackend
 from verispec.backends.cost import CostTable
+from verispec.backends.native_backend import NativeBackend
 from verispec.backends.protocol import Pass, PassResult
 from verispec.config import EngineConfig
 from verispec.engine import Engine, Request
 from verispec.engine.policy import LEFT_OUT
-from verispec.kv import DRAFT_STORE
+from verispec.kv import DRAFT_STORE, TARGET_STORE
 from verispec.sampling.draw import DrawResult, NoisyTopK
 from verispec.spec.registry import DraftSetup, make_drafters
 from verispec.spec.speculation import AUTO, Speculation
@@ -77,21 +78,19 @@ class Told:
         return Offer(right, probability)
 
 
-class FarPair(FarBackend):
-    """`told.offer(seed)` are the drafts that a request of this seed is offered, `told.text(seed)` is what it draws."""
+class FarModels(FarBackend):
+    """A target that draws `text(seed)`, and a draft model in a store of its own: `_drafted` says what it finds."""
 
-    def __init__(self, told: Told, num_running: int, host: Callable[[], float] = lambda: 0.0) -> None:
+    def __init__(
+        self, text: Callable[[int], Sequence[int]], *, vocab_size: int, context_len: int, num_running: int,
+        host: Callable[[], float] = lambda: 0.0,
+    ) -> None:  # fmt: skip
         super().__init__(
-            told.text, vocab_size=VOCAB, num_slots=4 * num_running * CONTEXT_LEN, context_len=CONTEXT_LEN,
+            text, vocab_size=vocab_size, num_slots=4 * num_running * context_len, context_len=context_len,
             num_seq_rows=num_running, host=host,
         )  # fmt: skip
         self.limits = replace(self.limits, num_stores=2, trees=True)
-        self._offer, self._offers = told.offer, dict[int, Offer]()
         self._num_drafting = 0  # draft passes of this burst
-
-    def _bound(self, seq_row: int, seed: int) -> None:
-        super()._bound(seq_row, seed)
-        self._offers[seq_row] = self._offer(seed)
 
     def _seconds(self, part: Pass) -> float:
         is_draft = part.store == DRAFT_STORE
@@ -109,8 +108,36 @@ class FarPair(FarBackend):
         return LEFT_OUT * max(0, (1 + burst.num_rounds) * levels - num_drafting)
 
     def _found(self, part: Pass) -> PassResult:
-        if part.store != DRAFT_STORE:
-            return super()._found(part)
+        return self._drafted(part) if part.store == DRAFT_STORE else super()._found(part)
+
+    def _drafted(self, part: Pass) -> PassResult:
+        """What the draft model finds in a pass."""
+        raise AssertionError("somebody has to draft")
+
+
+class RealDrafts(FarModels):
+    """Drafts are those of a real model on this machine's CPU, which takes no time of the device's."""
+
+    def __init__(self, draft: NativeBackend, text: Callable[[int], Sequence[int]], **sizes: Any) -> None:
+        super().__init__(text, **sizes)
+        self._draft, draft.resident = draft, self.resident
+
+    def _drafted(self, part: Pass) -> PassResult:
+        return self._draft.run(replace(part, store=TARGET_STORE))
+
+
+class FarPair(FarModels):
+    """`told.offer(seed)` are the drafts that a request of this seed is offered, `told.text(seed)` is what it draws."""
+
+    def __init__(self, told: Told, num_running: int, host: Callable[[], float] = lambda: 0.0) -> None:
+        super().__init__(told.text, vocab_size=VOCAB, context_len=CONTEXT_LEN, num_running=num_running, host=host)
+        self._offer, self._offers = told.offer, dict[int, Offer]()
+
+    def _bound(self, seq_row: int, seed: int) -> None:
+        super()._bound(seq_row, seed)
+        self._offers[seq_row] = self._offer(seed)
+
+    def _drafted(self, part: Pass) -> PassResult:
         draw, several = part.wanted.draw, part.wanted.noisy_top_k
         if draw is not None:
             found = self._children(part, draw.rows, 1)
@@ -197,18 +224,19 @@ class Played(NamedTuple):
     digests: list[str]
 
 
-def _engine(backend: FarPair, batch: int) -> Engine:
+def far_engine(backend: FarModels, batch: int, drafters: Sequence[str] = ("none", "model")) -> Engine:
     """`model` drafts whatever that promises, `auto` where it does."""
     cost, draft_cost = (
         CostTable(ROWS, seconds, (0.0,) * len(ROWS), learns=True, trip=TRIP) for seconds in (SECONDS, DRAFT_SECONDS)
     )
     setup = DraftSetup(backend=backend, cost=cost, draft_cost=draft_cost, draft_len=7, force=True)  # type: ignore[arg-type]
-    drafters = make_drafters(setup)
+    made = make_drafters(setup)
     return Engine(
-        backend, family=FarBackend.shapes, drafters={name: drafters[name] for name in ("none", "model")}, cost=cost,  # type: ignore[arg-type]
+        backend, family=FarBackend.shapes, drafters={name: made[name] for name in drafters}, cost=cost,  # type: ignore[arg-type]
         clock=lambda: backend.now,
         config=EngineConfig(
-            num_slots=backend.limits.num_slots, row_budget=2048, max_running=batch, depth=2, max_len=CONTEXT_LEN
+            num_slots=backend.limits.num_slots, row_budget=2048, max_running=batch, depth=2,
+            max_len=backend.limits.context_len,
         ),
     )  # fmt: skip
 
@@ -217,7 +245,7 @@ def play(case: Case, arm: str, host: Callable[[], float] = lambda: 0.0) -> Playe
     tasks, batch, is_joint = case
     told = Told(tasks)
     backend = FarPair(told, batch, host)
-    engine, outputs, start = _engine(backend, batch), list[SampleOutput](), backend.now
+    engine, outputs, start = far_engine(backend, batch), list[SampleOutput](), backend.now
     size = batch if is_joint else len(tasks)
     for first in range(0, len(tasks), size):
         for seed, task in enumerate(tasks[first : first + size], first):

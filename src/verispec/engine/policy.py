@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from types import MappingProxyType
 from typing import NamedTuple
 
 from verispec.backends.cost import SHORT_CONTEXT, CostTable
@@ -22,6 +23,7 @@ from verispec.engine.windows import Windows, held_window
 from verispec.kv import TARGET_STORE
 from verispec.spec.drafter import Curve, DrafterSet, NotYet, Refusal
 from verispec.spec.skip_menu import WORTH_IT
+from verispec.spec.tree import TreeShape
 from verispec.spec.turn import NO_ROOM, PLAIN, Choice, States, Turn
 
 _MOST_ENTRIES = 4096
@@ -78,7 +80,8 @@ class RoundLoad(NamedTuple):
 
 class _Entry(NamedTuple):
     """A choice, its predicted tokens a second, and the drafter's version it was made with; where something is drafted,
-    its curve, how many sequences share its passes, and the seconds saved by each token of one."""
+    its curve, how many sequences share its passes, and the seconds saved by each token of one. `rates` are those of
+    everything that could have been drafted."""
 
     choice: Choice
     rate: float
@@ -86,14 +89,18 @@ class _Entry(NamedTuple):
     curve: Curve | None = None
     drafting: int = 1
     saved: float = 0.0
+    rates: Mapping[tuple[TreeShape | None, int], float] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
-class _Best:
+class _Offer:
     num_nodes: int
     rate: float
     draft_seconds: float = 0.0
     tokens: float = 0.0  # of the draft that are expected to be accepted
+
+
+_NOTHING = _Offer(0, 0.0)
 
 
 class Policy:
@@ -146,12 +153,13 @@ class Policy:
         other_tokens: int,
         beside: int,
         room_of_others: int | None = None,
+        last: Mapping[Turn, Choice] = MappingProxyType({}),
     ) -> None:
         """Fill in the choices of turns that complete.
 
         `other_rows` run in the same pass and give `other_tokens`; `beside` rows run in the step's other pass. Where all
         that counts is when the last of a batch ends, `room_of_others` are the most tokens that one of the others has
-        left.
+        left. The `last` choice of a turn stays unless another saves more than it takes to change.
         """
         versions = self._cost.version, _rough(self.host_seconds), _rough(self._round_seconds)
         if versions != self._cost_versions:
@@ -181,9 +189,13 @@ class Policy:
         for (found, needs_host), group in free.items():
             entries = self._ranked(found, drafting, crowd._replace(needs_host=needs_host))
             for turn in group:
-                choice = next((e.choice for e in entries if self._catches_up(turn, e)), TOO_FAR_BEHIND)
+                if turn in last and self._stays(turn, last[turn], entries, crowd):
+                    choice = last[turn]
+                else:
+                    best = next((e.choice for e in entries if self._catches_up(turn, e)), TOO_FAR_BEHIND)
+                    choice = _within(best, turn)
                 drafts += 0 if choice.grows else choice.num_nodes
-                turn.choice = _within(choice, turn) if turn.room > 0 else NO_ROOM
+                turn.choice = choice if turn.room > 0 else NO_ROOM
         left = max(0, self._row_budget - rows)  # prompts may have more rows than that by themselves
         if drafts > left:
             rationed = [turn for turn in turns if held_window(turn.states) is None]
@@ -193,10 +205,19 @@ class Policy:
         if room_of_others is not None:
             _hold_back(turns, room_of_others)
 
-    def renewed(self, turn: Turn) -> States:
-        """The states that a choice was made by, with that of the drafter chosen as it is now."""
-        chosen, ask = turn.choice.drafter, self._drafters.state
-        return tuple([(name, ask(name, turn.sequence) if name == chosen else state) for name, state in turn.states])
+    def _stays(self, turn: Turn, last: Choice, entries: Sequence[_Entry], crowd: Crowd) -> bool:
+        """Whether too little would be saved in what its answer is expected to have left for the rounds in the air to
+        end first, which a change takes."""
+        best = entries[0]
+        mine = next((entry for entry in entries if entry.choice.drafter == last.drafter), None)
+        if mine is None:
+            return False
+        rate = mine.rates.get((last.shape, last.num_nodes))
+        if rate is None:  # less than a level, because the answer ends
+            return best is mine
+        num_tokens = min(turn.room, max(_SHORT_ANSWER, turn.start - turn.sequence.prompt_len))
+        saved = crowd.tokens * num_tokens * (1.0 / rate - 1.0 / best.rate)
+        return saved < self._cost.trip + self.host_seconds
 
     def expected(self, turn: Turn) -> States | None:
         """The states that a sequence will have when its prompt is computed; None if no drafter waits for that, or
@@ -261,11 +282,14 @@ class Policy:
         """The best curve, if it is worth its passes; plain decoding otherwise."""
         plain = self._rate(crowd, 0, 0.0, self._host_seconds(is_needed=crowd.needs_host))
         best = _Entry(PLAIN._replace(reason=NOT_WORTH_IT), plain, version)
+        rates: dict[tuple[TreeShape | None, int], float] = {}
         for curve in self._drafters.curves(name, key):
             if curve.by_fast_rounds:
                 best = self._with_windows(best, name, curve, drafting, crowd, is_free=is_free)
                 continue
-            found = self._best_nodes(curve, drafting, crowd)
+            offers = self._offers(curve, drafting, crowd)
+            rates |= {(curve.shape, offer.num_nodes): offer.rate for offer in offers}
+            found = self._best_of(offers, curve, drafting, crowd)
             predicted = found.rate / plain
             is_worth_it = curve.is_forced or predicted > (1.0 if curve.cost is None else WORTH_IT)
             if found.num_nodes and is_worth_it and (found.rate > best.rate or curve.is_forced):
@@ -279,7 +303,7 @@ class Policy:
                 best = _Entry(choice, found.rate, version, curve, drafting, saved / (drafting * choice.num_tokens))
             elif not best.choice.num_nodes and curve.cost is not None:
                 best = best._replace(choice=best.choice._replace(reason=_why_not(curve, predicted, found.num_nodes)))
-        return best
+        return best._replace(rates=rates)
 
     def _with_windows(
         self, best: _Entry, name: str, curve: Curve, drafting: int, crowd: Crowd, *, is_free: bool
@@ -316,10 +340,9 @@ class Policy:
         host = self._host_seconds(is_needed=crowd.needs_host)
         return drawn < self.costs.seconds(crowd.rows, crowd.beside, crowd.context_len) + host
 
-    def _best_nodes(self, curve: Curve, drafting: int, crowd: Crowd) -> _Best:
-        """Whole levels of the curve, at least one: as many as promise most, or if they are forced as many as fit."""
-        best, most = _Best(0, 0.0), 0.0
-        plain = self._rate(crowd, 0, 0.0, self._host_seconds(is_needed=crowd.needs_host))
+    def _offers(self, curve: Curve, drafting: int, crowd: Crowd) -> list[_Offer]:
+        """Whole levels of the curve, at least one, up to as many as fit."""
+        offers = list[_Offer]()
         by_backend = curve.by_backend and not crowd.needs_host
         nodes, tokens, seconds, width, saved_rows = 0, 0.0, 0.0, 1, 0.0
         for level in curve.levels[: self._limit(len(curve.levels))]:
@@ -338,13 +361,27 @@ class Policy:
             width = level.num_nodes
             if crowd.rows + nodes > self._row_budget:
                 break
-            host = drafting * self._round_seconds if by_backend else self._host_seconds(is_needed=True)
-            rate = self._rate(crowd, drafting * nodes, drafting * tokens, seconds + host - saved_rows)
-            saved = (crowd.tokens + crowd.beside + drafting * tokens) * (1 / plain - 1 / rate)
-            gain = saved if curve.stays else rate
-            if gain > most or curve.is_forced:
-                best, most = _Best(nodes, rate, seconds, tokens), gain
-        return best
+            host, hidden = self._host_seconds(is_needed=True), 0.0
+            if by_backend:
+                host = drafting * self._round_seconds
+                host, hidden = (0.0, host) if self._cost.trip else (host, 0.0)
+            rate = self._rate(crowd, drafting * nodes, drafting * tokens, seconds + host - saved_rows, hidden)
+            offers.append(_Offer(nodes, rate, seconds, tokens))
+        return offers
+
+    def _best_of(self, offers: Sequence[_Offer], curve: Curve, drafting: int, crowd: Crowd) -> _Offer:
+        """The offer that promises most, or the largest if the curve is forced."""
+        if curve.is_forced or not offers:
+            return offers[-1] if offers else _NOTHING
+        if not curve.stays:
+            return max(offers, key=lambda offer: offer.rate)
+        plain = self._rate(crowd, 0, 0.0, self._host_seconds(is_needed=crowd.needs_host))
+
+        def saved(offer: _Offer) -> float:
+            return (crowd.tokens + crowd.beside + drafting * offer.tokens) * (1 / plain - 1 / offer.rate)
+
+        best = max(offers, key=saved)
+        return best if saved(best) > 0.0 else _NOTHING
 
     def _in_vain(self, crowd: Crowd, seconds: float) -> float:
         """What a draft pass that would take so long takes if nobody wants it: where the host is far, it was sent."""
@@ -359,8 +396,11 @@ class Policy:
         """What a round takes beyond its passes: where the host is not needed the backend goes on by itself."""
         return self.host_seconds if is_needed or self.max_burst == 1 else 0.0
 
-    def _rate(self, crowd: Crowd, num_nodes: int, tokens: float, draft_seconds: float) -> float:
-        """Tokens a second of a step with further nodes, which take further seconds to draft.
+    def _rate(
+        self, crowd: Crowd, num_nodes: int, tokens: float, draft_seconds: float, host_seconds: float = 0.0
+    ) -> float:
+        """Tokens a second of a step with further nodes, which take further seconds to draft, while the host is busy
+        with the step before for `host_seconds`.
 
         Rows that give no token, those of prompts, are left out, but nodes cost what they add to the pass with them:
         time is worth what it gives in the steps to come.
@@ -368,7 +408,7 @@ class Policy:
         seconds = self._seconds(crowd, crowd.rows + num_nodes) + draft_seconds
         if crowd.rows > crowd.tokens:
             seconds += self._seconds(crowd, crowd.tokens) - self._seconds(crowd, crowd.rows)
-        return (crowd.tokens + crowd.beside + tokens) / max(1e-12, seconds)
+        return (crowd.tokens + crowd.beside + tokens) / max(1e-12, seconds, host_seconds)
 
     def _verifying(self, crowd: Crowd, num_before: int, num_nodes: int) -> float:
         """Seconds that so many nodes add to a step with this crowd and the nodes before them."""

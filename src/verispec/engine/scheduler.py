@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 from verispec.engine.ahead import (
@@ -178,7 +179,7 @@ class Scheduler:
         """The same rounds once more for everybody, if slots are free and somebody is sure to need them.
 
         Choices are made anew when nothing is in the air, so now and then nothing is planned ahead; nor where rounds
-        that have landed since speak against their drafters.
+        that have landed since speak for other drafts.
         """
         if len(turns) != len(self._roster.running) or self._roster.may_admit or not all(map(can_follow, turns)):
             return []
@@ -197,15 +198,12 @@ class Scheduler:
         return found
 
     def _would_draft_again(self, turns: SequenceOf[Turn]) -> bool:
-        """Whether what is known by now leaves these turns their drafters, which alone are asked. Other lengths and
-        shapes wait until choices are made anew."""
+        """Whether what is known by now leaves these turns their drafts: what is better by little does not."""
         if all(turn.choice.is_forced for turn in turns):
             return True
-        asked = [self._turn(own(turn)) for turn in turns]
-        for again, turn in zip(asked, turns, strict=True):
-            again.states = self._policy.renewed(turn)
-        self._choose(asked, _NOBODY, {})
-        return all(a.choice.drafter == t.choice.drafter for a, t in zip(asked, turns, strict=True))
+        last = {self._turn(own(turn)): turn for turn in turns}
+        self._choose(list(last), _NOBODY, {}, last={again: turn.choice for again, turn in last.items()})
+        return all(again.choice.is_like(turn.choice) for again, turn in last.items())
 
     def locate(self, turns: SequenceOf[Turn]) -> None:
         """Say where turns that were planned ahead begin, now that those before them are committed."""
@@ -557,8 +555,14 @@ class Scheduler:
             turn.num_pending += count
             turn.completes = turn.start + turn.num_pending == sequence.committed_len
 
-    def _choose(self, turns: SequenceOf[Turn], plain: _Plain, resting: _Resting) -> None:
-        """What every turn that completes drafts."""
+    def _choose(
+        self,
+        turns: SequenceOf[Turn],
+        plain: _Plain,
+        resting: _Resting,
+        last: Mapping[Turn, Choice] = MappingProxyType({}),
+    ) -> None:
+        """What every turn that completes drafts; by little its `last` choice is not changed."""
         num_resting = {kind: len(group) for kind, group in resting.items()}
         num_fast = (
             len(plain[False]) + num_resting.get(False, 0) + sum(t.num_pending for t in turns if not t.is_canonical)
@@ -579,6 +583,7 @@ class Scheduler:
                     other_tokens=sum(t.completes for t in together) - len(free) + num_plain,
                     beside=beside,
                     room_of_others=room if self._is_joint() else None,
+                    last=last,
                 )
 
     def _is_joint(self) -> bool:

@@ -143,6 +143,10 @@ class Choice(NamedTuple):
     reason: str = ""
     because: str = ""
 
+    def is_like(self, other: Choice) -> bool:
+        """Whether the same is drafted."""
+        return (self.drafter, self.num_nodes, self.shape) == (other.drafter, other.num_nodes, other.shape)
+
 
 Places = tuple[Constraint | None, ...]  # behind the committed tokens, then behind each node; None: never reached
 States = tuple[tuple[str, Hashable], ...]  # by drafter: what names its curves, a draft under way, or a refusal
