@@ -222,17 +222,18 @@ def test_what_some_sequences_tell_holds_for_surer_ones() -> None:
     both kinds would share, too, the surer ones would promise far less than they give."""
     rng, rates = random.Random(2), DraftRates(0.8)
     kinds = {right: rates.new_sequence() for right in (0.7, 0.97)}
-    went_on = dict.fromkeys(kinds, 0.0)
+    went_on, promised = dict.fromkeys(kinds, 0.0), {right: list[float]() for right in kinds}
     for right in [right for _ in range(600) for right in kinds]:
         sure, drafted = right**2, 1
         while drafted < 7 and rng.random() < sure:  # and right, then
             drafted += 1
         matched = drafted - (drafted < 7 and rng.random() < (1 - right) / (1 - sure))
         went_on[right] += (drafted > 1) / 600
+        promised[right].append(rates.share(step_of(right), 2))
         rates.observe_ends(kinds[right], Chain(matched, drafted, 7))
         rates.observe(kinds[right], Draft.chain([1] * drafted), Verdict(tuple(range(matched)), 9))
     for right, share in went_on.items():
-        assert rates.share(step_of(right), 2) == pytest.approx(share, abs=0.06)
+        assert fmean(promised[right][100:]) == pytest.approx(share, abs=0.06)
     in_proportion = sum(went_on.values()) / sum(went_on)
     assert in_proportion * 0.97 < went_on[0.97] - 0.1
 
