@@ -47,7 +47,7 @@ def timed(engine: Engine, llm: LLM, prompts: list[list[int]], params: SamplingPa
     max_burst, by_host = ARMS[arm]
     ids = [engine.add(replace(llm.request(prompt, params), speculation=None, is_streamed=False)) for prompt in prompts]
     sequences = [s for request_id in ids for s in engine._live[request_id]]
-    engine._policy.max_burst = max_burst
+    engine._policy.rates.max_burst = max_burst
     for sequence in sequences:
         sequence.needs_host = by_host
     start = time.process_time()

@@ -16,7 +16,7 @@ from verispec import SamplingParams
 from verispec.backends.cost import FLAT_COST, probe_pass, time_pass, typical_time
 from verispec.backends.pass_builder import PassBuilder
 from verispec.backends.protocol import FULL_VIEW, Backend, Pass, PassKind
-from verispec.engine.policy import LEFT_OUT
+from verispec.engine.step_rates import LEFT_OUT
 from verispec.kv import NUM_RESERVED, TARGET_STORE
 from verispec.sampling.rows import SampleKey, Sampler
 from verispec.spec.growth import DraftModel

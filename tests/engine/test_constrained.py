@@ -370,7 +370,7 @@ def test_who_was_not_asked_under_load_is_asked_when_others_have_left() -> None:
 def test_a_step_in_which_the_host_was_held_up_is_forgotten() -> None:
     """Where nothing is drafted what the host takes is not measured again."""
     made = engine(cost=CHEAP, max_burst=8)
-    made._policy.host_seconds = 5e-6  # five times as long as a pass
+    made._policy.rates.host_seconds = 5e-6  # five times as long as a pass
     params = replace(PARAMS, schema={"type": "array", "items": PERSON, "minItems": 30}, max_tokens=200)
     made.add(replace(request(params, "grammar"), is_streamed=False))
     (output,) = collect(made).values()

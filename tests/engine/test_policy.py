@@ -169,7 +169,7 @@ def test_passes_that_nobody_wants_cost_all_of_it_where_they_are_not_left_out(
         {"it": Promising(Curve(levels, cost=passes, by_backend=by_backend))}, vocab_size=VOCAB_SIZE, max_tail=64
     )
     chosen = Policy((1, 64), costs, drafters, row_budget=64, max_draft=None, max_burst=16, leaves_out=leaves_out)
-    chosen.host_seconds = 0.0
+    chosen.rates.host_seconds = 0.0
     first, other = turn(0, "it"), turn(1, "none")
     other.states = (("it", Refusal("nothing")),)
     other.sequence.draws_plainly = draws_plainly  # type: ignore[misc]
@@ -245,7 +245,7 @@ def test_what_needs_the_host_anyway_loses_nothing_by_a_draft_of_the_host() -> No
         found = {}
         for needs_host in (False, True):
             chosen = policy(one, (1, 64), costs)
-            chosen.host_seconds = 0.6
+            chosen.rates.host_seconds = 0.6
             asked = turn(0, "it")
             asked.sequence.needs_host = needs_host  # type: ignore[misc]
             chosen.choose([asked], is_canonical=True, other_rows=0, other_tokens=0, beside=0)
@@ -260,11 +260,11 @@ def test_choices_follow_the_hosts_time_for_rounds_that_the_backend_drafts() -> N
     drifting = policy(one, (1, 64), cost(m1=1.0, m64=1.0))
     assert choose(drifting, ["it"])[0].num_nodes == 1
     for i in range(60):
-        drifting.note_rounds(0.01 * 1.1**i)
+        drifting.rates.note_rounds(0.01 * 1.1**i)
         choose(drifting, ["it"])
     assert choose(drifting, ["it"])[0].num_nodes == 0
     for _ in range(60):
-        drifting.note_rounds(0.001)
+        drifting.rates.note_rounds(0.001)
         choose(drifting, ["it"])
     assert choose(drifting, ["it"])[0].num_nodes == 1
 
@@ -277,7 +277,7 @@ def test_what_the_host_takes_for_rounds_in_the_air_is_hidden_behind_them() -> No
     for trip in (0.0, 0.1):
         for seconds in (0.0, 1.0, 20.0):
             chosen = policy(Promising(curve), (1, 64), replace(cost(m1=1.0, m64=1.0), trip=trip))
-            chosen.note_rounds(seconds)
+            chosen.rates.note_rounds(seconds)
             found[trip, seconds] = choose(chosen, ["it"])[0].num_nodes
     assert (found[0.1, 0.0], found[0.1, 1.0], found[0.1, 20.0]) == (1, 1, 0)
     assert (found[0.0, 0.0], found[0.0, 1.0]) == (1, 0)
@@ -347,7 +347,7 @@ def test_where_small_canonical_passes_are_cheap_nobody_decodes_regularly() -> No
 def test_where_every_round_needs_the_host_windows_may_pay_though_no_pass_is_shorter(needs_host: bool) -> None:
     """They need it once for all of their tokens."""
     chosen = policy({"drafts": NOTHING, "decode": Promising(WINDOW)}, (1, 2, 4, 8, 16, 64), FLAT_COST)
-    chosen.host_seconds = 2.0
+    chosen.rates.host_seconds = 2.0
     asked = turn(0, AUTO)
     asked.sequence.needs_host = needs_host  # type: ignore[misc]
     chosen.choose([asked], is_canonical=True, other_rows=0, other_tokens=0, beside=0)
@@ -500,9 +500,9 @@ def test_drafts_can_pay_where_rows_cost_clearly_less_than_they_give(
     costs: CostTable, num_running: int, host_seconds: float, expected: bool
 ) -> None:
     found = policy(Promising(Curve.chain(8, 1.0)), (1, 2, 4, 8, 16, 32, 64), costs)
-    found.host_seconds = host_seconds
+    found.rates.host_seconds = host_seconds
     assert found.drafts_can_pay(num_running, is_canonical=True) is expected
-    found.host_seconds = 1e6
+    found.rates.host_seconds = 1e6
     assert not found.drafts_can_pay(num_running, is_canonical=True), "what the host takes is looked at anew"
 
 

@@ -162,7 +162,7 @@ def steps(chat_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[float]:
         return step()
 
     monkeypatch.setattr(chat_llm.engine, "step", slow)
-    monkeypatch.setattr(chat_llm.engine._policy, "max_burst", 1)
+    monkeypatch.setattr(chat_llm.engine._policy.rates, "max_burst", 1)
     return begun
 
 

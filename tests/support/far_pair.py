@@ -21,7 +21,7 @@ from verispec.backends.native_backend import NativeBackend
 from verispec.backends.protocol import Pass, PassResult
 from verispec.config import EngineConfig
 from verispec.engine import Engine, Request
-from verispec.engine.policy import LEFT_OUT
+from verispec.engine.step_rates import LEFT_OUT
 from verispec.kv import DRAFT_STORE, TARGET_STORE
 from verispec.sampling.draw import DrawResult, NoisyTopK
 from verispec.spec.registry import DraftSetup, make_drafters

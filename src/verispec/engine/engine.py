@@ -269,10 +269,10 @@ class Engine:
         has_looked = bool(by_host) or any(cohort.choices for cohort in step.cohorts)
         if has_looked and not any(t.choice.draft_seconds for t in by_host):
             beyond = total - waited + self._cost.trip if self._cost.trip else seconds
-            self._policy.host_seconds += (1 - _HOST_MEMORY) * (beyond - self._policy.host_seconds)
+            self._policy.rates.host_seconds += (1 - _HOST_MEMORY) * (beyond - self._policy.rates.host_seconds)
         num_rounds = sum(len(t.rounds) for t in step.turns)
         if num_rounds:
-            self._policy.note_rounds((total - waited if self._cost.trip else seconds) / num_rounds, num_rounds)
+            self._policy.rates.note_rounds((total - waited if self._cost.trip else seconds) / num_rounds, num_rounds)
 
     @property
     def totals(self) -> Totals:

@@ -11,14 +11,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
 from typing import NamedTuple
 
-from verispec.backends.cost import SHORT_CONTEXT, CostTable
+from verispec.backends.cost import CostTable
 from verispec.backends.protocol import first_draft_rows
 from verispec.engine.step_costs import StepCosts
+from verispec.engine.step_rates import Crowd, StepRates, draft_seconds
 from verispec.engine.windows import Windows, held_window
 from verispec.kv import TARGET_STORE
 from verispec.spec.drafter import Curve, DrafterSet, NotYet, Refusal
@@ -31,38 +31,20 @@ _WINDOWS_WORTH_IT = 1.03  # times the tokens of plain decoding: not all windows 
 _LOOKS, _LONGEST_REST = 0.02, 128  # the share of time for looking whether to draft, in which no draft is made; rounds
 _HIDDEN_LOOKS, _WHILE_BUSY = 0.1, 0.0015  # the share of looks that take fewer seconds than that: a burst hides them
 _SHORT_LOOK = 0.015  # of the time that is left
-_ROUND_STEP, _MANY_ROUNDS = 0.2, 64  # towards what the host last took for a round
 _LOOK_STEP = 0.1  # the same for a look
-_NEAR_HOST = 1e-3  # seconds for a round that the host drafts, believed: a pass leaves its caches cold
 _FADED = 0.8  # of the host's time for a round, when those that rest for it could look again
 _NOTICEABLE_HOST = 0.15  # a change of the host's time, as a logarithm, that entries are made anew for
-LEFT_OUT = 3e-5  # seconds of a draft pass that nobody wants and that is left out, though it was sent before; H200
 NOT_WORTH_IT = "verifying a draft was not predicted to pay at this load"
 NO_FASTER = "fast passes take as long as canonical ones at this load, and replays would come on top"
 NOT_LAST = PLAIN._replace(reason="the batch would end no earlier: others, which draft nothing, have as much left")
 TOO_FAR_BEHIND = PLAIN._replace(reason="drafts were not predicted to save what it takes to catch up with the text")
 _SHORT_ANSWER = 32  # tokens that an answer is believed to have left when it begins
-_BEST_GAIN, _MOST_ROWS = 1.1, 3  # at best so many times the tokens a second, by at most so many times the rows
 _WAIT, _LONGEST_WAIT = 0.025, 0.1  # seconds that a stream waits for a burst: 40 frames a second, or 10
 _HOST_SHARE = 0.02  # of the time of a burst: where the host would take more, streams wait longer
 _LONGEST_BURST = 0.5  # seconds of any burst: aborts, Ctrl-C and newcomers wait for its end
 # Of few sequences, where the host is far and sends bursts ahead: seconds, or times what the host takes. Rounds behind
 # the end of their answers are in vain, and with few there is nobody else to use them.
 _SHORT_BURST, _HOST_TIMES, _FEW = 0.006, 8, 8
-
-
-class Crowd(NamedTuple):
-    """What runs anyway: rows of the canonical pass, or of the fast one; the tokens they will commit; the rows of the
-    other pass; the average context of a row; whether those that may draft need the host in every round anyway; and
-    whether draft passes that nobody wants are left out."""
-
-    rows: int
-    tokens: int
-    beside: int
-    context_len: int
-    is_canonical: bool
-    needs_host: bool = False
-    leaves_out: bool = True
 
 
 class RoundLoad(NamedTuple):
@@ -92,17 +74,6 @@ class _Entry(NamedTuple):
     rates: Mapping[tuple[TreeShape | None, int], float] = MappingProxyType({})
 
 
-@dataclass(frozen=True, slots=True)
-class _Offer:
-    num_nodes: int
-    rate: float
-    draft_seconds: float = 0.0
-    tokens: float = 0.0  # of the draft that are expected to be accepted
-
-
-_NOTHING = _Offer(0, 0.0)
-
-
 class Policy:
     """Chooses among the canonical shapes `family`, which may be empty, and the shapes of fast passes.
 
@@ -127,19 +98,17 @@ class Policy:
         leaves_out: bool = True,
     ) -> None:
         self._follows, self._by_probability = follows, by_probability
-        self._fits_rows, self._leaves_out = fits_rows, leaves_out
+        self._leaves_out = leaves_out
         self.costs = StepCosts(family, cost, row_budget=row_budget)
         self._windows = Windows(self.costs, row_budget=row_budget)
         self._cost = cost
         self._drafters = drafters
         self.states, self.needs_cheap_rows = drafters.states, drafters.needs_cheap_rows
         self._row_budget = row_budget
-        self._max_draft = max_draft
-        self.max_burst = max_burst
-        near = _NEAR_HOST if cost.learns else 0.0
-        self.host_seconds = cost.trip / 2 or near  # of a round that the host drafts, beyond T; the engine measures it
+        self.rates = StepRates(
+            self.costs, cost, row_budget=row_budget, max_draft=max_draft, max_burst=max_burst, fits_rows=fits_rows
+        )
         self._look_seconds = 0.0  # of the host, to ask a sequence's drafters
-        self._round_seconds = 0.0  # of the host, for a sequence's round that the backend drafts
         self._cost_versions = (0, 0, 0)
         self._entries: dict[Hashable, _Entry] = {}
         self._can_pay: dict[tuple[int, bool], tuple[tuple[int, int], bool]] = {}  # with the versions of the costs
@@ -161,7 +130,7 @@ class Policy:
         that counts is when the last of a batch ends, `room_of_others` are the most tokens that one of the others has
         left. The `last` choice of a turn stays unless another saves more than it takes to change.
         """
-        versions = self._cost.version, _rough(self.host_seconds), _rough(self._round_seconds)
+        versions = self._cost.version, _rough(self.rates.host_seconds), _rough(self.rates.round_seconds)
         if versions != self._cost_versions:
             self._cost_versions = versions
             self._entries.clear()
@@ -178,7 +147,7 @@ class Policy:
         rows = other_rows + sum([turn.num_pending for group in free.values() for turn in group])
         if num_free < len(turns):
             rows += self._windows.choose(
-                turns, rows=rows, other_rows=other_rows, beside=beside, host_seconds=self.host_seconds
+                turns, rows=rows, other_rows=other_rows, beside=beside, host_seconds=self.rates.host_seconds
             )
             beside += sum([turn.choice.grows for turn in turns])
         context_len = sum([turn.start for turn in turns]) // len(turns)
@@ -217,7 +186,7 @@ class Policy:
             return best is mine
         num_tokens = min(turn.room, max(_SHORT_ANSWER, turn.start - turn.sequence.prompt_len))
         saved = crowd.tokens * num_tokens * (1.0 / rate - 1.0 / best.rate)
-        return saved < self._cost.trip + self.host_seconds
+        return saved < self._cost.trip + self.rates.host_seconds
 
     def expected(self, turn: Turn) -> States | None:
         """The states that a sequence will have when its prompt is computed; None if no drafter waits for that, or
@@ -232,11 +201,6 @@ class Policy:
         if self._follows and sequence.is_followed:
             return False
         return sequence.needs_host or (sequence.uses_probabilities and not self._by_probability)
-
-    def note_rounds(self, seconds: float, num_rounds: int = _MANY_ROUNDS) -> None:
-        """What the host took for each round that the backend drafted, of each sequence; few of them say little."""
-        step = min(_ROUND_STEP if self._round_seconds else 1.0, num_rounds / _MANY_ROUNDS)
-        self._round_seconds += (seconds - self._round_seconds) * step
 
     def note_looks(self, seconds: float) -> None:
         """What the host took to ask each sequence's drafters."""
@@ -263,7 +227,7 @@ class Policy:
         if turn.start - stored_len < first_draft_rows(curve.store):
             return True
         num_rows, context_len = entry.drafting * (turn.start - stored_len), (turn.start + stored_len) // 2
-        seconds = _draft_seconds(curve.cost, num_rows, context_len) / entry.drafting  # all of them catch up together
+        seconds = draft_seconds(curve.cost, num_rows, context_len) / entry.drafting  # all of them catch up together
         num_tokens = min(turn.room, max(_SHORT_ANSWER, turn.start - turn.sequence.prompt_len))
         return self._cost.speed * seconds < entry.saved * num_tokens
 
@@ -280,16 +244,16 @@ class Policy:
 
     def _made(self, name: str, key: Hashable, drafting: int, crowd: Crowd, is_free: bool, version: int) -> _Entry:
         """The best curve, if it is worth its passes; plain decoding otherwise."""
-        plain = self._rate(crowd, 0, 0.0, self._host_seconds(is_needed=crowd.needs_host))
+        predictions, plain = self.rates, self.rates.plain(crowd)
         best = _Entry(PLAIN._replace(reason=NOT_WORTH_IT), plain, version)
         rates: dict[tuple[TreeShape | None, int], float] = {}
         for curve in self._drafters.curves(name, key):
             if curve.by_fast_rounds:
                 best = self._with_windows(best, name, curve, drafting, crowd, is_free=is_free)
                 continue
-            offers = self._offers(curve, drafting, crowd)
+            offers = predictions.offers(curve, drafting, crowd)
             rates |= {(curve.shape, offer.num_nodes): offer.rate for offer in offers}
-            found = self._best_of(offers, curve, drafting, crowd)
+            found = predictions.best_of(offers, curve, drafting, crowd)
             predicted = found.rate / plain
             is_worth_it = curve.is_forced or predicted > (1.0 if curve.cost is None else WORTH_IT)
             if found.num_nodes and is_worth_it and (found.rate > best.rate or curve.is_forced):
@@ -314,133 +278,21 @@ class Policy:
         one too, where a plain row beside those of prompts may be free.
         """
         to_come = crowd._replace(rows=crowd.tokens)
-        if is_free and not self._has_faster_rounds(drafting, to_come):
+        if is_free and not self.rates.has_faster_rounds(drafting, to_come):
             return best._replace(choice=best.choice._replace(because=NO_FASTER))
-        longest = min(self._limit(len(curve.levels)), self._row_budget - 1)
+        longest = min(self.rates.limit(len(curve.levels)), self._row_budget - 1)
         lengths = range(1, longest + 1) if is_free else range(longest, longest + 1)
-        rates = {n: self._window_rate(curve, n, drafting, to_come) for n in lengths if n}
+        rates = {n: self.rates.window_rate(curve, n, drafting, to_come) for n in lengths if n}
         num_nodes = max(rates, key=rates.__getitem__, default=0)
-        host = self._host_seconds(is_needed=crowd.needs_host)
-        plain, rate = self._rate(to_come, 0, 0.0, host), rates.get(num_nodes, 0.0)
-        plain_now = (crowd.tokens + crowd.beside) / (self._seconds(crowd, crowd.rows) + host)
+        host = self.rates.host(is_needed=crowd.needs_host)
+        plain, rate = self.rates.plain(to_come), rates.get(num_nodes, 0.0)
+        plain_now = (crowd.tokens + crowd.beside) / (self.rates.seconds(crowd, crowd.rows) + host)
         pays = rate > max(best.rate, _WINDOWS_WORTH_IT * plain)
-        pays = pays and self._window_rate(curve, num_nodes, drafting, crowd) > plain_now
+        pays = pays and self.rates.window_rate(curve, num_nodes, drafting, crowd) > plain_now
         because = f"canonical passes predicted {plain:.3g} tokens a second, replays {rate:.3g}"
         if num_nodes and (pays or not is_free):
             return best._replace(choice=Choice(name, num_nodes, grows=True, because=because), rate=rate)
         return best._replace(choice=best.choice._replace(because=because))
-
-    def _has_faster_rounds(self, drafting: int, crowd: Crowd) -> bool:
-        """Whether a round is shorter if these sequences draw in fast passes: replays come on top of that. Rounds of a
-        window need the host for none of its tokens."""
-        if not self.costs.family:
-            return False
-        others = max(0, crowd.rows - drafting)
-        drawn = self.costs.seconds(others, crowd.beside + drafting, crowd.context_len)
-        host = self._host_seconds(is_needed=crowd.needs_host)
-        return drawn < self.costs.seconds(crowd.rows, crowd.beside, crowd.context_len) + host
-
-    def _offers(self, curve: Curve, drafting: int, crowd: Crowd) -> list[_Offer]:
-        """Whole levels of the curve, at least one, up to as many as fit."""
-        offers = list[_Offer]()
-        by_backend = curve.by_backend and not crowd.needs_host
-        nodes, tokens, seconds, width, saved_rows = 0, 0.0, 0.0, 1, 0.0
-        for level in curve.levels[: self._limit(len(curve.levels))]:
-            if self._fits_rows:
-                saved_rows += (1.0 - level.share) * self._verifying(crowd, drafting * nodes, drafting * level.num_nodes)
-            nodes += level.num_nodes
-            tokens += level.tokens
-            if curve.cost is not None:
-                # Timed beside the target's passes, on the same machine.
-                drafted = self._cost.speed * _draft_seconds(curve.cost, drafting * width, crowd.context_len)
-                wanted = 1.0 - (1.0 - level.share) ** drafting  # the chance that anybody wants this pass
-                if not by_backend:  # the host knows before it sends it
-                    seconds += wanted * (self._cost.trip + drafted)
-                else:
-                    seconds += wanted * drafted + (1.0 - wanted) * self._in_vain(crowd, drafted)
-            width = level.num_nodes
-            if crowd.rows + nodes > self._row_budget:
-                break
-            host, hidden = self._host_seconds(is_needed=True), 0.0
-            if by_backend:
-                host = drafting * self._round_seconds
-                host, hidden = (0.0, host) if self._cost.trip else (host, 0.0)
-            rate = self._rate(crowd, drafting * nodes, drafting * tokens, seconds + host - saved_rows, hidden)
-            offers.append(_Offer(nodes, rate, seconds, tokens))
-        return offers
-
-    def _best_of(self, offers: Sequence[_Offer], curve: Curve, drafting: int, crowd: Crowd) -> _Offer:
-        """The offer that promises most, or the largest if the curve is forced."""
-        if curve.is_forced or not offers:
-            return offers[-1] if offers else _NOTHING
-        if not curve.stays:
-            return max(offers, key=lambda offer: offer.rate)
-        plain = self._rate(crowd, 0, 0.0, self._host_seconds(is_needed=crowd.needs_host))
-
-        def saved(offer: _Offer) -> float:
-            return (crowd.tokens + crowd.beside + drafting * offer.tokens) * (1 / plain - 1 / offer.rate)
-
-        best = max(offers, key=saved)
-        return best if saved(best) > 0.0 else _NOTHING
-
-    def _in_vain(self, crowd: Crowd, seconds: float) -> float:
-        """What a draft pass that would take so long takes if nobody wants it: where the host is far, it was sent."""
-        if not self._cost.trip:
-            return 0.0
-        return min(LEFT_OUT, seconds) if crowd.leaves_out else seconds
-
-    def _limit(self, num_levels: int) -> int:
-        return num_levels if self._max_draft is None else min(num_levels, self._max_draft)
-
-    def _host_seconds(self, *, is_needed: bool) -> float:
-        """What a round takes beyond its passes: where the host is not needed the backend goes on by itself."""
-        return self.host_seconds if is_needed or self.max_burst == 1 else 0.0
-
-    def _rate(
-        self, crowd: Crowd, num_nodes: int, tokens: float, draft_seconds: float, host_seconds: float = 0.0
-    ) -> float:
-        """Tokens a second of a step with further nodes, which take further seconds to draft, while the host is busy
-        with the step before for `host_seconds`.
-
-        Rows that give no token, those of prompts, are left out, but nodes cost what they add to the pass with them:
-        time is worth what it gives in the steps to come.
-        """
-        seconds = self._seconds(crowd, crowd.rows + num_nodes) + draft_seconds
-        if crowd.rows > crowd.tokens:
-            seconds += self._seconds(crowd, crowd.tokens) - self._seconds(crowd, crowd.rows)
-        return (crowd.tokens + crowd.beside + tokens) / max(1e-12, seconds, host_seconds)
-
-    def _verifying(self, crowd: Crowd, num_before: int, num_nodes: int) -> float:
-        """Seconds that so many nodes add to a step with this crowd and the nodes before them."""
-        rows = crowd.rows + num_before
-        return self._seconds(crowd, rows + num_nodes) - self._seconds(crowd, rows)
-
-    def _seconds(self, crowd: Crowd, num_rows: int) -> float:
-        """A step of this crowd with so many rows of its own kind."""
-        if crowd.is_canonical and self.costs.family:
-            return self.costs.seconds(num_rows, crowd.beside, crowd.context_len)
-        return self.costs.fast_seconds(num_rows, crowd.context_len)
-
-    def _window_rate(self, curve: Curve, num_nodes: int, drafting: int, crowd: Crowd) -> float:
-        """Tokens a second if these sequences draw so many tokens in fast rounds and then replay them, together.
-
-        Replays are packed into passes beside the rows that run anyway.
-        """
-        others, tokens = max(0, crowd.rows - drafting), crowd.tokens - drafting + crowd.beside
-        room = self._row_budget - others
-        if not self.costs.family or room <= 0:
-            return 0.0
-        fitting = max(1, room // (num_nodes + 1))
-        full, rest = divmod(drafting, fitting)
-        context_len = crowd.context_len
-        seconds = num_nodes * self.costs.seconds(others, crowd.beside + drafting, context_len)
-        for count, num_passes in ((fitting, full), (rest, bool(rest))):
-            if num_passes:
-                num_rows = min(self._row_budget, others + count * (num_nodes + 1))
-                seconds += num_passes * (self.costs.seconds(num_rows, crowd.beside, context_len) + self.host_seconds)
-        confirmed = 1.0 + sum([level.tokens for level in curve.levels[:num_nodes]])
-        num_steps = num_nodes + full + bool(rest)
-        return (num_steps * tokens + drafting * confirmed) / max(1e-12, seconds)
 
     def num_rounds(self, load: RoundLoad, host_seconds: float) -> int:
         """How many rounds the backend runs by itself: as long as a stream may wait, as slots are free, as is left.
@@ -450,7 +302,7 @@ class Policy:
         if that is worth more tokens a second.
         Where bursts are sent ahead, those of few sequences last as long as the host needs for the next one.
         """
-        count = min(self.max_burst, load.room, load.num_free)
+        count = min(self.rates.max_burst, load.room, load.num_free)
         if count <= 1:
             return 1
         together = load.num_going + load.num_waiting
@@ -471,36 +323,30 @@ class Policy:
         return max(1, count)
 
     def drafts_can_pay(self, num_running: int, *, is_canonical: bool) -> bool:
-        """Whether drafts of so many sequences, all accepted, would give clearly more tokens a second than rounds that
-        need no host: else looking for them is worth nothing."""
-        at, versions = (num_running, is_canonical), (self._cost.version, _rough(self.host_seconds))
+        """Whether even the best drafts of so many sequences would: else looking for them is worth nothing."""
+        at, versions = (num_running, is_canonical), (self._cost.version, _rough(self.rates.host_seconds))
         made, found = self._can_pay.get(at, (None, False))
         if made != versions:
-            crowd = Crowd(num_running, num_running, 0, SHORT_CONTEXT, is_canonical)
-            most = min(self._row_budget, _MOST_ROWS * num_running)
-            rows = {most, *(m for m in self._cost.shapes if num_running < m < most)}
-            host = self._host_seconds(is_needed=True)
-            rates = [self._rate(crowd, m - num_running, m - num_running, host) for m in rows]
-            found = max(rates) > _BEST_GAIN * self._rate(crowd, 0, 0.0, 0.0)
+            found = self.rates.best_could_pay(num_running, is_canonical=is_canonical)
             self._can_pay[at] = versions, found
         return found
 
     def forget_host(self) -> None:
         """What the host took is measured where drafts are: where nothing was drafted for long, it counts for less."""
-        self.host_seconds *= _FADED
-        self._round_seconds *= _FADED
+        self.rates.host_seconds *= _FADED
+        self.rates.round_seconds *= _FADED
 
     @property
     def rests(self) -> bool:
         """Whether who drafts nothing goes on without the host until a look says otherwise: where the host is far."""
-        return self._cost.trip > 0 and self.max_burst > 1
+        return self._cost.trip > 0 and self.rates.max_burst > 1
 
     def rest_len(self, num_rows: int, context_len: int, *, in_vain: bool = False, in_air: bool = False) -> int:
         """For how many rounds those that draft nothing do not look again.
 
         Rounds that run meanwhile, `in_air`, hide a look that is short; one that was `in_vain` has ended them.
         """
-        seconds = self.host_seconds if in_vain else num_rows * self._look_seconds
+        seconds = self.rates.host_seconds if in_vain else num_rows * self._look_seconds
         round_seconds = max(1e-12, self.costs.fast_seconds(num_rows, context_len))
         share = _HIDDEN_LOOKS if in_air and seconds < _WHILE_BUSY else _LOOKS
         return min(_LONGEST_REST, int(seconds / (share * round_seconds)))
@@ -553,10 +399,6 @@ def _within(choice: Choice, turn: Turn) -> Choice:
     if not shape.is_chain and choice.num_nodes > turn.table_room:
         choice = choice._replace(by_backend=False)  # the places of its nodes are positions of the table
     return choice
-
-
-def _draft_seconds(cost: CostTable, num_rows: int, context_len: int) -> float:
-    return cost.seconds(cost.fast_shape(num_rows), num_rows * context_len)
 
 
 def _rough(seconds: float) -> int:

@@ -398,7 +398,7 @@ class Scheduler:
         Whoever has a prompt in pieces waits, or a place to be admitted to, or streams and has no token yet. Sequences
         that rest go on for as many rounds as they have `patience`.
         """
-        if self._policy.max_burst == 1 or self._roster.may_admit:
+        if self._policy.rates.max_burst == 1 or self._roster.may_admit:
             return 1
         going = [*plain[True], *plain[False]]
         going += [t.sequence for t in turns if self._goes_on(t)]  # type: ignore[misc]
