@@ -13,7 +13,6 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from verispec.engine.ahead import (
-    RoundSize,
     can_follow,
     is_current,
     num_missing,
@@ -22,6 +21,7 @@ from verispec.engine.ahead import (
     rounds_for,
     turn_behind,
 )
+from verispec.engine.leases import Leases
 from verispec.engine.policy import NOT_WORTH_IT, Policy, RoundLoad, refusal
 from verispec.engine.rests import Rests
 from verispec.engine.roster import Roster
@@ -81,6 +81,7 @@ class Scheduler:
         self._has_family = has_family
         self._all_canonical = all_canonical
         self._feeds = feeds
+        self._leases = Leases(roster, context_len=context_len, feeds=feeds)
         self._follows = follows
         self.host_seconds = 0.0  # of a step, outside its passes
         self._rests = Rests()
@@ -99,7 +100,7 @@ class Scheduler:
         if not parts.single and not parts.others:
             self._all_plain = self._roster.version, parts.plain
             return self._plan_plain(parts.plain)
-        cohorts = self._cohorts(parts.plain)
+        cohorts = self._leases.cohorts(parts.plain)
         granted = self._grants(parts)
         turns = [
             self._turn(sequence)
@@ -107,14 +108,14 @@ class Scheduler:
             if sequence.is_running and granted[sequence.sequence_id] and self._roster.secure_row(sequence)
         ]
         for turn in turns:
-            self._extend_prompt(turn, granted[turn.sequence.sequence_id], len(parts.single))
+            self._leases.extend_prompt(turn, granted[turn.sequence.sequence_id], len(parts.single))
         resting = self._rest(parts.single, turns)
         turns.sort(key=_age)  # drafts have rows and slots in this order
         self._choose(turns, parts.plain, resting)
         turns = self._secured(turns, resting)
         cohorts += [self._resting_cohort(group, is_canonical=kind) for kind, group in resting.items() if group]
         for turn in turns:
-            if turn.choice.num_nodes and not self._has_slots(turn):
+            if turn.choice.num_nodes and not self._leases.has_slots(turn):
                 turn.choice = PLAIN._replace(reason="no slots are free for a draft")
         rested = [sequence for group in resting.values() for sequence, _ in group]
         waiting = self._waiting_for_prompt(turns, parts.plain, resting)
@@ -137,7 +138,7 @@ class Scheduler:
 
     def _plan_plain(self, plain: _Plain) -> Step:
         """Everybody only decodes; that stays so until somebody comes or goes."""
-        cohorts = self._cohorts(plain)
+        cohorts = self._leases.cohorts(plain)
         self._go_on((), cohorts, self._num_rounds(plain))
         return Step((), cohorts)
 
@@ -164,11 +165,11 @@ class Scheduler:
             return Step()
         if not self._roster.make_room(len(plain[True]) + len(plain[False])):
             return Step()
-        cohorts = self._cohorts(ahead, is_ahead=True) + self._cohorts(parts.plain)
+        cohorts = self._leases.cohorts(ahead, is_ahead=True) + self._leases.cohorts(parts.plain)
         granted = self._grants(parts._replace(plain=plain))
         turns = [self._turn(s) for s in parts.others if granted[s.sequence_id] and self._roster.take(s, 1)]
         for turn in turns:
-            self._extend_prompt(turn, granted[turn.sequence.sequence_id], 0)
+            self._leases.extend_prompt(turn, granted[turn.sequence.sequence_id], 0)
             turn.choice = _NOT_ASKED
         if self._policy.rests:
             self._lie_down(_undrafted(turns), are_asked=False)
@@ -194,7 +195,7 @@ class Scheduler:
         for turn in found:
             if not self._roster.take(own(turn), num_slots(turn)):
                 raise AssertionError("slots for rounds planned ahead were not kept free")
-            self._freeze(turn)
+            self._leases.freeze(turn)
         return found
 
     def _would_draft_again(self, turns: SequenceOf[Turn]) -> bool:
@@ -238,12 +239,12 @@ class Scheduler:
                 num_left = turn.choice.num_nodes - turn.choice.num_drawn
                 turn.num_rounds = min(count, num_left) if turn.sequence.constraint is None else 1
             elif turn.is_resident:
-                self._stay(turn, count)
+                self._leases.stay(turn, count)
             elif self._goes_on(turn):
-                self._ride(turn, count)
-            self._freeze(turn)
+                self._leases.ride(turn, min(count, _patience(own(turn))))
+            self._leases.freeze(turn)
         for cohort in cohorts:
-            self._lengthen(cohort, min(count, patience) if cohort.choices else count)
+            self._leases.lengthen(cohort, min(count, patience) if cohort.choices else count)
         planned = [turn.num_rounds for turn in turns] + [cohort.num_rounds for cohort in cohorts]
         self._rests.num_planned += max(planned, default=1)
 
@@ -386,7 +387,7 @@ class Scheduler:
         return not self._policy.drafts_can_pay(len(self._roster.running), is_canonical=kind)
 
     def _resting_cohort(self, resting: SequenceOf[tuple[Sequence, Choice]], *, is_canonical: bool) -> Cohort:
-        cohort = self._cohort([sequence for sequence, _ in resting], is_canonical=is_canonical)
+        cohort = self._leases.cohort([sequence for sequence, _ in resting], is_canonical=is_canonical)
         cohort.choices, cohort.feeds = [choice for _, choice in resting], False
         return cohort
 
@@ -430,31 +431,6 @@ class Scheduler:
         count = self._policy.num_rounds(load, self.host_seconds)
         return min(count, patience) if patience > 1 else count
 
-    def _cohorts(self, groups: _Plain, *, is_ahead: bool = False) -> list[Cohort]:
-        found = [self._cohort(group, is_canonical=kind) for kind, group in groups.items() if group]
-        for cohort in found:
-            cohort.is_ahead = is_ahead
-        return found
-
-    def _cohort(self, sequences: SequenceOf[Sequence], *, is_canonical: bool) -> Cohort:
-        """One round of plain decoding, with a slot leased for each sequence."""
-        lease = self._roster.pool.lease()
-        if not self._roster.make_room(len(sequences)) or not self._roster.pool.extend(lease, len(sequences)):
-            raise AssertionError("slots for the rows of a cohort were not kept free")
-        cohort = Cohort(
-            list(sequences),
-            [s.kv.epoch for s in sequences],
-            [s.kv.seq_row for s in sequences],
-            [len(s.token_ids) - 1 + s.kv.num_ahead for s in sequences],
-            is_canonical,
-            lease,
-            feeds=self._feeds,
-        )
-        for sequence in sequences:
-            sequence.kv.num_flights += 1
-        self._roster.cohorts.append(cohort)
-        return cohort
-
     def _goes_on(self, turn: Turn) -> bool:
         """Whether the turn completes the tokens of a sequence that only decodes for a while, in passes like this."""
         sequence = turn.sequence
@@ -466,36 +442,6 @@ class Scheduler:
             is_alone = len(self._roster.running) == 1
             goes_on = goes_on and is_alone and not turn.choice.drafter and _patience(sequence) > 1
         return turn.completes and goes_on and turn.is_canonical is is_canonical
-
-    def _ride(self, turn: Turn, num_rounds: int) -> None:
-        """Such a sequence takes part in further rounds, if slots for them are free."""
-        sequence = turn.sequence
-        assert isinstance(sequence, Sequence)
-        num_rounds = min(num_rounds, sequence.max_len - sequence.committed_len, _patience(sequence))
-        if num_rounds > 1 and self._roster.take(sequence, turn.num_pending + num_rounds - 1):
-            turn.num_rounds = num_rounds
-
-    def _stay(self, turn: Turn, num_rounds: int) -> None:
-        """Rounds that the backend drafts by itself, if slots are free up to the last token that can have a row."""
-        assert isinstance(turn.sequence, Sequence)
-        num_nodes, shape = turn.choice.num_nodes, turn.choice.shape
-        size = RoundSize(num_nodes, num_nodes, is_tree=False)
-        if shape is not None and not shape.is_chain:  # the curve's: of it there are so many nodes
-            size = RoundSize(num_nodes, shape.within(num_nodes, shape.depth).depth, is_tree=True)
-        num_rounds = size.rounds_in_table(num_rounds, turn.room, turn.table_room)
-        if num_rounds > 1 and self._roster.take(turn.sequence, size.num_places(num_rounds, turn.room)):
-            turn.num_rounds = num_rounds
-
-    def _lengthen(self, cohort: Cohort, num_rounds: int) -> None:
-        """Lease the slots of further rounds, if all of them are free and the table has places for them."""
-        count = len(cohort.sequences)
-        num_rounds = min(num_rounds, self._context_len - max(cohort.positions))
-        further = count * (num_rounds - 1)
-        if further and self._roster.make_room(further) and self._roster.pool.extend(cohort.lease, further):
-            cohort.num_rounds = num_rounds
-        if cohort.feeds:
-            for sequence in cohort.sequences:
-                sequence.kv.num_ahead += cohort.num_rounds  # type: ignore[attr-defined]
 
     def _decodes_canonically(self, sequence: Sequence) -> bool:
         return self._has_family and (sequence.params.deterministic or self._all_canonical)
@@ -546,15 +492,6 @@ class Scheduler:
             left[kind] -= count
         return granted
 
-    def _extend_prompt(self, turn: Turn, granted: int, num_reserved: int) -> None:
-        """Give a turn all the rows granted to it, as far as slots are free and not reserved for others' rows."""
-        sequence = turn.sequence
-        assert isinstance(sequence, Sequence)
-        count = min(granted - 1, self._roster.num_available - num_reserved)
-        if count > 0 and self._roster.take(sequence, 1 + count):
-            turn.num_pending += count
-            turn.completes = turn.start + turn.num_pending == sequence.committed_len
-
     def _choose(
         self,
         turns: SequenceOf[Turn],
@@ -592,37 +529,6 @@ class Scheduler:
         if self._roster.waiting or any(s.is_streamed for s in running):
             return False
         return len({(s.batch, 0 if s.batch else s.request_id) for s in running}) == 1
-
-    def _has_slots(self, turn: Turn) -> bool:
-        """Lease the slots of the draft chosen; a whole window's, when it is opened. Rows of others come first."""
-        sequence, choice = turn.sequence, turn.choice
-        assert isinstance(sequence, Sequence)
-        assert sequence.kv.lease is not None
-        needed = turn.num_pending + choice.num_nodes - len(sequence.kv.lease.slots)
-        if needed > 0 and choice.grows and needed + len(self._roster.running) > self._roster.num_available:
-            return False
-        return self._roster.take(sequence, turn.num_pending + choice.num_nodes)
-
-    def _freeze(self, turn: Turn) -> None:
-        """Note the slots leased, and what the backend's table lacks."""
-        sequence = turn.sequence
-        assert isinstance(sequence, Sequence)
-        assert sequence.kv.lease is not None
-        turn.slots = sequence.kv.lease.slots
-        self._send_table(turn, sequence)
-        sequence.kv.num_flights += 1
-
-    def _send_table(self, turn: Turn, sequence: Sequence) -> None:
-        """Nodes of a tree that the host grows need no place in the table: its row may end before them."""
-        kv = sequence.kv
-        assert kv.lease is not None
-        held, leased = len(kv.held), kv.lease.slots[: self._context_len - len(kv.held)]
-        turn.table_start = kv.synced_len
-        if kv.synced_len >= held:
-            turn.table_slots = leased[kv.synced_len - held :]
-        else:
-            turn.table_slots = kv.held[kv.synced_len :] + leased
-        kv.synced_len = held + len(leased)
 
 
 def _age(turn: Turn) -> int:
