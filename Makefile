@@ -11,7 +11,7 @@ GPU_CHECKS := draw backend quantized chains lookup trees weighing sanitize
 SANITIZER ?= compute-sanitizer
 CHROMIUM := $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
 
-.PHONY: help run serve check test-page judges test test-hf test-scale test-scale-core test-cuda gpu-test gpu-checks gpu-check-device gpu-check-oracle gpu-check-real gpu-conformance gpu-sanitize gpu-sanitize-memory gpu-sanitize-rounds gpu-sanitize-graphs gpu-sanitize-races gpu-sanitize-product-races gpu-times test-long test-wheel wheel native native-asan native-aarch64 native-digests lint goldens model setup clean
+.PHONY: help run serve check test-page judges test test-hf test-scale test-scale-core test-cuda gpu-test gpu-checks gpu-check-device gpu-check-oracle gpu-check-real gpu-conformance gpu-sanitize gpu-sanitize-memory gpu-sanitize-rounds gpu-sanitize-graphs gpu-sanitize-races gpu-sanitize-product-races gpu-times test-long test-wheel wheel native native-asan cuda-asan native-aarch64 native-digests lint goldens model setup clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -126,6 +126,11 @@ native-asan: setup ## The kernel tests under the address and undefined-behaviour
 	LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 VERISPEC_TEST_KERNELS=build/native-asan.so \
 	  $(BIN)/pytest -p no:cacheprovider tests/backends/test_native_kernels.py tests/backends/test_hopper.py tests/backends/test_conformance.py -k "native or hopper"
+
+cuda-asan: $(HF_BIN)/.installed ## The sources of CUDA products, run on a CPU, under the address sanitizer; minutes
+	LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so)" ASAN_OPTIONS=detect_leaks=0 \
+	  VERISPEC_TEST_EMULATED="-fsanitize=address --param asan-stack=0" \
+	  $(HF_BIN)/python -m pytest -s -p no:cacheprovider -m cuda tests/backends/cuda/test_large.py tests/backends/cuda/test_wide.py
 
 native-aarch64: setup ## The kernels for aarch64 under qemu against this machine's (needs g++-aarch64-linux-gnu, qemu-user)
 	$(BIN)/python native/build.py --selftest build/selftest

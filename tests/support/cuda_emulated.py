@@ -7,6 +7,7 @@ each alone: what a kernel gives must not depend on that.
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import subprocess
 import tempfile
@@ -78,7 +79,8 @@ def _library(
         assert old in text
         text = text.replace(old, new)
     text = f'#include "{_HEADER}"\n{text}' + "".join(_WRAPPER.format(name=n, args=a) for n, a in _KERNEL.findall(text))
-    command = "g++ -std=c++17 -O1 -ffp-contract=off -fno-strict-aliasing -fPIC -shared -w -Wno-psabi -o".split()
+    command = "g++ -std=c++17 -O1 -ffp-contract=off -fno-strict-aliasing -fPIC -shared -w -Wno-psabi".split()
+    command += [*os.environ.get("VERISPEC_TEST_EMULATED", "").split(), "-o"]  # of `make cuda-asan`
     with tempfile.TemporaryDirectory() as name:
         made, written = Path(name, "kernel.so"), Path(name, "kernel.cpp")
         written.write_text(text)

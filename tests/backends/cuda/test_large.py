@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from functools import cached_property
 
 import pytest
@@ -130,3 +133,24 @@ def test_forms_fit() -> None:
             assert form.shared <= 227 * 1024 - 2048
             assert form.clusters <= 66
             assert form.clusters == 66 or form.clusters * 64 * form.blocks * 256 >= outputs * rows
+
+
+OUTSIDE = """
+import torch
+from tests.support import cuda_emulated
+from verispec.backends.cuda.arguments import filled
+from verispec.backends.cuda.kernels import RowArgs
+nodes, out = torch.zeros(8 * 64), torch.zeros({})
+args = filled(RowArgs(), nodes_in=nodes, out=out, eps=1e-5, rows=8)
+sizes = ("WIDTH=64", "HEADS=1", "KV_HEADS=1", "HEAD_DIM=16", "MLP=16", "PARTS=1")
+cuda_emulated.launch("rows.cu", "row_factors", args, grid=(1, 1, 1), threads=256, defines=sizes)
+"""
+
+
+@pytest.mark.skipif("VERISPEC_TEST_EMULATED" not in os.environ, reason="without a sanitizer: make cuda-asan")
+@pytest.mark.parametrize(("num_places", "is_noticed"), [(8, False), (4, True)])
+def test_control_a_write_behind_the_end_is_noticed(num_places: int, is_noticed: bool) -> None:
+    """What `make cuda-asan` says of these kernels it could have said."""
+    found = subprocess.run([sys.executable, "-c", OUTSIDE.format(num_places)], capture_output=True, text=True)
+    assert ("heap-buffer-overflow" in found.stderr) is is_noticed, found.stderr
+    assert (found.returncode != 0) is is_noticed
