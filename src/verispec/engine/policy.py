@@ -31,7 +31,8 @@ _WINDOWS_WORTH_IT = 1.03  # times the tokens of plain decoding: not all windows 
 _LOOKS, _LONGEST_REST = 0.02, 128  # the share of time for looking whether to draft, in which no draft is made; rounds
 _HIDDEN_LOOKS, _WHILE_BUSY = 0.1, 0.0015  # the share of looks that take fewer seconds than that: a burst hides them
 _SHORT_LOOK = 0.015  # of the time that is left
-_LOOK_STEP = 0.1  # the same for a look
+_LOOK_STEP = 0.1  # towards what the host last took for a look
+_WORTH_A_CHANGE = 3.0  # times what it takes: of many drafts that are predicted the best flatters itself
 _FADED = 0.8  # of the host's time for a round, when those that rest for it could look again
 _NOTICEABLE_HOST = 0.15  # a change of the host's time, as a logarithm, that entries are made anew for
 NOT_WORTH_IT = "verifying a draft was not predicted to pay at this load"
@@ -186,7 +187,7 @@ class Policy:
             return best is mine
         num_tokens = min(turn.room, max(_SHORT_ANSWER, turn.start - turn.sequence.prompt_len))
         saved = crowd.tokens * num_tokens * (1.0 / rate - 1.0 / best.rate)
-        return saved < self._cost.trip + self.rates.host_seconds
+        return saved < _WORTH_A_CHANGE * (self._cost.trip + self.rates.host_seconds)
 
     def expected(self, turn: Turn) -> States | None:
         """The states that a sequence will have when its prompt is computed; None if no drafter waits for that, or
