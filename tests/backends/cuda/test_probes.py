@@ -117,11 +117,14 @@ def test_logits_of_more_rows_than_a_pass_has_are_of_several_calls(monkeypatch: p
     assert found.forms == (("linear.cu", SHAPES),)
 
 
-def test_wide_products_have_a_name_of_their_own() -> None:
-    """Of weights that do not stay in the cache."""
-    w = torch.empty(4096, 4096, device="meta")
-    found = [product_form(w, rows, many=many) for rows, many in ((8, False), (9, False), (64, False), (65, True))]
-    assert found == ["linear.cu", "wide.cu", "wide.cu", "library"]
+def test_wide_and_large_products_have_names_of_their_own() -> None:
+    """Of weights that do not stay in the cache; large ones are in several parts of K, with work for all SMs."""
+    w, one_part = torch.empty(4096, 4096, device="meta"), torch.empty(28672, 4096, device="meta")
+    few = [product_form(w, rows, many=False, num_sms=132) for rows in (8, 9, 64)]
+    many = [product_form(w, rows, many=True, num_sms=132) for rows in (65, 512)]
+    assert few == ["linear.cu", "wide.cu", "wide.cu"]
+    assert many == ["library", "large.cu"]
+    assert product_form(one_part, 4096, many=True, num_sms=132) == "library"
 
 
 @pytest.mark.parametrize("name", list(tiny.ARCHITECTURES))
