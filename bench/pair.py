@@ -40,6 +40,7 @@ from verispec.spec.speculation import AUTO, Speculation
 CONTEXT_LEN = 1024
 TEMPERATURES = (0.0, 1.0)
 DRAFTERS = ("none", "suffix", "lookup", "model")
+ALL = "**all**"  # tasks together, behind each of them
 REAL_ARMS = {"none": ARMS["none"], "lookup": Speculation("lookup"), **ARMS}
 Host = Callable[[], float]
 
@@ -116,7 +117,7 @@ def show_real(options: argparse.Namespace, host: Host) -> None:
         mine = [answer for answer in answers if answer.temperature == temperature]
         found = {arm: _played(options.draft_model, mine, eos_ids, arm, options.tokens, host) for arm in arms}
         none = found["none"]
-        print(f"\nT = {temperature:g}, {len(mine)} answers, {sum(t.num_tokens for t in none.values()):,} tokens\n")
+        print(f"\nT = {temperature:g}, {len(mine)} answers, {none[ALL].num_tokens:,} tokens\n")
         print("| task | none, tok/s | " + " | ".join(arms[1:]) + " | `auto` drafted a token, accepted |")
         print("|---" * (len(arms) + 2) + "|")
         for task in none:
@@ -175,7 +176,7 @@ def _played(
             tally.add(Tally(backend.now - start, len(output.token_ids), stats.drafted, stats.accepted))
         every.add(tally)
     draft.close()
-    return {**found, "**all**": every}
+    return {**found, ALL: every}
 
 
 if __name__ == "__main__":

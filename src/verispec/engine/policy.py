@@ -129,7 +129,7 @@ class Policy:
 
         `other_rows` run in the same pass and give `other_tokens`; `beside` rows run in the step's other pass. Where all
         that counts is when the last of a batch ends, `room_of_others` are the most tokens that one of the others has
-        left. The `last` choice of a turn stays unless another saves more than it takes to change.
+        left. The `last` choice of a turn stays unless another saves clearly more than a change takes.
         """
         versions = self._cost.version, _rough(self.rates.host_seconds), _rough(self.rates.round_seconds)
         if versions != self._cost_versions:
@@ -324,7 +324,7 @@ class Policy:
         return max(1, count)
 
     def drafts_can_pay(self, num_running: int, *, is_canonical: bool) -> bool:
-        """Whether even the best drafts of so many sequences would: else looking for them is worth nothing."""
+        """Whether the best drafts of so many sequences could pay: else looking for them is worth nothing."""
         at, versions = (num_running, is_canonical), (self._cost.version, _rough(self.rates.host_seconds))
         made, found = self._can_pay.get(at, (None, False))
         if made != versions:

@@ -199,7 +199,7 @@ class Scheduler:
         return found
 
     def _would_draft_again(self, turns: SequenceOf[Turn]) -> bool:
-        """Whether what is known by now leaves these turns their drafts: what is better by little does not."""
+        """Whether what is known by now leaves these turns their drafts; others are better by little, if at all."""
         if all(turn.choice.is_forced for turn in turns):
             return True
         last = {self._turn(own(turn)): turn for turn in turns}
