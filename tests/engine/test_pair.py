@@ -6,14 +6,21 @@ from functools import cache
 
 import pytest
 
-from tests.support.far_pair import ARMS, cases, play
-from verispec.engine import scheduler
+from tests.support.adversaries import collect
+from tests.support.far_pair import ARMS, RealDrafts, cases, far_engine, play
+from tests.support.world import Second, models
+from verispec.backends.native_backend import NativeBackend
+from verispec.backends.options import LoadedModel, NativeOptions
+from verispec.config import EngineConfig
+from verispec.engine import Engine, Request, scheduler
 from verispec.spec import draft_beliefs, draft_rates, model_drafter
 from verispec.spec.draft_beliefs import Belief, DraftBeliefs, Trials
 from verispec.spec.draft_rates import DraftRates, SequenceRate, step_of
+from verispec.spec.none import NoDrafter
 from verispec.spec.rate import Rate
 from verispec.spec.speculation import AUTO
 from verispec.spec.turn import SequenceView
+from verispec.types import SamplingParams
 
 CLOSE = 0.965
 CASES = cases()
@@ -114,3 +121,42 @@ def test_control_drafts_that_go_on_whatever_is_learned_are_slower(monkeypatch: p
     mine = share(name)
     monkeypatch.setattr(scheduler.Scheduler, "_would_draft_again", lambda self, turns: True)
     assert share(name) < 0.97 * mine
+
+
+# A real draft model on the simulated device
+
+
+def real_model() -> NativeBackend:
+    ((config, tensors),) = models("llama", Second.NONE)
+    loaded, num_slots = LoadedModel(config.architecture, tensors.__getitem__), 4 * config.architecture.context_len
+    return NativeBackend([loaded], NativeOptions(num_slots=num_slots, num_seq_rows=1, threads=1))
+
+
+def accepted_of_real_drafts(text: list[int], num_prompt: int) -> float:
+    """The share of drafted chains that is accepted, of a tiny model's greedy drafts for a target that draws this."""
+    draft = real_model()
+    context_len, vocab_size = draft.limits.context_len, draft.limits.vocab_size
+    backend = RealDrafts(draft, lambda seed: text, vocab_size=vocab_size, context_len=context_len, num_running=1)
+    engine = far_engine(backend, 1)
+    params = SamplingParams(max_tokens=len(text) - num_prompt - 2, temperature=0.0, ignore_eos=True)
+    engine.add(Request(text[:num_prompt], params, ARMS["chain of 4"], is_streamed=False))
+    (output,) = collect(engine).values()
+    assert list(output.token_ids) == text[num_prompt:-2]
+    draft.close()
+    return output.stats.accepted / output.stats.drafted
+
+
+def test_real_drafts_are_those_of_the_model_behind_its_own_text() -> None:
+    """What a model drafts for its own greedy text is right, from the first token to the last: so it has read what was
+    committed. The control draws other tokens."""
+    model = real_model()
+    engine = Engine(
+        model, family=(1, 8, 64), drafters={"none": NoDrafter()}, config=EngineConfig(num_slots=model.limits.num_slots)
+    )
+    engine.add(Request([1, 2, 3], SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True), ARMS["none"]))
+    (output,) = collect(engine).values()
+    model.close()
+    text = [1, 2, 3, *output.token_ids]
+    assert accepted_of_real_drafts(text, 3) > 0.9
+    others = [(token + 1) % model.limits.vocab_size for token in text]
+    assert accepted_of_real_drafts(others, 3) < 0.5
