@@ -379,6 +379,7 @@ def auto_part(bench: Bench) -> None:
     options, drafts = bench.options, wanted_drafts(bench)
     arms = [Arm(name, name) for name in ("suffix", "lookup", "n-grams", "decode", *drafts)]
     if "model" in drafts:
+        arms += [Arm("model, forced", "model, forced")]
         arms += [Arm(tree, "model, full", tree) for tree in ("chain:2", "chain:4", "beam:2,3")]
     arms = [*chosen_arms(options, arms), Arm("auto", "auto")]
     prompts = bench.prompts.mixed(max(options.count, *options.batch))

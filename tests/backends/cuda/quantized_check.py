@@ -29,8 +29,15 @@ from verispec.backends.cuda.shapes import Shapes
 from verispec.model.hub import cache_dir
 
 FAR = {"int4": 0.06, "int8": 0.06, "fp8": 0.12}  # of logits of three layers, by rows that were rounded to 8 bits
-TIMED = (("qwen0.5b", "int8"), ("qwen1.5b", "int4"), ("8b", "int4"), ("8b", "int8"), ("8b", "fp8"))
 DRAFTS = {"qwen0.5b": (Shapes(896, 14, 2, 64, 4864, 151936, 1e-6), 24), **SHAPES}
+LLAMAS = {
+    "llama1b": (Shapes(2048, 32, 8, 64, 8192, 128256, 1e-5), 16),
+    "llama3b": (Shapes(3072, 24, 8, 128, 8192, 128256, 1e-5), 28),
+}
+TIMED = (
+    ("qwen0.5b", "int8"), ("llama1b", "int4"), ("qwen1.5b", "int4"), ("llama3b", "int4"), ("8b", "int4"), ("8b", "int8"),
+    ("8b", "fp8"),
+)  # fmt: skip
 
 
 def plain(kernels: Kernels, x: torch.Tensor, w: Quantized) -> torch.Tensor:
@@ -109,8 +116,8 @@ def time_passes(name: str, kind: str, row_counts: tuple[int, ...], results: list
     """Microseconds of each kernel and of whole passes, on draft weights and on bf16."""
     from bench.gpu import microseconds, parts
 
-    _, num_layers = DRAFTS[name]
-    SHAPES.setdefault(name, DRAFTS[name])
+    SHAPES.setdefault(name, (DRAFTS | LLAMAS)[name])
+    _, num_layers = SHAPES[name]
     model = random_model(name, layers=num_layers, max_rows=8, sequences=8)
     use_draft_weights(model, kind)
     table = np.random.default_rng(0).permutation(8 * 2048).reshape(8, 2048) + 2
