@@ -9,18 +9,19 @@ The device is simulated with the costs of an H200 (`tests/support/far_pair.py`),
 drafts come true is drawn beforehand, often in easy answers and seldom in hard ones; `auto` chooses between `none` and
 `model`. With --prompts the target's answers are made on this machine first (--answers keeps them), and the draft model
 drafts on this machine's CPU, which takes no time of the device's: so drafts are those that a GPU would verify. One
-request runs at a time, and drafters learn from one to the next.
+request runs at a time, or --batch of one caller and of all tasks; drafters learn from one to the next.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import groupby
+from itertools import groupby, zip_longest
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the device lives with the tests
@@ -33,7 +34,8 @@ from verispec import LLM, SamplingParams
 from verispec.backends.native_backend import NativeBackend
 from verispec.backends.options import NativeOptions
 from verispec.backends.select import make_backend
-from verispec.engine import Request
+from verispec.engine import Engine, Request
+from verispec.engine.request import new_batch
 from verispec.model.checkpoint import open_checkpoint
 from verispec.spec.speculation import AUTO, Speculation
 
@@ -81,6 +83,7 @@ def main() -> None:
     parser.add_argument("--draft-model", type=Path, help="whose drafts, with --prompts")
     parser.add_argument("--answers", type=Path, help="a file that keeps the answers, or has them already")
     parser.add_argument("--count", type=int, default=4, help="of prompts for each task")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1], help="so many answers at once, with --prompts")
     parser.add_argument("--tokens", type=int, default=112, help="the most of an answer")
     parser.add_argument("--arms", nargs="+", default=list(REAL_ARMS), choices=list(REAL_ARMS), help="with --prompts")
     options = parser.parse_args()
@@ -110,22 +113,24 @@ def show_simulated(times: int, host: Host) -> None:
 
 
 def show_real(options: argparse.Namespace, host: Host) -> None:
-    """By task, one table for each temperature."""
+    """A table for each batch and temperature; by task where one request runs at a time."""
     eos_ids, answers = _answers(options)
     arms = list(dict.fromkeys(["none", *options.arms]))
-    for temperature in TEMPERATURES:
-        mine = [answer for answer in answers if answer.temperature == temperature]
-        found = {arm: _played(options.draft_model, mine, eos_ids, arm, options.tokens, host) for arm in arms}
-        none = found["none"]
-        print(f"\nT = {temperature:g}, {len(mine)} answers, {none[ALL].num_tokens:,} tokens\n")
-        print("| task | none, tok/s | " + " | ".join(arms[1:]) + " | `auto` drafted a token, accepted |")
-        print("|---" * (len(arms) + 2) + "|")
-        for task in none:
-            rows = {arm: tallies[task] for arm, tallies in found.items()}
-            ratios = " | ".join(f"{rows['none'].seconds / rows[arm].seconds:.2f}" for arm in arms[1:])
-            auto = rows.get(AUTO, Tally(num_tokens=1))
-            share = f"{auto.drafted / auto.num_tokens:.2f}, {auto.accepted / max(1, auto.drafted):.0%}"
-            print(f"| {task} | {rows['none'].num_tokens / rows['none'].seconds:.0f} | {ratios} | {share} |", flush=True)
+    for batch in options.batch:
+        for temperature in TEMPERATURES:
+            mine = [answer for answer in answers if answer.temperature == temperature]
+            found = {arm: _played(options, mine, eos_ids, arm, batch, host) for arm in arms}
+            none = found["none"]
+            print(f"\nT = {temperature:g}, batch {batch}, {none[ALL].num_tokens:,} tokens\n")
+            print("| task | none, tok/s | " + " | ".join(arms[1:]) + " | `auto` drafted a token, accepted |")
+            print("|---" * (len(arms) + 2) + "|")
+            for task in none:
+                rows = {arm: tallies[task] for arm, tallies in found.items()}
+                ratios = " | ".join(f"{rows['none'].seconds / rows[arm].seconds:.2f}" for arm in arms[1:])
+                auto = rows.get(AUTO, Tally(num_tokens=1))
+                share = f"{auto.drafted / auto.num_tokens:.2f}, {auto.accepted / max(1, auto.drafted):.0%}"
+                speed = rows["none"].num_tokens / rows["none"].seconds
+                print(f"| {task} | {speed:.0f} | {ratios} | {share} |", flush=True)
 
 
 def _answers(options: argparse.Namespace) -> tuple[tuple[int, ...], list[Answer]]:
@@ -153,30 +158,47 @@ def _made(llm: LLM, asked: Sequence[tuple[str, list[int]]], temperature: float, 
 
 
 def _played(
-    draft_model: Path, answers: Sequence[Answer], eos_ids: tuple[int, ...], arm: str, num_tokens: int, host: Host
+    options: argparse.Namespace, answers: Sequence[Answer], eos_ids: tuple[int, ...], arm: str, batch: int, host: Host
 ) -> dict[str, Tally]:
-    """By task, and over all of them, in a new engine."""
-    draft = make_backend(NativeOptions(num_slots=4 * CONTEXT_LEN, num_seq_rows=1), [open_checkpoint(draft_model)])
+    """By task, and over all of them, in a new engine. Batches are of all tasks, and the last ones may be left out."""
+    sizes = NativeOptions(num_slots=4 * batch * CONTEXT_LEN, num_seq_rows=batch)
+    draft = make_backend(sizes, [open_checkpoint(options.draft_model)])
     assert isinstance(draft, NativeBackend)
     texts = {answer.seed: [*answer.prompt_ids, *answer.token_ids, 0, 0] for answer in answers}
     backend = RealDrafts(
-        draft, texts.__getitem__, vocab_size=draft.limits.vocab_size, context_len=CONTEXT_LEN, num_running=1, host=host
-    )
-    engine, found, every = far_engine(backend, 1, DRAFTERS), dict[str, Tally](), Tally()
-    for task, group in groupby(answers, lambda answer: answer.task):
+        draft, texts.__getitem__, vocab_size=draft.limits.vocab_size, context_len=CONTEXT_LEN, num_running=batch,
+        host=host,
+    )  # fmt: skip
+    engine, found, every = far_engine(backend, batch, DRAFTERS), dict[str, Tally](), Tally()
+    tasks = [(task, list(group)) for task, group in groupby(answers, lambda answer: answer.task)]
+    if batch > 1:
+        turns = zip_longest(*(group for _, group in tasks))
+        tasks = [(ALL, [answer for turn in turns for answer in turn if answer is not None])]
+    for task, group in tasks:
         tally = found[task] = Tally()
-        for answer in group:
-            params = SamplingParams(max_tokens=num_tokens, temperature=answer.temperature, seed=answer.seed)
-            start = backend.now
-            engine.add(Request(answer.prompt_ids, params, REAL_ARMS[arm], eos_ids=eos_ids, is_streamed=False))
-            (output,) = collect(engine).values()
-            if list(output.token_ids) != answer.token_ids:
-                raise SystemExit(f"{arm} changed the output")
-            stats = output.stats
-            tally.add(Tally(backend.now - start, len(output.token_ids), stats.drafted, stats.accepted))
+        for i in range(0, len(group) - batch + 1, batch):
+            tally.add(_together(engine, backend, group[i : i + batch], eos_ids, arm, options.tokens))
         every.add(tally)
     draft.close()
     return {**found, ALL: every}
+
+
+def _together(
+    engine: Engine, backend: RealDrafts, answers: Sequence[Answer], eos_ids: tuple[int, ...], arm: str, num_tokens: int
+) -> Tally:
+    """Fails if one of the answers is another."""
+    gc.collect()  # or some answers of some arms pay for it
+    start, batch = backend.now, new_batch()
+    for answer in answers:
+        params = SamplingParams(max_tokens=num_tokens, temperature=answer.temperature, seed=answer.seed)
+        engine.add(Request(answer.prompt_ids, params, REAL_ARMS[arm], eos_ids=eos_ids, is_streamed=False, batch=batch))
+    outputs = [output for _, output in sorted(collect(engine).items())]
+    if [list(output.token_ids) for output in outputs] != [answer.token_ids for answer in answers]:
+        raise SystemExit(f"{arm} changed the output")
+    tally = Tally(backend.now - start)
+    for output in outputs:
+        tally.add(Tally(0.0, len(output.token_ids), output.stats.drafted, output.stats.accepted))
+    return tally
 
 
 if __name__ == "__main__":

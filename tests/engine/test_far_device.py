@@ -23,7 +23,7 @@ from verispec.backends.protocol import Pass, PassResult, Ticket
 from verispec.config import EngineConfig
 from verispec.engine import Engine, Request
 from verispec.engine import engine as engine_module
-from verispec.engine.policy import TOO_FAR_BEHIND
+from verispec.engine.policy import TOO_FAR_BEHIND, Policy
 from verispec.kv import Published, RadixPrefixCache
 from verispec.spec import model_drafter
 from verispec.spec.drafter import Curve, Refusal
@@ -168,6 +168,10 @@ class Quiet(Eager):
         self._far, self._look_seconds = far, look_seconds
         self.looked_at: set[int] = set()  # answers of so many tokens
 
+    @property
+    def now(self) -> float:
+        return self._far.now
+
     def state(self, sequence: SequenceView) -> Refusal:
         self._far.now += self._look_seconds
         self.num_looks += sequence.prompt_len == 2
@@ -216,6 +220,28 @@ def test_one_alone_is_looked_at_again_behind_its_first_rounds(count: int, look_s
             engine.add(Request([1, 2 + i], SamplingParams(max_tokens=200), Speculation("suffix"), is_streamed=False))
         collect(engine)
     assert bool(quiet.looked_at & set(range(1, 9))) is is_early
+
+
+def quiet_seconds(method: str) -> float:
+    """Of 32 short answers at once, behind a wave that teaches how long looks take."""
+    quiet, engine = quiet_engine(0.25e-3)
+    start = 0.0
+    for _ in range(2):
+        start = quiet.now
+        for i in range(32):
+            params = SamplingParams(max_tokens=64, seed=i)
+            engine.add(Request([1, 2], params, Speculation(method), is_streamed=False))
+        collect(engine)
+        assert method == "none" or quiet.num_looks >= 32
+    return quiet.now - start
+
+
+def test_many_that_begin_are_asked_while_their_first_rounds_are_in_the_air(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control asks 32 sequences before anything is sent, and again when the first rounds have landed."""
+    plain = quiet_seconds("none")
+    assert quiet_seconds(AUTO) < 1.03 * plain
+    monkeypatch.setattr(Policy, "are_long_looks", lambda *_: False)
+    assert quiet_seconds(AUTO) > 1.05 * plain
 
 
 # Where nothing pays, who may draft is as quick as who may not; what pays is found.

@@ -29,7 +29,7 @@ STEEP_ROWS = CostTable((1, 64), (1e-4, 64e-4), (0.0, 0.0))
 
 def sequence(num_tokens: int = 50, **changes: Any) -> Any:
     values = {"sequence_id": 1, "token_ids": [0] * num_tokens, "computed_len": num_tokens - 1}
-    values |= {"needs_host": False, "uses_probabilities": False}
+    values |= {"needs_host": False, "uses_probabilities": False, "params": SamplingParams(temperature=0.0)}
     return SimpleNamespace(**values | changes)
 
 
@@ -65,6 +65,27 @@ def test_what_came_true_is_promised() -> None:
     drafter.forget(quoting)
     after(drafter, quoting, [8])  # of a sequence that has ended
     assert promised(drafter, quoting) == fresh
+
+
+def test_an_answer_is_believed_to_begin_like_the_last_ones() -> None:
+    """Where nothing came true in them, less is promised; greedy and sampled ones apart; and never more than at first,
+    because a few that quote would make all others try."""
+    drafter, sampled = LookupDrafter(8), {"params": SamplingParams(temperature=1.0)}
+    fresh = promised(drafter, sequence())
+    for number in range(20):
+        telling, quoting = sequence(sequence_id=2 * number, **sampled), sequence(sequence_id=2 * number + 1)
+        for seen, counts in ((telling, [0] * 40), (quoting, [8] * 8)):
+            drafter.state(seen)
+            after(drafter, seen, counts)
+            drafter.forget(seen)
+    assert promised(drafter, sequence(sequence_id=100, **sampled))[0] < fresh[0] / 3
+    assert promised(drafter, sequence(sequence_id=101)) == fresh
+    for number in range(40):
+        seen = sequence(sequence_id=200 + number, **sampled)
+        drafter.state(seen)
+        after(drafter, seen, [0, 3] * 8)
+        drafter.forget(seen)
+    assert promised(drafter, sequence(sequence_id=300, **sampled)) == pytest.approx(fresh, rel=0.35)
 
 
 def test_what_is_seldom_found_is_seldom_drafted() -> None:

@@ -215,10 +215,13 @@ class Engine:
     def step(self) -> list[TokenEvent]:
         """Draft, verify, accept, commit: one round, or a burst of rounds. Returns what became visible."""
         try:
-            start = self._look()
+            start = self._clock()
+            looked = self._look()
             while len(self._flights) < self._config.depth and any(step := self._plan()):
                 self._drafters.draft(step.turns)
                 self._flights.append(self._passes.submit(step))
+                if self._scheduler.looks_later:
+                    looked += self._look()
             submitted = self._clock()
             step = self._landed(self._flights.popleft()) if self._flights else Step()
             waited = self._clock() - submitted
@@ -228,19 +231,21 @@ class Engine:
             raise
         events = self._committer.commit(step, self._clock())
         self._drafters.observe(step.turns)
-        self._note_host_seconds(start, waited, step)
+        self._note_host_seconds(start + looked, waited, step)
         return self._told(events)
 
     def _plan(self) -> Step:
         return self._scheduler.plan_ahead(self._flights[-1].step) if self._flights else self._scheduler.plan()
 
     def _look(self) -> float:
-        """Ask drafters, mostly while something is in the air; returns when that is done."""
-        start = now = self._clock()
-        if num_asked := self._scheduler.look():
-            now = self._clock()
-            self._policy.note_looks((now - start) / num_asked)
-        return now
+        """Ask drafters, mostly while something is in the air; returns the seconds that it took."""
+        start = self._clock()
+        num_asked = self._scheduler.look(in_air=bool(self._flights))
+        if not num_asked:
+            return 0.0
+        seconds = self._clock() - start
+        self._policy.note_looks(seconds / num_asked)
+        return seconds
 
     def _landed(self, flight: Flight) -> Step:
         """What was planned ahead learns where its sequences are now."""

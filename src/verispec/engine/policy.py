@@ -30,15 +30,18 @@ _MOST_ENTRIES = 4096
 _WINDOWS_WORTH_IT = 1.03  # times the tokens of plain decoding: not all windows are opened and replayed together
 _LOOKS, _LONGEST_REST = 0.02, 128  # the share of time for looking whether to draft, in which no draft is made; rounds
 _HIDDEN_LOOKS, _WHILE_BUSY = 0.1, 0.0015  # the share of looks that take fewer seconds than that: a burst hides them
-_SHORT_LOOK = 0.015  # of the time that is left
+_SHORT_LOOK, _LONG_LOOKS = 0.015, 0.01  # of the time that is left: of one; and of all, with nothing in the air
 _LOOK_STEP = 0.1  # towards what the host last took for a look
 _WORTH_A_CHANGE = 3.0  # times what it takes: of many drafts that are predicted the best flatters itself
 _FADED = 0.8  # of the host's time for a round, when those that rest for it could look again
 _NOTICEABLE_HOST = 0.15  # a change of the host's time, as a logarithm, that entries are made anew for
 NOT_WORTH_IT = "verifying a draft was not predicted to pay at this load"
 NO_FASTER = "fast passes take as long as canonical ones at this load, and replays would come on top"
-NOT_LAST = PLAIN._replace(reason="the batch would end no earlier: others, which draft nothing, have as much left")
+NOT_LAST = PLAIN._replace(
+    reason="the batch would end no earlier: others draft nothing, or not enough, and have as much left"
+)
 TOO_FAR_BEHIND = PLAIN._replace(reason="drafts were not predicted to save what it takes to catch up with the text")
+_ENDLESS = 1 << 30  # tokens
 _SHORT_ANSWER = 32  # tokens that an answer is believed to have left when it begins
 _WAIT, _LONGEST_WAIT = 0.025, 0.1  # seconds that a stream waits for a burst: 40 frames a second, or 10
 _HOST_SHARE = 0.02  # of the time of a burst: where the host would take more, streams wait longer
@@ -174,15 +177,29 @@ class Policy:
             _ration(rationed, left)
         if room_of_others is not None:
             _hold_back(turns, room_of_others)
+            if crowd.tokens > 1 and not self._ends_sooner(turns, crowd, room_of_others):
+                _hold_back(turns, _ENDLESS)
+
+    def _ends_sooner(self, turns: Sequence[Turn], crowd: Crowd, room_of_others: int) -> bool:
+        """Whether the last one of a batch should end sooner by these drafts: what one drafts, all others wait for."""
+        drafting = [turn.choice for turn in turns if turn.choice.num_nodes]
+        if not drafting or any(choice.grows for choice in drafting):
+            return True
+        seconds = self.rates.seconds(crowd, crowd.rows + sum([choice.num_nodes for choice in drafting]))
+        seconds += sum({choice.drafter: choice.draft_seconds for choice in drafting}.values())
+        seconds += self.rates.host(is_needed=not all(choice.by_backend for choice in drafting))
+        num_rounds = max([room_of_others + 1.0, *((turn.room + 1) / turn.choice.num_tokens for turn in turns)])
+        num_plain = 1 + max([room_of_others, *(turn.room for turn in turns)])
+        return num_rounds * seconds < num_plain * self.rates.seconds(crowd, crowd.rows)
 
     def _stays(self, turn: Turn, last: Choice, entries: Sequence[_Entry], crowd: Crowd) -> bool:
         """Whether too little would be saved in what its answer is expected to have left for the rounds in the air to
         end first, which a change takes."""
-        best = entries[0]
-        mine = next((entry for entry in entries if entry.choice.drafter == last.drafter), None)
-        if mine is None:
+        best, mine = entries[0], next((entry for entry in entries if entry.choice.drafter == last.drafter), None)
+        if last.drafter and mine is None:
             return False
-        rate = mine.rates.get((last.shape, last.num_nodes))
+        rates = {} if mine is None else mine.rates
+        rate = rates.get((last.shape, last.num_nodes)) if last.drafter else self.rates.plain(crowd)
         if rate is None:  # less than a level, because the answer ends
             return best is mine
         num_tokens = min(turn.room, max(_SHORT_ANSWER, turn.start - turn.sequence.prompt_len))
@@ -356,6 +373,11 @@ class Policy:
         """Whether a look at one sequence takes hardly any of the time that so many further rounds of it do."""
         return self._look_seconds < _SHORT_LOOK * room * self.costs.fast_seconds(1, context_len)
 
+    def are_long_looks(self, num_looks: int, context_len: int, room: int) -> bool:
+        """Whether the device should not wait for looks at so many sequences that have so many rounds left."""
+        left = room * self.costs.fast_seconds(num_looks, context_len)
+        return self.rests and num_looks * self._look_seconds > _LONG_LOOKS * left
+
 
 def refusal(states: States) -> Choice | None:
     """Why none of a sequence's drafters has anything to offer; None if one has."""
@@ -381,7 +403,8 @@ def _ration(turns: Sequence[Turn], left: int) -> None:
 
 
 def _hold_back(turns: Sequence[Turn], room_of_others: int) -> None:
-    """Drafts of those that have no more left than somebody who draws token by token would only take its time."""
+    """Drafts of those that have no more left than somebody who draws token by token would only take its time; those
+    that are forced stay."""
     most = max([room_of_others, *(turn.room for turn in turns if not turn.choice.num_nodes)])
     for turn in turns:
         choice = turn.choice

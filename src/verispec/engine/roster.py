@@ -148,14 +148,14 @@ class Roster:
         A sequence that ended inside an accepted path holds slots for tokens it never committed: those are left out.
         """
         kv = sequence.kv
-        canonical_len = min(kv.canonical_len, sequence.committed_len)
+        canonical_len, num_shared = min(kv.canonical_len, sequence.committed_len), kv.num_shared
         valid_lens = (canonical_len, *kv.store_lens[1:])
         held, kv.store_lens, kv.node = self._cache.publish(
             sequence.token_ids[:canonical_len], kv.held, valid_lens, held=kv.node, salt=sequence.salt
         )
         kv.num_shared = canonical_len if kv.node is not None else 0
         if held != kv.held:
-            same = next(i for i, (a, b) in enumerate(zip(held, kv.held, strict=True)) if a != b)
+            same = next(i for i in range(num_shared, len(held)) if held[i] != kv.held[i])
             kv.held, kv.synced_len = held, min(kv.synced_len, same)
 
     def preempt(self, sequence: Sequence) -> None:

@@ -85,6 +85,7 @@ class Scheduler:
         self._follows = follows
         self.host_seconds = 0.0  # of a step, outside its passes
         self._rests = Rests()
+        self.looks_later = False  # a look was put off until something is in the air
         self._all_plain: tuple[int, _Plain] | None = None  # everybody, if nothing but decoding is left; by version
 
     def plan(self) -> Step:
@@ -111,6 +112,7 @@ class Scheduler:
             self._leases.extend_prompt(turn, granted[turn.sequence.sequence_id], len(parts.single))
         resting = self._rest(parts.single, turns)
         turns.sort(key=_age)  # drafts have rows and slots in this order
+        unasked = self._unasked(turns)
         self._choose(turns, parts.plain, resting)
         turns = self._secured(turns, resting)
         cohorts += [self._resting_cohort(group, is_canonical=kind) for kind, group in resting.items() if group]
@@ -121,7 +123,8 @@ class Scheduler:
         waiting = self._waiting_for_prompt(turns, parts.plain, resting)
         newcomers = _undrafted([turn for turn in turns if own(turn) not in waiting])
         if self._policy.rests:
-            self._lie_down(rested + newcomers)
+            self._lie_down([s for s in rested + newcomers if s not in unasked])
+            self._lie_down(list(unasked), are_asked=False)
             for cohort in cohorts:
                 cohort.feeds = self._feeds
         patience = min(map(_patience, rested), default=1)
@@ -132,6 +135,20 @@ class Scheduler:
             count = min(count, _TRIAL)
         self._go_on(turns, cohorts, count, patience)
         return Step(turns, cohorts)
+
+    def _unasked(self, turns: SequenceOf[Turn]) -> set[Sequence]:
+        """Answers that begin here, many at once: their drafters are asked while the first rounds are in the air."""
+        found = [turn for turn in turns if turn.completes and _begins(own(turn)) and own(turn).may_draft]
+        found = [turn for turn in found if own(turn).has_single_rows and self._may_wait(own(turn))]
+        if not found or not self._policy.are_long_looks(len(found), found[0].start, max(turn.room for turn in found)):
+            return set()
+        for turn in found:
+            turn.choice = _NOT_ASKED
+        return set(map(own, found))
+
+    def _may_wait(self, sequence: Sequence) -> bool:
+        """Whether it is no loss to draft a few rounds later: who drafts by force begins at once."""
+        return sequence.speculation.method == AUTO or self._policy.needs_cheap_rows(sequence)
 
     def _has_rows(self) -> bool:
         return self._roster.make_room(len(self._roster.running))
@@ -312,15 +329,19 @@ class Scheduler:
                 rest_len = min(rest_len, _FIRST_LOOK)
             self._rests.lie_down(sequence, rest_len * are_asked)
 
-    def look(self) -> int:
+    def look(self, *, in_air: bool) -> int:
         """Ask the drafters of those that have rested, by what is committed so far; returns how many were asked.
 
         Who would draft now gets up: nothing more is planned ahead then, and it is asked again when all has landed. The
-        others rest on. So looks are made while others' rounds, and their own, are in the air. Where the host is
-        near all get up, and are asked when the next step is planned.
+        others rest on. So looks are made while others' rounds, and their own, are in the air; where nothing is, many
+        looks are put off until something is. Where the host is near all get up, and are asked when the next step is
+        planned.
         """
         turns, num_asked = [], 0
         due = self._rests.due(together=self._is_joint())
+        self.looks_later = not in_air and bool(due) and self._are_long(due)
+        if self.looks_later:
+            return 0
         if any(map(self._needs_other_load, due)):
             self._policy.forget_host()
         for sequence in due:
@@ -346,13 +367,17 @@ class Scheduler:
                 if sequence not in asked:
                     (drafting if sequence.may_draft and not _reads_prompt(sequence) else others).append(sequence)
             plain = {kind: [s for s in others if self._is_canonical(s) is kind] for kind in (True, False)}
-            self._choose([*turns, *map(self._turn, drafting)], plain, {})
+            last = dict.fromkeys(turns, PLAIN)  # who gets up waits for what is in the air
+            self._choose([*turns, *map(self._turn, drafting)], plain, {}, last=last)
         for turn in turns:
             if turn.choice.drafter:
                 self._get_up(own(turn))
             else:
                 own(turn).rest(is_resting=True)
         return num_asked
+
+    def _are_long(self, due: SequenceOf[Sequence]) -> bool:
+        return self._policy.are_long_looks(len(due), due[0].committed_len, max(map(_room, due)))
 
     def _waiting_for_prompt(self, turns: SequenceOf[Turn], plain: _Plain, resting: _Resting) -> set[Sequence]:
         """Those whose prompts this step completes, and that would draft in the next by what is known now."""
@@ -505,11 +530,12 @@ class Scheduler:
             len(plain[False]) + num_resting.get(False, 0) + sum(t.num_pending for t in turns if not t.is_canonical)
         )
         undrafted = [s for group in (*plain.values(), map(own, turns)) for s in group if not s.may_draft]
+        undrafted += [own(turn) for turn in turns if turn.choice is _NOT_ASKED]
         undrafted += [s for group in resting.values() for s, _ in group]
         room = max(map(_room, undrafted), default=-1)
         for is_canonical, beside in ((True, num_fast), (False, 0)):
             together = [t for t in turns if t.is_canonical is is_canonical]
-            free = [t for t in together if t.completes and own(t).may_draft]
+            free = [t for t in together if t.completes and own(t).may_draft and t.choice is not _NOT_ASKED]
             if free:
                 others = sum(t.num_pending for t in together) - sum(t.num_pending for t in free)
                 num_plain = len(plain[is_canonical]) + num_resting.get(is_canonical, 0)

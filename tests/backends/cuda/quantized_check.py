@@ -35,8 +35,8 @@ LLAMAS = {
     "llama3b": (Shapes(3072, 24, 8, 128, 8192, 128256, 1e-5), 28),
 }
 TIMED = (
-    ("qwen0.5b", "int8"), ("llama1b", "int4"), ("qwen1.5b", "int4"), ("llama3b", "int4"), ("8b", "int4"), ("8b", "int8"),
-    ("8b", "fp8"),
+    ("qwen0.5b", "int8"), ("llama1b", "int4"), ("qwen1.5b", "int4"), ("llama3b", "int4"), ("8b", "int4"),
+    ("8b", "int8"), ("8b", "fp8"),
 )  # fmt: skip
 
 
