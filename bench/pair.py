@@ -115,6 +115,8 @@ def show_simulated(times: int, host: Host) -> None:
 def show_real(options: argparse.Namespace, host: Host) -> None:
     """A table for each batch and temperature; by task where one request runs at a time."""
     eos_ids, answers = _answers(options)
+    if max(options.batch) > len(answers) // len(TEMPERATURES):
+        raise SystemExit(f"a batch of {max(options.batch)} needs as many answers: more --count")
     arms = list(dict.fromkeys(["none", *options.arms]))
     for batch in options.batch:
         for temperature in TEMPERATURES:

@@ -51,6 +51,16 @@ def tables(data: Mapping[str, Any]) -> Iterator[str]:
                 yield from make(chosen)
 
 
+def joined(files: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Cells of several files. Of one cell each arm is the last that was measured, beside the `none` of its own run."""
+    about, cells = dict[str, Any](), dict[str, Any]()
+    for file in files:
+        about |= file["about"]
+        for key, cell in file["cells"].items():
+            cells[key] = {**cell, "arms": {**cells.get(key, {"arms": {}})["arms"], **cell["arms"]}}
+    return {"about": about, "cells": cells}
+
+
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
     yield "| " + " | ".join(head) + " |"
     yield "|---" * len(head) + "|"
@@ -289,13 +299,12 @@ def chart(data: Mapping[str, Any], model: str, temperature: float) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, nargs="+", help="files of bench/speculation.py; of two the later wins")
+    parser.add_argument("results", type=Path, nargs="+", help="files of bench/speculation.py; arms of the later win")
     parser.add_argument("--chart", type=Path, help="the SVG to write; without it tables are printed")
     parser.add_argument("--model", help="default: the first in the file")
     parser.add_argument("--temperature", type=float, default=0.0)
     options = parser.parse_args()
-    files = [json.loads(path.read_text()) for path in options.results]
-    data = {name: {key: value for file in files for key, value in file[name].items()} for name in ("about", "cells")}
+    data = joined([json.loads(path.read_text()) for path in options.results])
     if options.chart is None:
         print("\n".join(tables(data)))
     else:

@@ -73,6 +73,15 @@ def test_tables_name_those_that_auto_is_compared_with() -> None:
     assert "| 5 |  | 0.95 (0.93-0.97), suffix |" in said  # of a file from before
 
 
+def test_of_two_files_each_arm_is_the_last_that_was_measured() -> None:
+    first = {"about": {"m": 1}, "cells": {"a": {"task": "chat", "arms": {"none": 1, "skip": 2}}, "b": {"arms": {}}}}
+    second = {"about": {"n": 2}, "cells": {"a": {"task": "chat", "arms": {"none": 3, "auto": 4}}}}
+    joined = tables.joined([first, second])
+    assert joined["about"] == {"m": 1, "n": 2}
+    assert joined["cells"]["a"] == {"task": "chat", "arms": {"none": 3, "skip": 2, "auto": 4}}
+    assert joined["cells"].keys() == {"a", "b"}
+
+
 def test_tables_of_trees_have_intervals_and_count_near_predictions_by_kind() -> None:
     def arm(predicted: float, measured: float) -> dict[str, object]:
         return {"speed_up": [measured, 0.9, 1.5], "per_pass": [2.5, 2.25, 2.75], "predicted": predicted}

@@ -20,7 +20,8 @@ from verispec.backends.cost import FLAT_COST, CostTable
 from verispec.backends.protocol import Pass, PassKind, Ticket, View
 from verispec.config import EngineConfig
 from verispec.engine import Engine, Request
-from verispec.engine.policy import NO_FASTER, Policy
+from verispec.engine import policy as policy_module
+from verispec.engine.policy import NO_FASTER, STAYS_PLAIN, Policy
 from verispec.spec.decode import DecodeConfig
 from verispec.spec.drafter import Curve, Drafter, DrafterSet, Held, Level, Refusal
 from verispec.spec.none import NoDrafter
@@ -75,6 +76,7 @@ class Asking:
     speculation: Speculation
     token_ids: tuple[int, ...] = (1, 2, 3)
     computed_len: int = 2
+    prompt_len: int = 10
     params: SamplingParams = SAMPLED
     constraint: None = None
     needs_host: bool = False
@@ -198,6 +200,60 @@ def test_where_a_batch_would_end_no_earlier_nobody_drafts() -> None:
     assert drafting([60, 50, 40], others=45) == [0, 1]
     assert drafting([60, 50, 55], others=-1, plain=1) == [0]
     assert drafting([50, 50], others=90, forced=True) == [0, 1]
+
+
+@pytest.mark.parametrize("fits_rows", [False, True])
+@pytest.mark.parametrize("needs_host", [False, True])
+@pytest.mark.parametrize("seed", range(10))
+def test_a_batch_of_equals_drafts_what_they_would_draft_otherwise(seed: int, needs_host: bool, fits_rows: bool) -> None:
+    """The last one ends sooner exactly if all of them are quicker, whatever their promise and what it takes."""
+    rng = random.Random(seed)
+    levels = [Level(1, rng.uniform(0.02, 0.9), rng.uniform(0.2, 1.0)) for _ in range(rng.randint(1, 4))]
+    passes = rng.choice([None, cost(m1=rng.uniform(0.05, 0.4), m64=0.5)])
+    drafter = Promising(Curve(tuple(levels), cost=passes, by_backend=rng.random() < 0.5))
+    costs = replace(cost(m1=1.0, m8=1.2, m64=rng.uniform(1.3, 3.0)), trip=rng.choice([0.0, 0.1]))
+    found = []
+    for others in (None, -1):
+        turns = [turn(i, "it", room=100) for i in range(8)]
+        for each in turns:
+            each.sequence.needs_host = needs_host  # type: ignore[misc]
+        chosen = policy(drafter, (1, 8, 64), costs, fits_rows=fits_rows)
+        chosen.choose(turns, is_canonical=True, other_rows=0, other_tokens=0, beside=0, room_of_others=others)
+        found.append([t.choice.num_nodes for t in turns])
+    assert found[0] == found[1]
+
+
+def test_who_drafts_much_does_not_keep_a_batch_waiting_for_who_drafts_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both would draft by themselves: one gains by it, the other ends later. Unless it has less left anyway."""
+
+    def who_drafts(room: int, *, is_joint: bool = True) -> list[str]:
+        drafters = {"much": tree((1, 0.95), passes=cost(m1=0.3, m64=0.3)), "little": tree((1, 0.05))}
+        turns = [turn(0, "much", room=100), turn(1, "little", room=room)]
+        policy(drafters, (1, 64), cost(m1=1.0, m64=1.0)).choose(
+            turns, is_canonical=True, other_rows=0, other_tokens=0, beside=0, room_of_others=-1 if is_joint else None
+        )
+        return [t.choice.drafter for t in turns]
+
+    assert who_drafts(100, is_joint=False) == ["much", "little"]
+    assert who_drafts(100) == ["", ""]
+    assert who_drafts(60) == ["much", "little"]
+    monkeypatch.setattr(policy_module, "_ends_sooner", lambda *_: True)
+    assert who_drafts(100) == ["much", "little"]
+
+
+@pytest.mark.parametrize(("acceptance", "room", "begins"), [(0.02, 100, False), (0.5, 100, True), (0.5, 4, False)])
+def test_drafts_begin_only_where_they_save_more_than_beginning_takes(
+    acceptance: float, room: int, begins: bool
+) -> None:
+    """Whoever gets up waits for what is in the air; who is up already drafts."""
+    for last, expected in (({}, True), ("stays", begins)):
+        turns = [turn(i, "it", room=room) for i in range(4)]
+        drafter = Promising(Curve((Level(1, acceptance),), by_backend=True))
+        chosen = policy(drafter, (1, 64), replace(cost(m1=1.0, m64=1.0), trip=1.0))
+        stays = dict.fromkeys(turns, STAYS_PLAIN) if last else {}
+        chosen.choose(turns, is_canonical=True, other_rows=0, other_tokens=0, beside=0, last=stays)
+        assert {bool(t.choice.num_nodes) for t in turns} == {expected}
+        assert expected or {t.choice.reason for t in turns} == {STAYS_PLAIN.reason}
 
 
 def test_of_a_batch_rows_go_to_who_ends_last() -> None:

@@ -30,6 +30,7 @@ STEEP_ROWS = CostTable((1, 64), (1e-4, 64e-4), (0.0, 0.0))
 def sequence(num_tokens: int = 50, **changes: Any) -> Any:
     values = {"sequence_id": 1, "token_ids": [0] * num_tokens, "computed_len": num_tokens - 1}
     values |= {"needs_host": False, "uses_probabilities": False, "params": SamplingParams(temperature=0.0)}
+    values["prompt_len"] = num_tokens
     return SimpleNamespace(**values | changes)
 
 
@@ -126,6 +127,29 @@ def test_an_answer_tells_what_was_never_drafted() -> None:
     assert promised_behind(*quoted) > 0.5 > 0.2 > fresh > promised_behind(*told) > 0
     assert promised_behind(*told, *quoted) > 0.4
     assert promised_behind(*quoted, *told) < 0.1
+
+
+def test_an_answer_that_has_begun_before_anybody_looked_is_read() -> None:
+    """Its drafters may be asked late, when many begin at once."""
+    drafter, tokens = LookupDrafter(8), PROMPT + PROMPT[10:22]
+    fresh = promised(LookupDrafter(8), sequence(len(PROMPT), token_ids=PROMPT))[0]
+    late = sequence(len(tokens), token_ids=tokens, prompt_len=len(PROMPT))
+    assert promised(drafter, late)[0] > 0.4 > 0.2 > fresh
+
+
+def test_answers_that_tell_nothing_are_not_learned_from() -> None:
+    """Ended before anything was drawn, or without a first token that came true."""
+    drafter, fresh = LookupDrafter(8), promised(LookupDrafter(8), sequence())
+    for number in range(2000):
+        seen = sequence(sequence_id=number)
+        drafter.state(seen)
+        drafter.forget(seen)
+    missed = sequence(sequence_id=5000)
+    drafter.state(missed)
+    after(drafter, missed, [1])  # one first token is right, and the one behind it is not
+    drafter.forget(missed)
+    later = [b / a for found in (fresh, promised(drafter, sequence(sequence_id=5001))) for a, b in [found[:2]]]
+    assert later[1] == pytest.approx(later[0], abs=0.05)
 
 
 def test_rounds_that_were_observed_are_not_read_again() -> None:

@@ -82,7 +82,7 @@ class Committer:
             stats.chosen["plain"] += 1
             if cohort.choices:
                 sequence.num_rested += num_drawn
-                _note_choice(sequence, cohort.choices[i])
+                note_choice(sequence, cohort.choices[i])
             kv.num_flights -= 1
             if cohort.feeds:
                 kv.num_ahead -= count
@@ -206,7 +206,7 @@ class Committer:
         if verdict is None:
             return
         stats.chosen[choice.drafter or "plain"] += 1
-        _note_choice(sequence, choice._replace(num_nodes=0, reason=turn.note) if turn.note else choice)
+        note_choice(sequence, choice._replace(num_nodes=0, reason=turn.note) if turn.note else choice)
         stats.draft_passes += turn.num_draft_passes
         if turn.exit_state is not None:
             stats.exit_threshold, stats.exit_rate = turn.exit_state
@@ -264,7 +264,7 @@ def _num_drawn(turn: Turn) -> int:
     return max(1, len(draws) - draws.count(NO_TOKEN))
 
 
-def _note_choice(sequence: Sequence, choice: Choice) -> None:
+def note_choice(sequence: Sequence, choice: Choice) -> None:
     """What was chosen, and why. At the very end of a sequence there is no room for a draft, which tells nothing."""
     stats = sequence.stats
     if choice.because:

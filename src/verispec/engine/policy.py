@@ -30,9 +30,10 @@ _MOST_ENTRIES = 4096
 _WINDOWS_WORTH_IT = 1.03  # times the tokens of plain decoding: not all windows are opened and replayed together
 _LOOKS, _LONGEST_REST = 0.02, 128  # the share of time for looking whether to draft, in which no draft is made; rounds
 _HIDDEN_LOOKS, _WHILE_BUSY = 0.1, 0.0015  # the share of looks that take fewer seconds than that: a burst hides them
-_SHORT_LOOK, _LONG_LOOKS = 0.015, 0.01  # of the time that is left: of one; and of all, with nothing in the air
+_SHORT_LOOK = 0.015  # of the time that one sequence has left, for a look at it
+_IDLE_LOOKS = 0.01  # of the time that is left, for all looks while nothing is in the air
 _LOOK_STEP = 0.1  # towards what the host last took for a look
-_WORTH_A_CHANGE = 3.0  # times what it takes: of many drafts that are predicted the best flatters itself
+_WORTH_A_CHANGE = 3.0  # of drafts, times what it takes: of many that are predicted the best flatters itself
 _FADED = 0.8  # of the host's time for a round, when those that rest for it could look again
 _NOTICEABLE_HOST = 0.15  # a change of the host's time, as a logarithm, that entries are made anew for
 NOT_WORTH_IT = "verifying a draft was not predicted to pay at this load"
@@ -40,6 +41,7 @@ NO_FASTER = "fast passes take as long as canonical ones at this load, and replay
 NOT_LAST = PLAIN._replace(
     reason="the batch would end no earlier: others draft nothing, or not enough, and have as much left"
 )
+STAYS_PLAIN = PLAIN._replace(reason="a draft was not predicted to save what beginning to draft takes")
 TOO_FAR_BEHIND = PLAIN._replace(reason="drafts were not predicted to save what it takes to catch up with the text")
 _ENDLESS = 1 << 30  # tokens
 _SHORT_ANSWER = 32  # tokens that an answer is believed to have left when it begins
@@ -158,9 +160,11 @@ class Policy:
         crowd = Crowd(rows, other_tokens + num_free, beside, _bucket(context_len), is_canonical)
         if self._cost.trip and not (self._leaves_out and all(turn.sequence.draws_plainly for turn in turns)):
             crowd = crowd._replace(leaves_out=False)
-        drafts = 0
+        drafts, plain, added = 0, 0.0, dict[Turn, float]()  # seconds of a step, and what each draft adds
         for (found, needs_host), group in free.items():
-            entries = self._ranked(found, drafting, crowd._replace(needs_host=needs_host))
+            its_crowd = crowd._replace(needs_host=needs_host)
+            entries = self._ranked(found, drafting, its_crowd)
+            plain = max(plain, self.rates.plain_seconds(its_crowd))
             for turn in group:
                 if turn in last and self._stays(turn, last[turn], entries, crowd):
                     choice = last[turn]
@@ -169,6 +173,8 @@ class Policy:
                     choice = _within(best, turn)
                 drafts += 0 if choice.grows else choice.num_nodes
                 turn.choice = choice if turn.room > 0 else NO_ROOM
+                if room_of_others is not None and choice.num_nodes:
+                    added[turn] = _added_seconds(choice, entries, its_crowd, self.rates.plain_seconds(its_crowd))
         left = max(0, self._row_budget - rows)  # prompts may have more rows than that by themselves
         if drafts > left:
             rationed = [turn for turn in turns if held_window(turn.states) is None]
@@ -177,34 +183,27 @@ class Policy:
             _ration(rationed, left)
         if room_of_others is not None:
             _hold_back(turns, room_of_others)
-            if crowd.tokens > 1 and not self._ends_sooner(turns, crowd, room_of_others):
+            if num_free == len(turns) and not _ends_sooner(turns, plain, added, room_of_others):
                 _hold_back(turns, _ENDLESS)
-
-    def _ends_sooner(self, turns: Sequence[Turn], crowd: Crowd, room_of_others: int) -> bool:
-        """Whether the last one of a batch should end sooner by these drafts: what one drafts, all others wait for."""
-        drafting = [turn.choice for turn in turns if turn.choice.num_nodes]
-        if not drafting or any(choice.grows for choice in drafting):
-            return True
-        seconds = self.rates.seconds(crowd, crowd.rows + sum([choice.num_nodes for choice in drafting]))
-        seconds += sum({choice.drafter: choice.draft_seconds for choice in drafting}.values())
-        seconds += self.rates.host(is_needed=not all(choice.by_backend for choice in drafting))
-        num_rounds = max([room_of_others + 1.0, *((turn.room + 1) / turn.choice.num_tokens for turn in turns)])
-        num_plain = 1 + max([room_of_others, *(turn.room for turn in turns)])
-        return num_rounds * seconds < num_plain * self.rates.seconds(crowd, crowd.rows)
 
     def _stays(self, turn: Turn, last: Choice, entries: Sequence[_Entry], crowd: Crowd) -> bool:
         """Whether too little would be saved in what its answer is expected to have left for the rounds in the air to
         end first, which a change takes."""
         best, mine = entries[0], next((entry for entry in entries if entry.choice.drafter == last.drafter), None)
-        if last.drafter and mine is None:
+        if best.choice.is_forced or best.choice.grows:
             return False
-        rates = {} if mine is None else mine.rates
-        rate = rates.get((last.shape, last.num_nodes)) if last.drafter else self.rates.plain(crowd)
+        if not last.drafter:  # it rests, and needs no host for its rounds
+            rate: float | None = self.rates.plain(crowd)
+        elif mine is None:
+            return False
+        else:
+            rate = mine.rates.get((last.shape, last.num_nodes))
         if rate is None:  # less than a level, because the answer ends
             return best is mine
         num_tokens = min(turn.room, max(_SHORT_ANSWER, turn.start - turn.sequence.prompt_len))
         saved = crowd.tokens * num_tokens * (1.0 / rate - 1.0 / best.rate)
-        return saved < _WORTH_A_CHANGE * (self._cost.trip + self.rates.host_seconds)
+        worth = _WORTH_A_CHANGE if last.drafter else 1.0
+        return saved < worth * (self._cost.trip + self.rates.host_seconds)
 
     def expected(self, turn: Turn) -> States | None:
         """The states that a sequence will have when its prompt is computed; None if no drafter waits for that, or
@@ -376,7 +375,7 @@ class Policy:
     def are_long_looks(self, num_looks: int, context_len: int, room: int) -> bool:
         """Whether the device should not wait for looks at so many sequences that have so many rounds left."""
         left = room * self.costs.fast_seconds(num_looks, context_len)
-        return self.rests and num_looks * self._look_seconds > _LONG_LOOKS * left
+        return self.rests and num_looks * self._look_seconds > _IDLE_LOOKS * left
 
 
 def refusal(states: States) -> Choice | None:
@@ -411,6 +410,21 @@ def _hold_back(turns: Sequence[Turn], room_of_others: int) -> None:
         is_free = not (choice.is_forced or choice.grows or held_window(turn.states) is not None)
         if choice.num_nodes and turn.room <= most and is_free:
             turn.choice = NOT_LAST
+
+
+def _added_seconds(choice: Choice, entries: Sequence[_Entry], crowd: Crowd, plain: float) -> float:
+    """What a draft adds to the step: its share of what those of all that draft alike do, by their predicted rate."""
+    entry = next((entry for entry in entries if entry.choice.drafter == choice.drafter), entries[0])
+    rate = entry.rates.get((choice.shape, choice.num_nodes), entry.rate)
+    num_tokens = crowd.tokens + crowd.beside + entry.drafting * (choice.num_tokens - 1.0)
+    return (num_tokens / max(1e-12, rate) - plain) / entry.drafting
+
+
+def _ends_sooner(turns: Sequence[Turn], plain: float, added: Mapping[Turn, float], room_of_others: int) -> bool:
+    """Whether the last one of a batch should end sooner by these drafts: what one drafts, all others wait for."""
+    seconds = plain + sum([added[turn] for turn in turns if turn.choice.num_nodes])
+    num_rounds = max([room_of_others + 1.0, *((turn.room + 1) / turn.choice.num_tokens for turn in turns)])
+    return num_rounds * seconds <= (1 + max([room_of_others, *(turn.room for turn in turns)])) * plain
 
 
 def _within(choice: Choice, turn: Turn) -> Choice:

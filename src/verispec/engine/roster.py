@@ -155,6 +155,7 @@ class Roster:
         )
         kv.num_shared = canonical_len if kv.node is not None else 0
         if held != kv.held:
+            # What it shared, the cache has held for it and not moved.
             same = next(i for i in range(num_shared, len(held)) if held[i] != kv.held[i])
             kv.held, kv.synced_len = held, min(kv.synced_len, same)
 

@@ -21,8 +21,9 @@ from verispec.engine.ahead import (
     rounds_for,
     turn_behind,
 )
+from verispec.engine.commit import note_choice
 from verispec.engine.leases import Leases
-from verispec.engine.policy import NOT_WORTH_IT, Policy, RoundLoad, refusal
+from verispec.engine.policy import NOT_WORTH_IT, STAYS_PLAIN, Policy, RoundLoad, refusal
 from verispec.engine.rests import Rests
 from verispec.engine.roster import Roster
 from verispec.engine.sequence import Sequence
@@ -137,7 +138,8 @@ class Scheduler:
         return Step(turns, cohorts)
 
     def _unasked(self, turns: SequenceOf[Turn]) -> set[Sequence]:
-        """Answers that begin here, many at once: their drafters are asked while the first rounds are in the air."""
+        """Answers that begin here and whose looks together take long: their drafters are asked while the first rounds
+        are in the air."""
         found = [turn for turn in turns if turn.completes and _begins(own(turn)) and own(turn).may_draft]
         found = [turn for turn in found if own(turn).has_single_rows and self._may_wait(own(turn))]
         if not found or not self._policy.are_long_looks(len(found), found[0].start, max(turn.room for turn in found)):
@@ -333,9 +335,9 @@ class Scheduler:
         """Ask the drafters of those that have rested, by what is committed so far; returns how many were asked.
 
         Who would draft now gets up: nothing more is planned ahead then, and it is asked again when all has landed. The
-        others rest on. So looks are made while others' rounds, and their own, are in the air; where nothing is, many
-        looks are put off until something is. Where the host is near all get up, and are asked when the next step is
-        planned.
+        others rest on. So looks are made while others' rounds, and their own, are in the air; where nothing is, those
+        that take long are put off until something is. Where the host is near all get up, and are asked when the next
+        step is planned.
         """
         turns, num_asked = [], 0
         due = self._rests.due(together=self._is_joint())
@@ -355,7 +357,9 @@ class Scheduler:
                     sequence, self._policy.rest_len(len(self._rests), sequence.committed_len, in_air=True)
                 )
                 states = self._policy.states(sequence)
-                if refusal(states) is None:
+                if (refused := refusal(states)) is not None:
+                    note_choice(sequence, refused)
+                else:
                     turns.append(self._turn(sequence))
                     turns[-1].states = states
                     turns[-1].room -= sequence.kv.num_ahead
@@ -367,13 +371,15 @@ class Scheduler:
                 if sequence not in asked:
                     (drafting if sequence.may_draft and not _reads_prompt(sequence) else others).append(sequence)
             plain = {kind: [s for s in others if self._is_canonical(s) is kind] for kind in (True, False)}
-            last = dict.fromkeys(turns, PLAIN)  # who gets up waits for what is in the air
+            last = dict.fromkeys(turns, STAYS_PLAIN)  # who gets up waits for what is in the air
             self._choose([*turns, *map(self._turn, drafting)], plain, {}, last=last)
         for turn in turns:
             if turn.choice.drafter:
                 self._get_up(own(turn))
             else:
                 own(turn).rest(is_resting=True)
+                if turn.room > 0:  # behind what is in the air
+                    note_choice(own(turn), turn.choice)
         return num_asked
 
     def _are_long(self, due: SequenceOf[Sequence]) -> bool:

@@ -64,6 +64,10 @@ class StepRates:
         """Without drafts."""
         return self.rate(crowd, 0, 0.0, self.host(is_needed=crowd.needs_host))
 
+    def plain_seconds(self, crowd: Crowd) -> float:
+        """Of a step without drafts."""
+        return (crowd.tokens + crowd.beside) / self.plain(crowd)
+
     def note_rounds(self, seconds: float, num_rounds: int = _MANY_ROUNDS) -> None:
         """What the host took for each round that the backend drafted, of each sequence; few of them say little."""
         step = min(_ROUND_STEP if self.round_seconds else 1.0, num_rounds / _MANY_ROUNDS)

@@ -52,9 +52,11 @@ class _Answers:
         self.found, self.first, self.later = (Rate.fading(prior, _TRIES, _ANSWERS_MEMORY) for prior in _PRIORS)
 
     def learn(self, counts: _Counts) -> None:
-        self.found.observe(counts.found, counts.rounds)
-        self.first.observe(counts.first, counts.rounds)
-        self.later.observe(counts.later, counts.later_tried)
+        if counts.rounds:
+            self.found.observe(counts.found, counts.rounds)
+            self.first.observe(counts.first, counts.rounds)
+        if counts.later_tried:
+            self.later.observe(counts.later, counts.later_tried)
 
     @property
     def priors(self) -> list[float]:
@@ -139,9 +141,10 @@ class LookupDrafter:
         if sequence.computed_len + 1 != len(tokens):
             return _NOT_COMPUTED
         seen = self._seen.get(sequence.sequence_id)
-        if seen is None:
-            seen = self._seen[sequence.sequence_id] = _Seen(len(tokens), self._answers[sequence.params.temperature > 0])
-        elif seen.num_tokens < len(tokens):
+        if seen is None:  # what it has answered by now is read, too
+            answers = self._answers[sequence.params.temperature > 0]
+            seen = self._seen[sequence.sequence_id] = _Seen(sequence.prompt_len, answers)
+        if seen.num_tokens < len(tokens):
             seen.read(tokens, self._max_draft)
         return _Key(*(max(1, round(_STEPS * rate.value)) for rate in (seen.found, seen.first, seen.later)))
 
