@@ -220,7 +220,7 @@ class Engine:
             while len(self._flights) < self._config.depth and any(step := self._plan()):
                 self._drafters.draft(step.turns)
                 self._flights.append(self._passes.submit(step))
-                if self._scheduler.looks_later:
+                if self._scheduler.looks.are_late:
                     looked += self._look()
             submitted = self._clock()
             step = self._landed(self._flights.popleft()) if self._flights else Step()
@@ -240,7 +240,7 @@ class Engine:
     def _look(self) -> float:
         """Ask drafters, mostly while something is in the air; returns the seconds that it took."""
         start = self._clock()
-        num_asked = self._scheduler.look(in_air=bool(self._flights))
+        num_asked = self._scheduler.looks.look(in_air=bool(self._flights))
         if not num_asked:
             return 0.0
         seconds = self._clock() - start

@@ -35,7 +35,7 @@ class Roster:
         self.free_seq_rows = list(range(max_running, 0, -1))  # row 0 of the table is the padding's
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self.version = 0  # moves when somebody comes or goes, or has to send everything again
+        self.version = 0  # moves when somebody comes or goes, gets up, or has to send everything again
         self.departing: list[Sequence] = []  # have ended; their slots wait for the flights that use them
         self.cohorts: list[Cohort] = []  # in the air
         self.changed: dict[int, Sequence] = {}  # by sequence id: to be told to clients

@@ -6,10 +6,8 @@ grants.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
-from types import MappingProxyType
 from typing import NamedTuple
 
 from verispec.engine.ahead import (
@@ -21,32 +19,26 @@ from verispec.engine.ahead import (
     rounds_for,
     turn_behind,
 )
-from verispec.engine.commit import note_choice
+from verispec.engine.choices import NOT_ASKED, Choices, Plain, Resting, begins, reads_prompt
 from verispec.engine.leases import Leases
-from verispec.engine.policy import NOT_WORTH_IT, STAYS_PLAIN, Policy, RoundLoad, refusal
-from verispec.engine.rests import Rests
+from verispec.engine.looks import FIRST_LOOK, Looks
+from verispec.engine.policy import Policy, RoundLoad, refusal
 from verispec.engine.roster import Roster
 from verispec.engine.sequence import Sequence
 from verispec.spec.drafter import NotYet
 from verispec.spec.speculation import AUTO, GRAMMAR
 from verispec.spec.turn import PLAIN, Choice, Cohort, Step, Turn
 
-_Plain = Mapping[bool, SequenceOf[Sequence]]  # by whether their passes are canonical
-_NOBODY: _Plain = {True: (), False: ()}
-_Resting = dict[bool, list[tuple[Sequence, Choice]]]  # the same, with what kept them from drafting
-
-_NOT_ASKED = PLAIN._replace(reason="its drafters were not asked yet")
+_NOBODY: Plain = {True: (), False: ()}
 _ENDLESS = 1 << 30
 _TRIAL = 2  # rounds of a draft that is not believed to pay
-_FIRST_LOOK = 4  # rounds behind a prompt until it is known what drafts are worth
 _LOOK_AGAIN = 4  # rounds: who has drafted nothing for n of them looks for a draft again after 1 + n / 4 more
-_LOAD_REST = 16  # rounds in which nobody looks where no draft can pay
 
 
 class _Parts(NamedTuple):
     """The running sequences: those that only decode, those that decode and may draft, and those that do neither."""
 
-    plain: _Plain
+    plain: Plain
     single: list[Sequence]
     others: list[Sequence]
 
@@ -76,18 +68,19 @@ class Scheduler:
     ) -> None:
         self._roster = roster
         self._policy = policy
+        self._choices = Choices(
+            roster, policy, context_len=context_len, has_family=has_family, all_canonical=all_canonical
+        )  # fmt: skip
+        self.looks = Looks(roster, policy, self._choices, follows=follows)
         self._row_budget = row_budget
         self._stream_budget = stream_budget
-        self._context_len = context_len
         self._has_family = has_family
         self._all_canonical = all_canonical
         self._feeds = feeds
         self._leases = Leases(roster, context_len=context_len, feeds=feeds)
         self._follows = follows
         self.host_seconds = 0.0  # of a step, outside its passes
-        self._rests = Rests()
-        self.looks_later = False  # a look was put off until something is in the air
-        self._all_plain: tuple[int, _Plain] | None = None  # everybody, if nothing but decoding is left; by version
+        self._all_plain: tuple[int, Plain] | None = None  # everybody, if nothing but decoding is left; by version
 
     def plan(self) -> Step:
         """The next step, with slots leased for all of its rows. Nothing is in the air."""
@@ -95,7 +88,7 @@ class Scheduler:
         if self._all_plain is not None and self._all_plain[0] == self._roster.version and self._has_rows():
             return self._plan_plain(self._all_plain[1])
         self._all_plain = None
-        self._rest_under_load()
+        self.looks.rest_under_load()
         parts = self._part(self._roster.running)
         if self._prompts_come_first(parts.others):
             parts = parts._replace(plain=_NOBODY)
@@ -105,7 +98,7 @@ class Scheduler:
         cohorts = self._leases.cohorts(parts.plain)
         granted = self._grants(parts)
         turns = [
-            self._turn(sequence)
+            self._choices.turn(sequence)
             for sequence in parts.others
             if sequence.is_running and granted[sequence.sequence_id] and self._roster.secure_row(sequence)
         ]
@@ -113,8 +106,8 @@ class Scheduler:
             self._leases.extend_prompt(turn, granted[turn.sequence.sequence_id], len(parts.single))
         resting = self._rest(parts.single, turns)
         turns.sort(key=_age)  # drafts have rows and slots in this order
-        unasked = self._unasked(turns)
-        self._choose(turns, parts.plain, resting)
+        unasked = self.looks.unasked(turns)
+        self._choices.choose(turns, parts.plain, resting)
         turns = self._secured(turns, resting)
         cohorts += [self._resting_cohort(group, is_canonical=kind) for kind, group in resting.items() if group]
         for turn in turns:
@@ -124,38 +117,23 @@ class Scheduler:
         waiting = self._waiting_for_prompt(turns, parts.plain, resting)
         newcomers = _undrafted([turn for turn in turns if own(turn) not in waiting])
         if self._policy.rests:
-            self._lie_down([s for s in rested + newcomers if s not in unasked])
-            self._lie_down(list(unasked), are_asked=False)
+            self.looks.lie_down([s for s in rested + newcomers if s not in unasked])
+            self.looks.lie_down(list(unasked), are_asked=False)
             for cohort in cohorts:
                 cohort.feeds = self._feeds
         patience = min(map(_patience, rested), default=1)
         count = 1 if 0 in granted.values() else self._num_rounds(parts.plain, turns, rested, patience)
-        if newcomers or waiting or any(turn.choice.drafter and _begins(own(turn)) for turn in turns):
-            count = min(count, _FIRST_LOOK)
+        if newcomers or waiting or any(turn.choice.drafter and begins(own(turn)) for turn in turns):
+            count = min(count, FIRST_LOOK)
         if any(turn.choice.is_trial for turn in turns):
             count = min(count, _TRIAL)
         self._go_on(turns, cohorts, count, patience)
         return Step(turns, cohorts)
 
-    def _unasked(self, turns: SequenceOf[Turn]) -> set[Sequence]:
-        """Answers that begin here and whose looks together take long: their drafters are asked while the first rounds
-        are in the air."""
-        found = [turn for turn in turns if turn.completes and _begins(own(turn)) and own(turn).may_draft]
-        found = [turn for turn in found if own(turn).has_single_rows and self._may_wait(own(turn))]
-        if not found or not self._policy.are_long_looks(len(found), found[0].start, max(turn.room for turn in found)):
-            return set()
-        for turn in found:
-            turn.choice = _NOT_ASKED
-        return set(map(own, found))
-
-    def _may_wait(self, sequence: Sequence) -> bool:
-        """Whether it is no loss to draft a few rounds later: who drafts by force begins at once."""
-        return sequence.speculation.method == AUTO or self._policy.needs_cheap_rows(sequence)
-
     def _has_rows(self) -> bool:
         return self._roster.make_room(len(self._roster.running))
 
-    def _plan_plain(self, plain: _Plain) -> Step:
+    def _plan_plain(self, plain: Plain) -> Step:
         """Everybody only decodes; that stays so until somebody comes or goes."""
         cohorts = self._leases.cohorts(plain)
         self._go_on((), cohorts, self._num_rounds(plain))
@@ -171,11 +149,11 @@ class Scheduler:
         """
         self._roster.admit()
         running = self._roster.running
-        if not all(s.is_plain or _reads_prompt(s) for s in running):
+        if not all(s.is_plain or reads_prompt(s) for s in running):
             return Step(self._turns_behind(last.turns))
         is_awaited = any(s.kv.num_flights and not s.kv.num_ahead for s in running)
         going = [s for s in running if s.kv.num_ahead and s.committed_len + s.kv.num_ahead < s.max_len]
-        ahead: _Plain = {kind: [s for s in going if self._is_canonical(s) is kind] for kind in (True, False)}
+        ahead: Plain = {kind: [s for s in going if self._choices.is_canonical(s) is kind] for kind in (True, False)}
         parts = self._part([s for s in running if not s.kv.num_flights])
         if self._prompts_come_first(parts.others):
             ahead, parts = _NOBODY, parts._replace(plain=_NOBODY)
@@ -186,12 +164,12 @@ class Scheduler:
             return Step()
         cohorts = self._leases.cohorts(ahead, is_ahead=True) + self._leases.cohorts(parts.plain)
         granted = self._grants(parts._replace(plain=plain))
-        turns = [self._turn(s) for s in parts.others if granted[s.sequence_id] and self._roster.take(s, 1)]
+        turns = [self._choices.turn(s) for s in parts.others if granted[s.sequence_id] and self._roster.take(s, 1)]
         for turn in turns:
             self._leases.extend_prompt(turn, granted[turn.sequence.sequence_id], 0)
-            turn.choice = _NOT_ASKED
+            turn.choice = NOT_ASKED
         if self._policy.rests:
-            self._lie_down(_undrafted(turns), are_asked=False)
+            self.looks.lie_down(_undrafted(turns), are_asked=False)
         self._go_on(turns, cohorts, 1 if is_awaited or 0 in granted.values() else self._num_rounds(plain, turns))
         return Step(turns, cohorts)
 
@@ -221,15 +199,15 @@ class Scheduler:
         """Whether what is known by now leaves these turns their drafts; others are better by little, if at all."""
         if all(turn.choice.is_forced for turn in turns):
             return True
-        last = {self._turn(own(turn)): turn for turn in turns}
-        self._choose(list(last), _NOBODY, {}, last={again: turn.choice for again, turn in last.items()})
+        last = {self._choices.turn(own(turn)): turn for turn in turns}
+        self._choices.choose(list(last), _NOBODY, {}, last={again: turn.choice for again, turn in last.items()})
         return all(again.choice.is_like(turn.choice) for again, turn in last.items())
 
     def locate(self, turns: SequenceOf[Turn]) -> None:
         """Say where turns that were planned ahead begin, now that those before them are committed."""
         for turn in turns:
             if turn.num_behind:
-                begin = self._turn(own(turn))
+                begin = self._choices.turn(own(turn))
                 turn.start, turn.room, turn.table_room = begin.start, begin.room, begin.table_room
                 turn.is_stale = not is_current(turn)
 
@@ -265,7 +243,7 @@ class Scheduler:
         for cohort in cohorts:
             self._leases.lengthen(cohort, min(count, patience) if cohort.choices else count)
         planned = [turn.num_rounds for turn in turns] + [cohort.num_rounds for cohort in cohorts]
-        self._rests.num_planned += max(planned, default=1)
+        self.looks.note_planned(max(planned, default=1))
 
     def _part(self, sequences: SequenceOf[Sequence]) -> _Parts:
         """Sequences of which nothing is in the air, by what their next step is.
@@ -290,20 +268,20 @@ class Scheduler:
                 parts.others.append(sequence)
         return parts
 
-    def _rest(self, single: SequenceOf[Sequence], turns: list[Turn]) -> _Resting:
+    def _rest(self, single: SequenceOf[Sequence], turns: list[Turn]) -> Resting:
         """Those whose drafters have nothing to offer; the others get a turn."""
-        resting: _Resting = {True: [], False: []}
+        resting: Resting = {True: [], False: []}
         for sequence in single:
             states = self._policy.states(sequence)
             choice = refusal(states)
             if choice is not None:
-                resting[self._decodes_canonically(sequence)].append((sequence, choice))
+                resting[self._choices.decodes_canonically(sequence)].append((sequence, choice))
             else:
-                turns.append(self._turn(sequence))
+                turns.append(self._choices.turn(sequence))
                 turns[-1].states = states
         return resting
 
-    def _secured(self, turns: SequenceOf[Turn], resting: _Resting) -> list[Turn]:
+    def _secured(self, turns: SequenceOf[Turn], resting: Resting) -> list[Turn]:
         """The turns that run, with their first row leased; those that draft nothing after all join the resting."""
         secured = []
         for turn in turns:
@@ -320,72 +298,7 @@ class Scheduler:
                 secured.append(turn)
         return secured
 
-    def _lie_down(self, sequences: SequenceOf[Sequence], *, are_asked: bool = True) -> None:
-        """They are plain until they would draft: nothing of them holds others up."""
-        for sequence in sequences:
-            length = sequence.committed_len
-            rest_len = self._policy.rest_len(len(sequences), length, in_vain=sequence.num_rested > 0)
-            rest_len //= 2 if _reads_prompt(sequence) else 1  # what an answer begins with tells most
-            is_alone = len(self._roster.running) == 1  # several would wait for each other's looks
-            if is_alone and not sequence.num_rested and self._policy.is_short_look(length, _room(sequence)):
-                rest_len = min(rest_len, _FIRST_LOOK)
-            self._rests.lie_down(sequence, rest_len * are_asked)
-
-    def look(self, *, in_air: bool) -> int:
-        """Ask the drafters of those that have rested, by what is committed so far; returns how many were asked.
-
-        Who would draft now gets up: nothing more is planned ahead then, and it is asked again when all has landed. The
-        others rest on. So looks are made while others' rounds, and their own, are in the air; where nothing is, those
-        that take long are put off until something is. Where the host is near all get up, and are asked when the next
-        step is planned.
-        """
-        turns, num_asked = [], 0
-        due = self._rests.due(together=self._is_joint())
-        self.looks_later = not in_air and bool(due) and self._are_long(due)
-        if self.looks_later:
-            return 0
-        if any(map(self._needs_other_load, due)):
-            self._policy.forget_host()
-        for sequence in due:
-            if self._needs_other_load(sequence):
-                self._rests.lie_down(sequence, _LOAD_REST)
-            elif not self._policy.rests:
-                self._get_up(sequence)
-            elif not _reads_prompt(sequence):
-                num_asked += 1
-                self._rests.lie_down(
-                    sequence, self._policy.rest_len(len(self._rests), sequence.committed_len, in_air=True)
-                )
-                states = self._policy.states(sequence)
-                if (refused := refusal(states)) is not None:
-                    note_choice(sequence, refused)
-                else:
-                    turns.append(self._turn(sequence))
-                    turns[-1].states = states
-                    turns[-1].room -= sequence.kv.num_ahead
-                    sequence.rest(is_resting=False)
-        if turns:
-            asked = {own(turn) for turn in turns}
-            others, drafting = list[Sequence](), list[Sequence]()  # who drafts shares passes with those asked
-            for sequence in self._roster.running:
-                if sequence not in asked:
-                    (drafting if sequence.may_draft and not _reads_prompt(sequence) else others).append(sequence)
-            plain = {kind: [s for s in others if self._is_canonical(s) is kind] for kind in (True, False)}
-            last = dict.fromkeys(turns, STAYS_PLAIN)  # who gets up waits for what is in the air
-            self._choose([*turns, *map(self._turn, drafting)], plain, {}, last=last)
-        for turn in turns:
-            if turn.choice.drafter:
-                self._get_up(own(turn))
-            else:
-                own(turn).rest(is_resting=True)
-                if turn.room > 0:  # behind what is in the air
-                    note_choice(own(turn), turn.choice)
-        return num_asked
-
-    def _are_long(self, due: SequenceOf[Sequence]) -> bool:
-        return self._policy.are_long_looks(len(due), due[0].committed_len, max(map(_room, due)))
-
-    def _waiting_for_prompt(self, turns: SequenceOf[Turn], plain: _Plain, resting: _Resting) -> set[Sequence]:
+    def _waiting_for_prompt(self, turns: SequenceOf[Turn], plain: Plain, resting: Resting) -> set[Sequence]:
         """Those whose prompts this step completes, and that would draft in the next by what is known now."""
         found = {turn: states for turn in turns if turn.completes and (states := self._policy.expected(turn))}
         if not found or not self._policy.rests:
@@ -394,28 +307,8 @@ class Scheduler:
             replace(turn, states=found.get(turn, turn.states), start=turn.start + turn.num_pending - 1, num_pending=1)
             for turn in turns if turn in found or turn.choice.drafter
         ]  # fmt: skip
-        self._choose(asked, plain, resting)
+        self._choices.choose(asked, plain, resting)
         return {own(turn) for turn in asked if turn.choice.drafter} & {own(turn) for turn in found}
-
-    def _get_up(self, sequence: Sequence) -> None:
-        self._rests.get_up(sequence)
-        self._all_plain = None
-
-    def _rest_under_load(self) -> None:
-        """Who would need the host in every round for its drafts does without, where even the best could not pay."""
-        if not self._follows:
-            return
-        for sequence in self._roster.running:
-            if sequence.is_followed and sequence.may_draft and self._needs_other_load(sequence):
-                self._rests.lie_down(sequence, _LOAD_REST)
-                if not sequence.stats.drafted:
-                    sequence.stats.no_draft_reason = NOT_WORTH_IT
-
-    def _needs_other_load(self, sequence: Sequence) -> bool:
-        if not sequence.is_followed or not self._policy.needs_cheap_rows(sequence):
-            return False
-        kind = self._decodes_canonically(sequence)
-        return not self._policy.drafts_can_pay(len(self._roster.running), is_canonical=kind)
 
     def _resting_cohort(self, resting: SequenceOf[tuple[Sequence, Choice]], *, is_canonical: bool) -> Cohort:
         cohort = self._leases.cohort([sequence for sequence, _ in resting], is_canonical=is_canonical)
@@ -423,7 +316,7 @@ class Scheduler:
         return cohort
 
     def _num_rounds(
-        self, plain: _Plain, turns: SequenceOf[Turn] = (), resting: SequenceOf[Sequence] = (), patience: int = 1
+        self, plain: Plain, turns: SequenceOf[Turn] = (), resting: SequenceOf[Sequence] = (), patience: int = 1
     ) -> int:
         """How many rounds the backend runs by itself; one while somebody waits for the step to end.
 
@@ -466,7 +359,7 @@ class Scheduler:
         """Whether the turn completes the tokens of a sequence that only decodes for a while, in passes like this."""
         sequence = turn.sequence
         assert isinstance(sequence, Sequence)
-        is_canonical = self._decodes_canonically(sequence)
+        is_canonical = self._choices.decodes_canonically(sequence)
         goes_on = sequence.is_plain or (self._follows and sequence.is_followed)
         if sequence.may_draft:
             # Its rounds may end early, and beside others it would idle from then on.
@@ -474,41 +367,12 @@ class Scheduler:
             goes_on = goes_on and is_alone and not turn.choice.drafter and _patience(sequence) > 1
         return turn.completes and goes_on and turn.is_canonical is is_canonical
 
-    def _decodes_canonically(self, sequence: Sequence) -> bool:
-        return self._has_family and (sequence.params.deterministic or self._all_canonical)
-
-    def _is_canonical(self, sequence: Sequence) -> bool:
-        """Prompts run in canonical passes whoever asks, so that their K/V can be shared."""
-        if not self._has_family or self._decodes_canonically(sequence):
-            return self._has_family
-        return len(sequence.kv.held) < sequence.prompt_len or sequence.num_pending > 1
-
-    def _turn(self, sequence: Sequence) -> Turn:
-        """The next row of a sequence."""
-        kv = sequence.kv
-        start = len(kv.held)
-        return Turn(
-            sequence,
-            kv.epoch,
-            kv.seq_row,
-            self._is_canonical(sequence),
-            start,
-            1,
-            start + 1 == len(sequence.token_ids),
-            [],
-            kv.synced_len,
-            (),
-            sequence.max_len - len(sequence.token_ids) - 1,
-            self._context_len - len(sequence.token_ids),
-            kv.store_lens,
-        )
-
     def _grants(self, parts: _Parts) -> dict[int, int]:
         """How many rows each of the others may have: one where one is pending; prompts share the rest, oldest first."""
         most = self._most_rows()
         left = {kind: most - len(parts.plain[kind]) for kind in (True, False)}
         for sequence in parts.single:
-            left[self._is_canonical(sequence)] -= 1
+            left[self._choices.is_canonical(sequence)] -= 1
         granted: dict[int, int] = {}
         prompts = []
         for sequence in parts.others:
@@ -516,70 +380,16 @@ class Scheduler:
                 prompts.append(sequence)
             else:
                 granted[sequence.sequence_id] = 1
-                left[self._is_canonical(sequence)] -= 1
+                left[self._choices.is_canonical(sequence)] -= 1
         for sequence in prompts:
-            kind = self._is_canonical(sequence)
+            kind = self._choices.is_canonical(sequence)
             granted[sequence.sequence_id] = count = max(0, min(sequence.num_pending, left[kind]))
             left[kind] -= count
         return granted
 
-    def _choose(
-        self,
-        turns: SequenceOf[Turn],
-        plain: _Plain,
-        resting: _Resting,
-        last: Mapping[Turn, Choice] = MappingProxyType({}),
-    ) -> None:
-        """What every turn that completes drafts; by little its `last` choice is not changed."""
-        num_resting = {kind: len(group) for kind, group in resting.items()}
-        num_fast = (
-            len(plain[False]) + num_resting.get(False, 0) + sum(t.num_pending for t in turns if not t.is_canonical)
-        )
-        undrafted = [s for group in (*plain.values(), map(own, turns)) for s in group if not s.may_draft]
-        undrafted += [own(turn) for turn in turns if turn.choice is _NOT_ASKED]
-        undrafted += [s for group in resting.values() for s, _ in group]
-        room = max(map(_room, undrafted), default=-1)
-        for is_canonical, beside in ((True, num_fast), (False, 0)):
-            together = [t for t in turns if t.is_canonical is is_canonical]
-            free = [t for t in together if t.completes and own(t).may_draft and t.choice is not _NOT_ASKED]
-            if free:
-                others = sum(t.num_pending for t in together) - sum(t.num_pending for t in free)
-                num_plain = len(plain[is_canonical]) + num_resting.get(is_canonical, 0)
-                self._policy.choose(
-                    free,
-                    is_canonical=is_canonical,
-                    other_rows=others + num_plain,
-                    other_tokens=sum(t.completes for t in together) - len(free) + num_plain,
-                    beside=beside,
-                    room_of_others=room if self._is_joint() else None,
-                    last=last,
-                )
-
-    def _is_joint(self) -> bool:
-        """Whether what counts is when the last one ends: one caller waits for all, and nobody for a place."""
-        running = self._roster.running
-        if self._roster.waiting or any(s.is_streamed for s in running):
-            return False
-        return len({(s.batch, 0 if s.batch else s.request_id) for s in running}) == 1
-
 
 def _age(turn: Turn) -> int:
     return turn.sequence.sequence_id
-
-
-def _room(sequence: Sequence) -> int:
-    """Tokens behind the next one that it may still draw."""
-    return sequence.max_len - len(sequence.token_ids) - 1 - sequence.kv.num_ahead
-
-
-def _reads_prompt(sequence: Sequence) -> bool:
-    """Whether nothing of it needs the host yet: drafters are asked when its prompt is computed."""
-    return sequence.has_single_rows and len(sequence.kv.held) < sequence.prompt_len
-
-
-def _begins(sequence: Sequence) -> bool:
-    """Whether nothing of its answer is known, and so nothing of what drafts are worth in it."""
-    return len(sequence.token_ids) == sequence.prompt_len
 
 
 def _begin_together(sequences: SequenceOf[Sequence]) -> bool:
