@@ -160,11 +160,13 @@ class Policy:
         crowd = Crowd(rows, other_tokens + num_free, beside, _bucket(context_len), is_canonical)
         if self._cost.trip and not (self._leaves_out and all(turn.sequence.draws_plainly for turn in turns)):
             crowd = crowd._replace(leaves_out=False)
-        drafts, plain, added = 0, 0.0, dict[Turn, float]()  # seconds of a step, and what each draft adds
+        plain: dict[bool, float] = {}  # seconds of a step, where the end of a batch counts, and what each draft adds
+        if room_of_others is not None:
+            needs = {needs_host for _, needs_host in free}
+            plain = {each: self.rates.plain_seconds(crowd._replace(needs_host=each)) for each in needs}
+        drafts, added = 0, dict[Turn, float]()
         for (found, needs_host), group in free.items():
-            its_crowd = crowd._replace(needs_host=needs_host)
-            entries = self._ranked(found, drafting, its_crowd)
-            plain = max(plain, self.rates.plain_seconds(its_crowd))
+            entries = self._ranked(found, drafting, crowd._replace(needs_host=needs_host))
             for turn in group:
                 if turn in last and self._stays(turn, last[turn], entries, crowd):
                     choice = last[turn]
@@ -173,8 +175,8 @@ class Policy:
                     choice = _within(best, turn)
                 drafts += 0 if choice.grows else choice.num_nodes
                 turn.choice = choice if turn.room > 0 else NO_ROOM
-                if room_of_others is not None and choice.num_nodes:
-                    added[turn] = _added_seconds(choice, entries, its_crowd, self.rates.plain_seconds(its_crowd))
+                if plain and choice.num_nodes:
+                    added[turn] = _added_seconds(choice, entries, crowd, plain[needs_host])
         left = max(0, self._row_budget - rows)  # prompts may have more rows than that by themselves
         if drafts > left:
             rationed = [turn for turn in turns if held_window(turn.states) is None]
@@ -183,7 +185,7 @@ class Policy:
             _ration(rationed, left)
         if room_of_others is not None:
             _hold_back(turns, room_of_others)
-            if num_free == len(turns) and not _ends_sooner(turns, plain, added, room_of_others):
+            if num_free == len(turns) and not _ends_sooner(turns, max(plain.values()), added, room_of_others):
                 _hold_back(turns, _ENDLESS)
 
     def _stays(self, turn: Turn, last: Choice, entries: Sequence[_Entry], crowd: Crowd) -> bool:
