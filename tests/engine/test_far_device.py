@@ -310,11 +310,8 @@ def test_an_answer_that_begins_to_quote_is_drafted(count: int, gain: float, look
     assert found[1] == plain[1]
 
 
-@pytest.mark.parametrize("method", ["model", "decode"])
-@pytest.mark.parametrize("is_late", [False, True])
-def test_who_is_to_draft_by_force_does_so_also_beside_others(method: str, is_late: bool) -> None:
-    """Though that does not pay: a draft model that takes as long as the target, and windows of passes like others. Who
-    joins while others are in the air begins at rest."""
+def drafted_by_force(method: str, *, is_late: bool) -> int:
+    """By one request beside another that does not draft."""
     backend, found = Far(num_stores=2), dict[int, SampleOutput]()
     setup = replace(cheap_setup(backend, 3), draft_cost=replace(table(0.9), trip=0.0))
     engine = Engine(
@@ -325,12 +322,22 @@ def test_who_is_to_draft_by_force_does_so_also_beside_others(method: str, is_lat
     engine.add(Request([7, 2], params, Speculation("none"), is_streamed=False))
     for _ in range(3 * is_late):
         engine.step()
-    late = engine.add(
-        Request([1, 2, 3], replace(params, max_tokens=200), Speculation(method), is_streamed=False)
-    )  # fmt: skip
+    late = engine.add(Request([1, 2, 3], replace(params, max_tokens=200), Speculation(method), is_streamed=False))
     while engine.has_work:
         found |= {event.request_id: event.output for event in engine.step() if event.output is not None}
-    assert found[late].stats.drafted > 100
+    return found[late].stats.drafted
+
+
+@pytest.mark.parametrize("method", ["model", "decode"])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_who_is_to_draft_by_force_does_so_also_beside_others(
+    method: str, is_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though that does not pay: a draft model that takes as long as the target, and windows of passes like others. Who
+    joins while others are in the air begins at rest; the control leaves it there."""
+    assert drafted_by_force(method, is_late=is_late) > 100
+    monkeypatch.setattr(Policy, "_stays", lambda self, turn, last, entries, crowd: not last.drafter)
+    assert bool(drafted_by_force(method, is_late=is_late)) is not is_late
 
 
 class Preparing(Far):
