@@ -9,7 +9,8 @@ The device is simulated with the costs of an H200 (`tests/support/far_pair.py`),
 drafts come true is drawn beforehand, often in easy answers and seldom in hard ones; `auto` chooses between `none` and
 `model`. With --prompts the target's answers are made on this machine first (--answers keeps them), and the draft model
 drafts on this machine's CPU, which takes no time of the device's: so drafts are those that a GPU would verify. One
-request runs at a time, or --batch of one caller and of all tasks; drafters learn from one to the next.
+request runs at a time, or --batch of one caller, of all tasks or (--by-task) each of one task; drafters learn from one
+to the next.
 """
 
 from __future__ import annotations
@@ -84,6 +85,7 @@ def main() -> None:
     parser.add_argument("--answers", type=Path, help="a file that keeps the answers, or has them already")
     parser.add_argument("--count", type=int, default=4, help="of prompts for each task")
     parser.add_argument("--batch", type=int, nargs="+", default=[1], help="so many answers at once, with --prompts")
+    parser.add_argument("--by-task", action="store_true", help="batches of one task each, not of all")
     parser.add_argument("--tokens", type=int, default=112, help="the most of an answer")
     parser.add_argument("--arms", nargs="+", default=list(REAL_ARMS), choices=list(REAL_ARMS), help="with --prompts")
     options = parser.parse_args()
@@ -113,9 +115,10 @@ def show_simulated(times: int, host: Host) -> None:
 
 
 def show_real(options: argparse.Namespace, host: Host) -> None:
-    """A table for each batch and temperature; by task where one request runs at a time."""
+    """A table for each batch and temperature; by task where no two tasks run together."""
     eos_ids, answers = _answers(options)
-    if max(options.batch) > len(answers) // len(TEMPERATURES):
+    most = options.count if options.by_task else len(answers) // len(TEMPERATURES)
+    if max(options.batch) > most:
         raise SystemExit(f"a batch of {max(options.batch)} needs as many answers: more --count")
     arms = list(dict.fromkeys(["none", *options.arms]))
     for batch in options.batch:
@@ -162,7 +165,7 @@ def _made(llm: LLM, asked: Sequence[tuple[str, list[int]]], temperature: float, 
 def _played(
     options: argparse.Namespace, answers: Sequence[Answer], eos_ids: tuple[int, ...], arm: str, batch: int, host: Host
 ) -> dict[str, Tally]:
-    """By task, and over all of them, in a new engine. Batches are of all tasks, and the last ones may be left out."""
+    """By task, and over all of them, in a new engine. The last ones that fill no batch are left out."""
     sizes = NativeOptions(num_slots=4 * batch * CONTEXT_LEN, num_seq_rows=batch)
     draft = make_backend(sizes, [open_checkpoint(options.draft_model)])
     assert isinstance(draft, NativeBackend)
@@ -173,7 +176,7 @@ def _played(
     )  # fmt: skip
     engine, found, every = far_engine(backend, batch, DRAFTERS), dict[str, Tally](), Tally()
     tasks = [(task, list(group)) for task, group in groupby(answers, lambda answer: answer.task)]
-    if batch > 1:
+    if batch > 1 and not options.by_task:
         turns = zip_longest(*(group for _, group in tasks))
         tasks = [(ALL, [answer for turn in turns for answer in turn if answer is not None])]
     for task, group in tasks:
