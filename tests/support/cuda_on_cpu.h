@@ -443,6 +443,7 @@ inline void start_block() {
   for (auto& own : groups) own.assign(1, {});
   for (auto& own : steps) own.assign(1, {});
   boxes.clear();
+  for (Named& barrier : named) barrier = {};  // which a block that was stuck has left
   memset(previous_has_ended, 0, sizeof previous_has_ended);
   memset(dynamic_memory, 0xff, sizeof dynamic_memory);
 }

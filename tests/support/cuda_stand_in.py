@@ -93,7 +93,7 @@ class StandInKernels:
         factor = 1 / torch.sqrt((v.double() ** 2).mean(-1, keepdim=True) + self.shapes.eps)
         return v * factor.float() * gain
 
-    def attend_rows(self, k, v, inputs, b, *, first_row, rows, spans, window) -> None:
+    def attend_rows(self, k, v, inputs, b, *, first_row, rows, spans, window, drafts=False) -> None:
         for row in range(first_row, first_row + rows):
             assert int(inputs.positions[row]) < 256 * spans
             self._attend(row, row, k, v, inputs, b, window)

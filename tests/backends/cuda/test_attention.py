@@ -51,7 +51,7 @@ class Rows:
             late = slots[i, ready[i] : length].long()
             for store in (self.k, self.v):
                 store.view(torch.int16)[late, :, ::8] = WRITTEN_LATE
-        self.slots, self.partial = slots, torch.zeros(count * 8 * self.heads * (self.head_dim + 2))
+        self.slots, self.partial = slots, torch.zeros(count * 32 * self.heads * (self.head_dim + 2))
         self.inputs = {
             "table": table, "positions": lens - 1, "prefix_lens": prefix, "ready_lens": ready, "tails": tails,
             "seq_rows": torch.arange(count, dtype=torch.int32), "partial": self.partial,
@@ -60,18 +60,19 @@ class Rows:
 
     def attended(
         self, name: str, *, window: int = FAR, late: bool = False, backwards: bool = False, stages: int = 3,
-        warps: int = 8, apart: bool = False, two_buffers: bool = False,
+        warps: int = 8, apart: bool = False, two_buffers: bool = False, span: int = SPAN,
     ) -> torch.Tensor:  # fmt: skip
         """What one of the kernels gives. [rows, heads, head_dim] bf16"""
         out = torch.zeros_like(self.q)
-        spans, rows = -(-max(self.lens) // SPAN), len(self.lens)
+        spans, rows = -(-max(self.lens) // span), len(self.lens)
         args = filled(
             AttentionArgs(), q=self.q, k_store=self.k, v_store=self.v, out=out, **self.inputs, first_row=0, spans=spans,
             table_width=self.inputs["table"].shape[1], tail_width=self.inputs["tails"].shape[1], window=window,
             scale=1.4427 * self.head_dim**-0.5,
         )  # fmt: skip
         defines = {"HEADS": self.heads, "KV_HEADS": self.kv_heads, "HEAD_DIM": self.head_dim, "CLUSTER": 0, "WHOLE": 0}
-        defines |= {"TWO_BUFFERS": int(two_buffers), "STAGES": stages, "LATE_COPIES": "true" if late else "false"}
+        defines |= {"TWO_BUFFERS": int(two_buffers), "STAGES": stages, "SPAN": span}
+        defines |= {"LATE_COPIES": "true" if late else "false"}
         grid = (spans, self.kv_heads, rows) if name == "attention_rows" else (self.kv_heads, rows, 1)
         cuda_emulated.launch(
             "attention.cu", name, args, grid=grid, threads=256 if name == "attention_rows" else 32 * warps,
@@ -136,6 +137,18 @@ def test_any_ring_and_number_of_warps_will_do(stages: int, warps: int, late: boo
         wanted = ROWS[name].attended("attention_rows")
         got = ROWS[name].attended("attention_whole", stages=stages, warps=warps, late=late, apart=True)
         assert torch.equal(bits(got), bits(wanted))
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("span", [64, 128])
+@pytest.mark.parametrize("name", ["8b", "smol", "alone", "seven", "nine"])
+def test_drafts_may_have_shorter_spans(name: str, span: int, late: bool) -> None:
+    """Which are other bits, and as near."""
+    rows = ROWS[name]
+    for window in (FAR, 100):
+        found = rows.attended("attention_rows", window=window, span=span, late=late, two_buffers=True, backwards=late)
+        assert (found.double() - rows.nearly(window)).abs().max() < 0.03
+    assert not torch.equal(bits(found), bits(rows.attended("attention_rows")))
 
 
 def test_rows_that_are_no_numbers_leave_the_others_alone() -> None:

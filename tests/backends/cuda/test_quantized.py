@@ -21,28 +21,29 @@ OF_BYTES = {
     "void whole_mma(int* d, const unsigned* a, uint2 b)": "emulated::whole_mma(d, a, b, kWholeBits);",
     "void e4m3_mma(float* d, const unsigned* a, uint2 b)": "emulated::e4m3_mma(d, a, b);",
     "unsigned short e4m3_pair(float first, float second)": "return emulated::e4m3_pair(first, second);",
-    "void arrive(int barrier)": "emulated::arrive(barrier, kThreads);",
-    "void meet(int barrier)": "emulated::meet(barrier, kThreads);",
+    "void arrive(int barrier)": "emulated::arrive(barrier, kMeeting);",
+    "void meet(int barrier)": "emulated::meet(barrier, kMeeting);",
 }
 CHANGES = (cuda_emulated.dynamic_memory(128), *cuda_emulated.bodies(cuda_emulated.GPU_ONLY | OF_BYTES))
 
 
 def product(
-    x: torch.Tensor, w: Quantized, *, backwards: bool = False, changes: tuple[tuple[str, str], ...] = ()
-) -> torch.Tensor:
+    x: torch.Tensor, w: Quantized, *, backwards: bool = False, enders: int = 1,
+    changes: tuple[tuple[str, str], ...] = (),
+) -> torch.Tensor:  # fmt: skip
     """As `Kernels` launches it, by fewer blocks than there are tiles. [rows, outputs] bf16"""
     (outputs, columns), rows = w.shape, len(x)
     assert not (w.words.view(torch.int16)[::8] == 0x0D81).any(), "weights look to the emulation as if written late"
     out = torch.zeros(rows, outputs, dtype=torch.bfloat16)
     args: ctypes.Structure = filled(LinearArgs(), x=x, w=w, out=out, rows=rows)
     row_tile = draft_rows(columns, rows)
-    form = draft_form(Kind.PLAIN, w.shape, w.bits, row_tile, num_sms=1)
+    form = draft_form(Kind.PLAIN, w.shape, w.bits, row_tile, num_sms=1)._replace(enders=enders)
     defines = {"KIND": int(Kind.PLAIN), "N": outputs, "K": columns, "BITS": w.bits, "E4M3": int(w.is_float)}
     defines |= {"BLOCK_ROWS": row_tile, "WARPS": form.warps, "STAGES": form.stages, "STEP": form.step}
-    defines |= {"LATE": form.late, "WIDTH": columns}
+    defines |= {"LATE": form.late, "ENDERS": form.enders, "WIDTH": columns}
     named = (*(f"{name}={value}" for name, value in defines.items()), f"LATE_COPIES={str(backwards).lower()}")
     cuda_emulated.launch(
-        "quantized.cu", "quantized", args, grid=(2, -(-rows // row_tile), 1), threads=32 * (form.warps + 1),
+        "quantized.cu", "quantized", args, grid=(2, -(-rows // row_tile), 1), threads=32 * (form.warps + form.enders),
         defines=named, changes=(*CHANGES, *changes), backwards=backwards,
     )  # fmt: skip
     return out
@@ -74,6 +75,21 @@ def test_it_is_the_product_of_rounded_rows_and_weights(kind: str, rows: int, col
     assert (found - wanted).abs().max() < 5e-3 * wanted.abs().amax()
     exact = x.double() @ w.dense().double().T
     assert 0 < (found - exact).norm() < (4e-2 if w.is_float else 2e-2) * exact.norm()
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize(("kind", "rows", "columns"), [("int4", 1, 256), ("int8", 3, 192), ("fp8", 8, 128)])
+def test_whoever_ends_tiles_they_are_the_same(kind: str, rows: int, columns: int, backwards: bool) -> None:
+    """Two warps in turns, of which one has no tile more than the other in one block, and one in the other."""
+    x, w = random_case(kind, rows, columns)
+    assert torch.equal(product(x, w, backwards=backwards, enders=2), product(x, w, backwards=backwards))
+
+
+def test_control_two_that_end_the_same_tiles_are_noticed() -> None:
+    x, w = random_case("int4", 1, 256)
+    fault = ("i < num_tiles; i += ENDERS", "i < num_tiles; i += 1")
+    with pytest.raises(cuda_emulated.StuckError):
+        product(x, w, enders=2, changes=(fault,))
 
 
 def test_floats_are_those_of_torch() -> None:

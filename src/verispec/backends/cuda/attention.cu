@@ -2,9 +2,10 @@
 // Compiled for one model: HEADS, KV_HEADS, HEAD_DIM; TWO_BUFFERS: whether K and V of a span have shared memory each (few
 // rows: both are fetched before the wait) or V comes where K was (many rows: more blocks fit); CLUSTER: whether the blocks of
 // attention_rows that have the spans of a row are a cluster, which merges them through its shared memory; WHOLE: whether a
-// block of attention_groups has all spans of its rows and merges them (many groups), or one; and STAGES: how many tiles
-// attention_whole has in its ring. Context index j of a row stands in slot table[seq_row, j], or behind its prefix in its tail.
-// Tiles of 64 and spans of 256 positions begin at absolute multiples, so a row's sums do not depend on the rows beside it.
+// block of attention_groups has all spans of its rows and merges them (many groups), or one; STAGES: how many tiles
+// attention_whole has in its ring; SPAN: 256 positions, of drafts, whose bits are nobody's promise, perhaps fewer.
+// Context index j of a row stands in slot table[seq_row, j], or behind its prefix in its tail.
+// Tiles of 64 and spans of SPAN positions begin at absolute multiples, so a row's sums do not depend on the rows beside it.
 #include "wide.cuh"
 
 using namespace vs;
@@ -14,7 +15,7 @@ using namespace vs;
 #else
 #define WIDE 0
 #endif
-constexpr int kTile = 64, kSpan = 256, kTiles = kSpan / kTile;
+constexpr int kTile = 64, kSpan = SPAN, kTiles = kSpan / kTile;
 constexpr int kGroup = HEADS / KV_HEADS, kChunks = HEAD_DIM / 8, kMask = (kChunks & -kChunks) - 1;
 constexpr bool kBoth = kGroup > 8;  // of a single row: whether rows g + 8 of a tile of 16 are heads at all
 constexpr int kRecord = HEAD_DIM + 2;  // a span's result for one head: o, m, l

@@ -145,8 +145,9 @@ class DeviceModel:
         k, v, window = self.k[layer], self.v[layer], self.layers[layer].window
         if plan.single_rows:
             self.kernels.attend_rows(
-                k, v, inputs, self.buffers, first_row=0, rows=plan.single_rows, spans=plan.spans, window=window
-            )
+                k, v, inputs, self.buffers, first_row=0, rows=plan.single_rows, spans=plan.spans, window=window,
+                drafts=plan.drafts,
+            )  # fmt: skip
         if plan.groups is not None:
             self.kernels.attend_groups(
                 k, v, inputs, self.buffers, plan.groups, first_row=plan.single_rows, rows=plan.rows - plan.single_rows,

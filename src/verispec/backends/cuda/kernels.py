@@ -26,6 +26,7 @@ from verispec.backends.cuda.product_forms import (
     LARGE_THREADS,
     MAX_BLOCK_NBYTES,
     WIDE_THREADS,
+    DraftForm,
     Kind,
     Matrix,
     draft_form,
@@ -261,6 +262,7 @@ class Kernels:
         self._scale = float(softmax_scale(shapes.query_scalar or shapes.head_dim))
         self.whole_rows: bool | None = None  # which form `attend_rows` takes; None: the quicker one. For checks
         self.own_large = True  # whether large.cu serves where it can. For checks
+        self.draft_form, self.draft_span = draft_form, SPAN  # of products and attention. For bench.draft_forms
         self._tile_nbytes = 2 * TILE * shapes.head_dim * 2  # of K and V
         self.num_sms: int = torch.cuda.get_device_properties("cuda").multi_processor_count
 
@@ -304,12 +306,15 @@ class Kernels:
 
     def attend_rows(
         self, k: torch.Tensor, v: torch.Tensor, inputs: RowInputs, b: Buffers, *, first_row: int, rows: int, spans: int,
-        window: int,
+        window: int, drafts: bool = False,
     ) -> None:  # fmt: skip
-        """Attention of rows of any kind, each by itself; `spans` is at least what the longest of them needs."""
+        """Attention of rows of any kind, each by itself; `spans` is at least what the longest of them needs. More
+        blocks may share the context of rows of `drafts`, which changes bits."""
         args = self._attention_args(k, v, inputs, b, window)
+        span = self.draft_span if drafts and self._has_shorter_spans(rows, spans) else SPAN
+        spans = spans * SPAN // span
         filled(args, first_row=first_row, spans=spans)
-        if self._takes_whole_rows(rows, spans):
+        if span == SPAN and self._takes_whole_rows(rows, spans):
             shared, grid = self._whole_nbytes(spans), (self.shapes.kv_heads, rows, 1)
             threads = 256 if self.shapes.head_dim > 64 else 128
             self._attention_kernel("attention_whole").launch(
@@ -317,12 +322,19 @@ class Kernels:
             )
             return
         grid = (spans, self.shapes.kv_heads, rows)  # short spans run beside whole ones
-        form = self._span_form(rows, spans)
-        kernel = self._attention_kernel("attention_rows", two_buffers=form.two_buffers, cluster=form.cluster > 1)
+        form = self._span_form(rows, spans, span)
+        kernel = self._attention_kernel(
+            "attention_rows", two_buffers=form.two_buffers, cluster=form.cluster > 1, span=span
+        )
         kernel.launch(grid, 256, args, stream=current_stream(), shared=form.shared, cluster=form.cluster)
 
-    def _span_form(self, rows: int, spans: int) -> SpanForm:
-        store, weights = SPAN * self.shapes.head_dim * 2, 16 * (SPAN + 8) * 2
+    def _has_shorter_spans(self, rows: int, spans: int) -> bool:
+        """Whether a cluster has them, so that they need no memory, and each of its blocks an SM to itself."""
+        spans = spans * SPAN // self.draft_span
+        return spans <= _MAX_CLUSTER and rows * self.shapes.kv_heads * spans <= self.num_sms
+
+    def _span_form(self, rows: int, spans: int, span: int = SPAN) -> SpanForm:
+        store, weights = span * self.shapes.head_dim * 2, 16 * (span + 8) * 2
         two_buffers = rows * self.shapes.kv_heads * spans <= 2 * self.num_sms
         two_buffers &= 2 * store + weights <= MAX_BLOCK_NBYTES
         shared = (2 if two_buffers else 1) * store + weights
@@ -443,15 +455,21 @@ class Kernels:
     def _quantized(self, kind: Kind, w: Quantized, rows: int, args: ctypes.Structure) -> None:
         outputs, columns = w.shape
         row_tile = draft_rows(columns, rows)
-        form = draft_form(kind, w.shape, w.bits, row_tile, self.num_sms)
-        defines = {
-            "KIND": int(kind), "N": outputs, "K": columns, "BITS": w.bits, "E4M3": int(w.is_float),
-            "BLOCK_ROWS": row_tile, "WARPS": form.warps, "STAGES": form.stages, "STEP": form.step, "LATE": form.late,
+        form = self.draft_form(kind, w.shape, w.bits, row_tile, self.num_sms)
+        grid = (min(outputs // 16, form.per_sm * self.num_sms), -(-rows // row_tile), 1)
+        defines = self.draft_defines(kind, w.shape, w.bits, row_tile, form, is_float=w.is_float)
+        kernel = self._kernel("quantized.cu", "quantized", defines)
+        kernel.launch(grid, 32 * (form.warps + form.enders), args, stream=current_stream(), shared=form.shared)
+
+    def draft_defines(
+        self, kind: Kind, w: tuple[int, ...], bits: int, row_tile: int, form: DraftForm, *, is_float: bool = False
+    ) -> dict[str, int]:
+        """What quantized.cu is compiled with, for a matrix [outputs, columns]."""
+        return {
+            "KIND": int(kind), "N": w[0], "K": w[1], "BITS": bits, "E4M3": int(is_float), "BLOCK_ROWS": row_tile,
+            "WARPS": form.warps, "STAGES": form.stages, "STEP": form.step, "LATE": form.late, "ENDERS": form.enders,
             **self._sizes,
         }  # fmt: skip
-        grid = (min(outputs // 16, form.per_sm * self.num_sms), -(-rows // row_tile), 1)
-        kernel = self._kernel("quantized.cu", "quantized", defines)
-        kernel.launch(grid, 32 * (form.warps + 1), args, stream=current_stream(), shared=form.shared)
 
     def _wide(self, kind: Kind, w: torch.Tensor, parts: int, rows: int, args: ctypes.Structure) -> None:
         assert rows <= MAX_FEW_ROWS
@@ -562,11 +580,11 @@ class Kernels:
         )  # fmt: skip
 
     def _attention_kernel(
-        self, name: str, *, two_buffers: bool = False, cluster: bool = False, whole: bool = False
+        self, name: str, *, two_buffers: bool = False, cluster: bool = False, whole: bool = False, span: int = SPAN
     ) -> Kernel:
         sizes = {k: v for k, v in self._sizes.items() if k != "WIDTH"}
         forms = {"TWO_BUFFERS": int(two_buffers), "CLUSTER": int(cluster), "WHOLE": int(whole)}
-        forms["STAGES"] = _WHOLE_TILES
+        forms |= {"STAGES": _WHOLE_TILES, "SPAN": span}
         return self._kernel("attention.cu", name, {**sizes, **forms})
 
     def _rows_kernel(self, name: str, parts: int) -> Kernel:

@@ -60,6 +60,13 @@ class DraftForm(NamedTuple):
     shared: int  # bytes, beside the sums
     per_sm: int  # blocks
     late: int  # 1: the next kernel may start only when this one's rows are there
+    enders: int = 1  # warps that add the sums of the others, tile by tile in turns, and do what follows
+
+
+def draft_nbytes(w: tuple[int, int], bits: int, rows: int, warps: int) -> tuple[int, int]:
+    """Of a block with so many warps: a chunk for each of them, and the rows."""
+    each = -(-(w[1] // TILE) // warps)
+    return warps * (128 * bits + 64), warps * each * rows * (TILE + 4)  # values and scales
 
 
 def draft_rows(columns: int, rows: int) -> int:
@@ -77,7 +84,7 @@ def draft_form(kind: Kind, w: tuple[int, int], bits: int, rows: int, num_sms: in
     if warps < most // 3 < chunks:  # better a few that idle than few
         warps = most
     each = -(-chunks // warps)
-    chunk, row_nbytes = warps * (128 * bits + 64), warps * each * rows * (TILE + 4)  # values and scales
+    chunk, row_nbytes = draft_nbytes(w, bits, rows, warps)
     fixed = warps * 2 * 32 * 16 + 1024  # sums
     is_down = kind is Kind.RESIDUAL and w[1] > w[0]
     least = _PAIR_NBYTES if is_pair else ALONE_NBYTES

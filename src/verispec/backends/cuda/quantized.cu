@@ -1,12 +1,12 @@
 // One linear layer of few rows on weights of BITS bits, with what follows it: for drafts, so its bits are nobody's promise.
 // Compiled for one layer: KIND, N, K, BITS (4 or 8), E4M3 (whether 8 bits are a float, and no whole number), BLOCK_ROWS (1, 2, 4 or
 // 8 of a block), WARPS (that share the columns), STAGES, STEP (chunks of a stage), LATE (whether the next kernel may start only
-// when the rows are there), WIDTH, and for q/k/v HEADS, KV_HEADS, HEAD_DIM.
+// when the rows are there), ENDERS (1 or 2), WIDTH, and for q/k/v HEADS, KV_HEADS, HEAD_DIM.
 // Weights stand in the order in which lanes want them (quantize.py): 64 columns of 16 weight rows, a chunk, are one load per
 // lane and 4 bits; all scales lie behind them. A block takes every gridDim.x-th tile of 16 weight rows. Its warps stream their
 // chunks of all those tiles through rings of their own in shared memory, which are filled before the wait for the kernel in
 // front and do not run empty between tiles. Rows become numbers of 8 bits, whole or e4m3 as the weights are, each 64 columns with
-// a scale; products are sums over 32 columns. One more warp adds the sums of all warps, tile by tile, and does what follows.
+// a scale; products are sums over 32 columns. ENDERS more warps, tile by tile in turns, add the sums of all and do what follows.
 #include "epilogues.cuh"
 
 using namespace vs;
@@ -15,7 +15,9 @@ constexpr int kTiles = N / 16, kChunks = K / 64, kLoads = BITS / 4;
 constexpr int kSteps = ((kChunks + WARPS - 1) / WARPS + STEP - 1) / STEP, kOwn = kSteps * STEP;  // of a warp, in each tile
 constexpr bool kEven = kOwn * WARPS == kChunks;
 constexpr int kValueBytes = kLoads * 512, kChunkBytes = kValueBytes + 64, kStageBytes = STEP * kChunkBytes;
-constexpr int kRingBytes = STAGES * kStageBytes, kRowBytes = kOwn * BLOCK_ROWS * 64, kThreads = 32 * (WARPS + 1);
+constexpr int kRingBytes = STAGES * kStageBytes, kRowBytes = kOwn * BLOCK_ROWS * 64;
+constexpr int kThreads = 32 * (WARPS + ENDERS), kMeeting = 32 * (WARPS + 1);  // who multiplies, and one who ends a tile
+constexpr int kSides = BLOCK_ROWS > 1 ? 2 : 1;  // rows of a lane: 2 t and 2 t + 1
 constexpr float kWhole = 12582912.0f;  // 1.5 * 2^23: whole numbers that are added to it stand in its low bits
 constexpr int kWholeBits = 0x4b400000;
 constexpr float kMost = E4M3 ? 448.0f : 127.0f;  // what the largest of 64 columns of a row becomes
@@ -148,7 +150,7 @@ __device__ __forceinline__ void multiply(float* acc, const unsigned char* chunk,
   weights_of(w, own, 1);
   products(high, w, make_uint2(x.z, x.w));
 #pragma unroll
-  for (int e = 0; e < 4; ++e) {
+  for (int e = 0; e < 4; e += 3 - kSides) {
     const unsigned both = e < 2 ? scales.x : scales.y;
     const float sum = mul(low[e], __uint_as_float(both << 16));
     const float sums = fused(high[e], __uint_as_float(both & 0xffff0000), sum);
@@ -156,15 +158,15 @@ __device__ __forceinline__ void multiply(float* acc, const unsigned char* chunk,
   }
 }
 
-__device__ __forceinline__ void arrive(int barrier) { asm volatile("bar.arrive %0, %1;\n" ::"r"(barrier), "n"(kThreads) : "memory"); }
-__device__ __forceinline__ void meet(int barrier) { asm volatile("bar.sync %0, %1;\n" ::"r"(barrier), "n"(kThreads) : "memory"); }
+__device__ __forceinline__ void arrive(int barrier) { asm volatile("bar.arrive %0, %1;\n" ::"r"(barrier), "n"(kMeeting) : "memory"); }
+__device__ __forceinline__ void meet(int barrier) { asm volatile("bar.sync %0, %1;\n" ::"r"(barrier), "n"(kMeeting) : "memory"); }
 constexpr int kFull = 1, kEmpty = 3;  // barriers of two places for sums
 
 // grid (blocks that share the tiles, blocks of BLOCK_ROWS rows)
 extern "C" __global__ void __launch_bounds__(kThreads, 2) quantized(const Args a) {
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ float4 sums[2][WARPS][32];
-  __shared__ float factor[BLOCK_ROWS];
+  __shared__ float factors[ENDERS][BLOCK_ROWS];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, t = lane & 3;
   const int first_row = blockIdx.y * BLOCK_ROWS, num_tiles = (kTiles - blockIdx.x + gridDim.x - 1) / gridDim.x;
   if (!LATE) release_next();
@@ -223,17 +225,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) quantized(const Args a
   }
   wait_for_previous();
   if (LATE) release_next();
+  float* factor = factors[warp - WARPS];
   if (kScaled) {
     norm_factors<BLOCK_ROWS>(a, first_row, factor, lane);
     __syncwarp();
   }
-  for (int i = 0; i < num_tiles; ++i) {
+  for (int i = warp - WARPS; i < num_tiles; i += ENDERS) {
     const int tile = blockIdx.x + i * gridDim.x;
     Columns columns;
     Beside beside[2];  // of rows 2 t and 2 t + 1
     fetch_columns(a, columns, tile, g);
 #pragma unroll
-    for (int e = 0; e < 2; ++e) {
+    for (int e = 0; e < kSides; ++e) {
       fetch_constants(a, beside[e], first_row + 2 * t + e, tile, g);
       if (KIND == RESIDUAL) fetch_residual(a, beside[e], first_row + 2 * t + e, tile, g);
     }
@@ -246,7 +249,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) quantized(const Args a
     }
     if (i + 2 < num_tiles) arrive(kEmpty + i % 2);
 #pragma unroll
-    for (int e = 0; e < 2; ++e) {
+    for (int e = 0; e < kSides; ++e) {
       const int column = 2 * t + e, row = column < BLOCK_ROWS ? first_row + column : a.rows;  // the others are of no row
       finish(a, columns, beside[e], tile, g, row, kScaled ? factor[column % BLOCK_ROWS] : 1.0f, e ? y.y : y.x, e ? y.w : y.z);
     }
