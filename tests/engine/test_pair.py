@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 
 import pytest
@@ -98,6 +99,13 @@ def test_control_sequences_that_do_not_decide_together_pay_for_passes_alone(monk
     mine = share(name)
     monkeypatch.setattr(model_drafter, "DraftBeliefs", EachByItself)
     assert share(name) < 0.97 * mine
+
+
+def test_control_short_answers_that_are_never_tried_stay_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "short hard, then short easy"
+    mine = share(name)
+    monkeypatch.setattr(draft_beliefs, "_SHORT_ANSWERS", math.inf)
+    assert share(name) < 0.85 * mine
 
 
 def test_control_without_trials_nobody_sees_that_it_would_pay_again(monkeypatch: pytest.MonkeyPatch) -> None:

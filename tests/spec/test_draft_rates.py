@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass
 from itertools import pairwise
@@ -9,7 +10,7 @@ from statistics import fmean
 
 import pytest
 
-from verispec.spec import draft_rates
+from verispec.spec import draft_beliefs, draft_rates
 from verispec.spec.draft_beliefs import Belief, DraftBeliefs
 from verispec.spec.draft_rates import Chain, DraftRates, rate_of, step_of
 from verispec.spec.speculation import Speculation
@@ -320,6 +321,33 @@ def test_what_is_believed_not_to_pay_is_tried_again_ever_more_rarely(count: int)
     gaps = [later - earlier for earlier, later in pairwise(found)]
     assert 30 <= found[0] <= 40
     assert gaps == [64, 128, 128, 128]
+
+
+def trials_in_short_answers(num_answers: int, *, num_tokens: int) -> list[int]:
+    """In which of them something is tried, one behind the other, in vain."""
+    beliefs = DraftBeliefs(lambda: (0.75, 0.75))
+    live, found = Live(0), list[int]()
+    live.beliefs = beliefs
+    for number in range(num_answers):
+        live.sequences = [Asking(number, [1], SamplingParams(temperature=0.0), Speculation("model"))]
+        for _ in range(num_tokens):
+            (belief,) = live.ask()
+            if number < 4 or belief.is_trial:
+                found += [number] * belief.is_trial
+                live.judge(0, WRONG, is_trial=belief.is_trial)
+        beliefs.forget(live.sequences[0])  # type: ignore[arg-type]
+    return found
+
+
+def test_answers_that_are_all_short_are_tried_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though none lasts for as long as a sequence is left alone; and rarely. The control: they never are."""
+    found = trials_in_short_answers(400, num_tokens=24)
+    gaps = [24 * (later - earlier) for earlier, later in pairwise(found)]
+    assert len(found) > 5
+    assert min(gaps) > 300
+    assert max(gaps) < 1000
+    monkeypatch.setattr(draft_beliefs, "_SHORT_ANSWERS", math.inf)
+    assert trials_in_short_answers(400, num_tokens=24) == []
 
 
 def test_a_trial_that_comes_true_is_believed() -> None:

@@ -214,6 +214,7 @@ def cases(times: int = 1) -> dict[str, Case]:
         "8 of one caller, hard": Case([hard(128)] * 16 * times, 8, is_joint=True),
         "8 of one caller, 3 of them easy": Case(([easy()] * 3 + [hard(128)] * 5) * 2 * times, 8, is_joint=True),
         "8 of one caller, easy": Case([easy()] * 24 * times, 8, is_joint=True),
+        "short hard, then short easy": Case([*[hard(24)] * 8, *[easy(24)] * 60 * times]),
     }
 
 

@@ -17,6 +17,7 @@ from verispec.types import Draft
 
 # Rounds until what is believed not to pay is tried again; if that was in vain, twice as many.
 _FIRST_WAIT, _LONGEST_WAIT = 32, 128
+_SHORT_ANSWERS = 6  # times as many, where no answer lasts for as long as the first wait
 
 
 class Belief(NamedTuple):
@@ -86,8 +87,13 @@ class DraftBeliefs:
         self._trials.since += (length - seen.asked_len) / count**2  # all of several take part, so it is rarer
         seen.asked_len = length
         step = step_of((self._sum_right + (count - self._num_judged) * rates.right) / count)
-        is_trial = self._trials.is_due and step < rates.hoped and length - seen.judged_len >= _FIRST_WAIT
+        is_trial = self._trials.is_due and step < rates.hoped and self._may_be_tried(seen, length)
         return Belief(rates.hoped if is_trial else step, is_trial)
+
+    def _may_be_tried(self, seen: _Seen, length: int) -> bool:
+        """One that has lasted for a while; or a new one, for where answers are short none ever does."""
+        is_long = length - seen.judged_len >= _FIRST_WAIT
+        return is_long or (seen.rate is None and self._trials.since >= _SHORT_ANSWERS * self._trials.wait)
 
     def observe(self, turn: Turn, chain: Chain | None) -> None:
         """A draft was judged: one that might have ended early is a chain."""
