@@ -324,6 +324,24 @@ def test_a_burst_that_nobody_streams_ends_within_half_a_second() -> None:
         assert policy(cost).num_rounds(load, 0.0) == expected
 
 
+@pytest.mark.parametrize(
+    ("rooms", "host_seconds", "expected"),
+    [
+        ((5, 9, 16), 0.0, 5),  # rounds of all places
+        ((5, 9, 16), 0.012, 9),  # (5 + 9 + 9) / 15, not 15 / 11 nor 30 / 22
+        ((1, 30, 30, 30), 0.004, 16),  # (1 + 3 * 16) / 18, not 4 / 3
+        ((30, 40), 0.0, 16),
+        ((), 0.012, 16),  # nobody waits
+    ],
+)
+def test_a_burst_ends_with_answers_whose_places_others_wait_for(
+    rooms: tuple[int, ...], host_seconds: float, expected: int
+) -> None:
+    cost = CostTable((1, 64), (0.001, 0.001), (0.0, 0.0))
+    load = RoundLoad(num_going=3, num_waiting=0, context_len=10, room=40, num_free=90, is_streamed=False, rooms=rooms)
+    assert policy(cost).num_rounds(load, host_seconds) == expected
+
+
 @pytest.mark.parametrize("host_seconds", [0.0, 1.0])
 def test_one_suffix_sequence_among_31_plain_ones_waits_at_most_twice_as_long(host_seconds: float) -> None:
     """Its rounds are counted against those of the others: with single rounds for all they would be as many."""

@@ -13,7 +13,7 @@ from tests.support.world import Second, models
 from verispec.backends.native_backend import NativeBackend
 from verispec.backends.options import LoadedModel, NativeOptions
 from verispec.config import EngineConfig
-from verispec.engine import Engine, Request, scheduler
+from verispec.engine import Engine, Request, policy, scheduler
 from verispec.spec import draft_beliefs, draft_rates, model_drafter
 from verispec.spec.draft_beliefs import Belief, DraftBeliefs, Trials
 from verispec.spec.draft_rates import DraftRates, SequenceRate, step_of
@@ -106,6 +106,15 @@ def test_control_short_answers_that_are_never_tried_stay_plain(monkeypatch: pyte
     mine = share(name)
     monkeypatch.setattr(draft_beliefs, "_SHORT_ANSWERS", math.inf)
     assert share(name) < 0.85 * mine
+
+
+def test_control_bursts_that_outlast_answers_leave_places_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though others wait for them."""
+    case = CASES["32 at once, short and hard"]
+    mine = {arm: play(case, arm).tokens_per_second for arm in ("none", AUTO)}
+    monkeypatch.setattr(policy, "_best_filled", lambda rooms, most, added: most)
+    for arm, rate in mine.items():
+        assert play(case, arm).tokens_per_second < 0.97 * rate
 
 
 def test_control_without_trials_nobody_sees_that_it_would_pay_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -211,6 +211,7 @@ def cases(times: int = 1) -> dict[str, Case]:
         "eight tasks by turns": Case(eight_kinds(times)),
         "8 at once, 3 of them easy": Case(mixed, 8),
         "8 at once, easy": Case([easy(n) for n in long], 8),
+        "32 at once, short and hard": Case([hard(rng.randint(12, 36)) for _ in range(192 * times)], 32),
         "8 of one caller, hard": Case([hard(128)] * 16 * times, 8, is_joint=True),
         "8 of one caller, 3 of them easy": Case(([easy()] * 3 + [hard(128)] * 5) * 2 * times, 8, is_joint=True),
         "8 of one caller, easy": Case([easy()] * 24 * times, 8, is_joint=True),

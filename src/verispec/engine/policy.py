@@ -51,6 +51,7 @@ _LONGEST_BURST = 0.5  # seconds of any burst: aborts, Ctrl-C and newcomers wait 
 # Of few sequences, where the host is far and sends bursts ahead: seconds, or times what the host takes. Rounds behind
 # the end of their answers are in vain, and with few there is nobody else to use them.
 _SHORT_BURST, _HOST_TIMES, _FEW = 0.006, 8, 8
+_SHOWN = 0.5  # of what the host and the trip take for a burst: the rest is hidden behind bursts sent ahead
 
 
 class RoundLoad(NamedTuple):
@@ -59,11 +60,12 @@ class RoundLoad(NamedTuple):
     num_going: int
     num_waiting: int
     context_len: int
-    room: int  # the most tokens that one of them has left
+    room: int  # the most rounds that one of them has left
     num_free: int  # rounds that free slots suffice for
     is_streamed: bool
     num_nodes: int = 0  # drafted by the backend in a round, which takes it `draft_seconds`
     draft_seconds: float = 0.0
+    rooms: Sequence[int] = ()  # the rounds that each has left, where others wait for their places
 
 
 class _Entry(NamedTuple):
@@ -339,6 +341,9 @@ class Policy:
         if self._cost.trip and load.num_going <= _FEW:  # the next burst is sent meanwhile
             enough = max(_SHORT_BURST, _HOST_TIMES * host_seconds)
             count = min(count, math.ceil(enough / max(1e-6, seconds)))
+        if load.rooms:
+            added = _SHOWN * (host_seconds + self._cost.trip)
+            count = _best_filled(load.rooms, count, added / max(1e-6, seconds))
         return max(1, count)
 
     def drafts_can_pay(self, num_running: int, *, is_canonical: bool) -> bool:
@@ -378,6 +383,18 @@ class Policy:
         """Whether the device should not wait for looks at so many sequences that have so many rounds left."""
         left = room * self.costs.fast_seconds(num_looks, context_len)
         return self.rests and num_looks * self._look_seconds > _IDLE_LOOKS * left
+
+
+def _best_filled(rooms: Sequence[int], most: int, added: float) -> int:
+    """How many rounds, of up to `most`, have most tokens in their time and that of `added` ones for each burst: an
+    answer that ends in its middle leaves a place empty to its end."""
+    best, best_rate, ended = 1, 0.0, 0
+    for num_ended, end in enumerate([*sorted(room for room in rooms if 0 < room < most), most]):
+        rate = (ended + (len(rooms) - num_ended) * end) / (end + added)
+        if rate >= best_rate:
+            best, best_rate = end, rate
+        ended += end
+    return best
 
 
 def refusal(states: States) -> Choice | None:

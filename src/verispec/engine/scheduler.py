@@ -334,19 +334,16 @@ class Scheduler:
         is_awaited = any(not t.completes or t.is_streams_first for t in turns)
         if is_awaited or not (going or fed):
             return 1
-        room = max(
-            (
-                *(s.max_len - len(s.token_ids) - s.kv.num_ahead for s in going),
-                *(rounds_for(1 + t.room, t.choice) for t in drafted),
-            ),
-            default=max((t.choice.num_nodes - t.choice.num_drawn for t in growing), default=1),
-        )
+        rooms = [s.max_len - len(s.token_ids) - s.kv.num_ahead for s in going]
+        rooms += [rounds_for(1 + t.room, t.choice) for t in drafted]
+        room = max(rooms, default=max((t.choice.num_nodes - t.choice.num_drawn for t in growing), default=1))
         num_nodes = sum(t.choice.num_nodes for t in drafted)
         load = RoundLoad(
             num_going=len(going) + len(fed),
             num_waiting=len(resting) + len(plain[True]) + len(plain[False]) + len(turns) - len(going) - len(fed),
             context_len=going[0].committed_len if going else fed[0].start,
             room=room,
+            rooms=rooms if self._roster.waiting else (),
             num_free=self._roster.num_available // (len(going) + len(drafted) + num_nodes or 1),
             is_streamed=any(s.is_streamed for s in going) or any(t.sequence.is_streamed for t in turns),
             num_nodes=num_nodes,
