@@ -21,7 +21,7 @@ from tests.support.skipping import cheap_setup
 from verispec.backends.cost import CostTable, measure_cost
 from verispec.backends.protocol import Pass, PassResult, Ticket
 from verispec.config import EngineConfig
-from verispec.engine import Engine, Request
+from verispec.engine import Engine, Request, policy
 from verispec.engine import engine as engine_module
 from verispec.engine.policy import TOO_FAR_BEHIND, Policy
 from verispec.kv import Published, RadixPrefixCache
@@ -254,14 +254,16 @@ def words(seed: int, length: int) -> list[int]:
     return (WORDS ** np.random.default_rng(seed).random(length)).astype(int).tolist()
 
 
-def played(method: str, count: int, *, quotes: bool = False, look_seconds: float = 0.0) -> tuple[float, list[str]]:
-    """Tokens a second of answers behind a wave that warms up, and their digests."""
+def played(
+    method: str, count: int, *, quotes: bool = False, lead: int = 0, look_seconds: float = 0.0
+) -> tuple[float, list[str]]:
+    """Tokens a second of answers behind a wave that warms up, and their digests. They quote behind `lead` words."""
     prompts = [words(i, 200) for i in range(count)]
 
     def text(seed: int) -> list[int]:
         prompt = prompts[seed % count]
         told = words(count + seed, NUM_NEW)  # by no prompt's seed: it would be a quote
-        return prompt + (prompt[seed % 50 :][:NUM_NEW] if quotes else told)
+        return prompt + (told[:lead] + prompt[seed % 50 :][: NUM_NEW - lead] if quotes else told)
 
     backend = FarBackend(text, vocab_size=WORDS, num_slots=64 * count * 300, context_len=300, num_seq_rows=count)
     cost = CostTable(far_backend.ROWS, far_backend.SECONDS, (0.0,) * 4, learns=True, trip=far_backend.TRIP)
@@ -308,6 +310,22 @@ def test_an_answer_that_begins_to_quote_is_drafted(count: int, gain: float, look
     plain, found = played("none", count, quotes=True), played(AUTO, count, quotes=True, look_seconds=look_seconds)
     assert found[0] >= gain * plain[0]
     assert found[1] == plain[1]
+
+
+@pytest.mark.parametrize("look_seconds", [0.05e-3, 0.2e-3])
+@pytest.mark.parametrize("method", ["lookup", AUTO])
+def test_answers_that_quote_behind_their_first_words_are_drafted(
+    method: str, look_seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control looks at beginnings as rarely as at the rest."""
+    plain, found = (
+        played("none", 8, quotes=True, lead=8),
+        played(method, 8, quotes=True, lead=8, look_seconds=look_seconds),
+    )
+    assert found[0] >= 1.4 * plain[0]
+    assert found[1] == plain[1]
+    monkeypatch.setattr(policy, "_REST_AT_FIRST", policy._LONGEST_REST)
+    assert played(method, 8, quotes=True, lead=8, look_seconds=look_seconds)[0] < 0.9 * found[0]
 
 
 def drafted_by_force(method: str, *, is_late: bool) -> int:

@@ -56,7 +56,8 @@ class Looks:
         """They are plain until they would draft: nothing of them holds others up."""
         for sequence in sequences:
             length = sequence.committed_len
-            rest_len = self._policy.rest_len(len(sequences), length, in_vain=sequence.num_rested > 0)
+            num_output = length - sequence.prompt_len
+            rest_len = self._policy.rest_len(len(sequences), length, num_output, in_vain=sequence.num_rested > 0)
             rest_len //= 2 if reads_prompt(sequence) else 1  # what an answer begins with tells most
             is_alone = len(self._roster.running) == 1  # several would wait for each other's looks
             if is_alone and not sequence.num_rested and self._policy.is_short_look(length, room_of(sequence)):
@@ -85,9 +86,10 @@ class Looks:
                 self._get_up(sequence)
             elif not reads_prompt(sequence):
                 num_asked += 1
-                self._rests.lie_down(
-                    sequence, self._policy.rest_len(len(self._rests), sequence.committed_len, in_air=True)
-                )
+                length = sequence.committed_len
+                num_output = length - sequence.prompt_len
+                rest_len = self._policy.rest_len(len(self._rests), length, num_output, in_air=True)
+                self._rests.lie_down(sequence, rest_len)
                 states = self._policy.states(sequence)
                 if (refused := refusal(states)) is not None:
                     note_choice(sequence, refused)

@@ -30,6 +30,7 @@ _MOST_ENTRIES = 4096
 _WINDOWS_WORTH_IT = 1.03  # times the tokens of plain decoding: not all windows are opened and replayed together
 _LOOKS, _LONGEST_REST = 0.02, 128  # the share of time for looking whether to draft, in which no draft is made; rounds
 _HIDDEN_LOOKS, _WHILE_BUSY = 0.1, 0.0015  # the share of looks that take fewer seconds than that: a burst hides them
+_REST_AT_FIRST = 16  # the most of those rounds while an answer is short: its beginning tells most
 _SHORT_LOOK = 0.015  # of the time that one sequence has left, for a look at it
 _IDLE_LOOKS = 0.01  # of the time that is left, for all looks while nothing is in the air
 _LOOK_STEP = 0.1  # towards what the host last took for a look
@@ -365,7 +366,9 @@ class Policy:
         """Whether who drafts nothing goes on without the host until a look says otherwise: where the host is far."""
         return self._cost.trip > 0 and self.rates.max_burst > 1
 
-    def rest_len(self, num_rows: int, context_len: int, *, in_vain: bool = False, in_air: bool = False) -> int:
+    def rest_len(
+        self, num_rows: int, context_len: int, num_output: int, *, in_vain: bool = False, in_air: bool = False
+    ) -> int:
         """For how many rounds those that draft nothing do not look again.
 
         Rounds that run meanwhile, `in_air`, hide a look that is short; one that was `in_vain` has ended them.
@@ -373,7 +376,8 @@ class Policy:
         seconds = self.rates.host_seconds if in_vain else num_rows * self._look_seconds
         round_seconds = max(1e-12, self.costs.fast_seconds(num_rows, context_len))
         share = _HIDDEN_LOOKS if in_air and seconds < _WHILE_BUSY else _LOOKS
-        return min(_LONGEST_REST, int(seconds / (share * round_seconds)))
+        longest = _REST_AT_FIRST if num_output < _SHORT_ANSWER else _LONGEST_REST
+        return min(longest, int(seconds / (share * round_seconds)))
 
     def is_short_look(self, context_len: int, room: int) -> bool:
         """Whether a look at one sequence takes hardly any of the time that so many further rounds of it do."""
