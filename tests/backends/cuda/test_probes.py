@@ -147,7 +147,7 @@ def test_the_name_of_a_form_is_that_of_what_is_launched(head_dim: int, monkeypat
     launched: list[str] = []
 
     class Launch:
-        def __init__(self, name: str, *, two_buffers: bool = False, cluster: bool = False) -> None:
+        def __init__(self, name: str, *, two_buffers: bool = False, cluster: bool = False, **how: object) -> None:
             self._told = name, two_buffers, cluster
 
         def launch(self, *args: object, cluster: int = 1, **how: object) -> None:
