@@ -536,6 +536,13 @@ struct Attention {
       const auto place = [&](int i) {
         return (static_cast<int64>(__shfl_sync(0xffffffffu, slot, i)) * KV_HEADS + kv_head) * HEAD_DIM;
       };
+      unsigned v[kAttendingTile][kPer / 2];
+#pragma unroll
+      for (int i = 0; i < kAttendingTile; ++i) {
+        const unsigned* from = reinterpret_cast<const unsigned*>(layer.v_store + place(i)) + lane * (kPer / 2);
+#pragma unroll
+        for (int n = 0; n < kPer / 2; ++n) v[i][n] = from[n];
+      }
       float scores[2][4] = {};
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
@@ -545,13 +552,6 @@ struct Attention {
         for (int step = 0; step < HEAD_DIM / 16; ++step) b[step] = *reinterpret_cast<const uint2*>(k + step * 16);
 #pragma unroll
         for (int step = 0; step < HEAD_DIM / 16; ++step) mma(scores[n], q[step], &b[step].x);
-      }
-      unsigned v[kAttendingTile][kPer / 2];
-#pragma unroll
-      for (int i = 0; i < kAttendingTile; ++i) {
-        const unsigned* from = reinterpret_cast<const unsigned*>(layer.v_store + place(i)) + lane * (kPer / 2);
-#pragma unroll
-        for (int n = 0; n < kPer / 2; ++n) v[i][n] = from[n];
       }
       add_tile(scores, [&](int i) { return !(hidden >> i & 1); },
                [&](int i, int n) { return n % 2 ? high_of(v[i][n / 2]) : low_of(v[i][n / 2]); });
