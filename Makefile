@@ -7,7 +7,7 @@ JUDGES ?= --allow-missing
 VENV := .venv
 BIN := $(VENV)/bin
 HF_BIN := .venv-hf/bin
-GPU_CHECKS := draw backend quantized streamed chains lookup trees weighing sanitize
+GPU_CHECKS := draw backend quantized chains lookup trees weighing sanitize
 SANITIZER ?= compute-sanitizer
 CHROMIUM := $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
 
@@ -89,7 +89,7 @@ gpu-sanitize: ## The same machine with compute-sanitizer: every kernel in small 
 	@echo "gpu-sanitize: no bad access in any kernel, and no race in those of attention, draws and weighing"
 
 gpu-sanitize-memory:
-	@$(call sanitized,memory,PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(MEMCHECK),attention wide large quantized streamed draws weighing passes)
+	@$(call sanitized,memory,PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(MEMCHECK),attention wide large quantized draws weighing passes)
 
 gpu-sanitize-rounds:
 	@$(call sanitized,rounds,PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(MEMCHECK),rounds)
@@ -130,7 +130,7 @@ native-asan: setup ## The kernel tests under the address and undefined-behaviour
 cuda-asan: $(HF_BIN)/.installed ## The sources of CUDA products, run on a CPU, under the address sanitizer; minutes
 	LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so)" ASAN_OPTIONS=detect_leaks=0 \
 	  VERISPEC_TEST_EMULATED="-fsanitize=address --param asan-stack=0" \
-	  $(HF_BIN)/python -m pytest -s -p no:cacheprovider -m cuda tests/backends/cuda/test_large.py tests/backends/cuda/test_wide.py tests/backends/cuda/test_streamed.py
+	  $(HF_BIN)/python -m pytest -s -p no:cacheprovider -m cuda tests/backends/cuda/test_large.py tests/backends/cuda/test_wide.py
 
 native-aarch64: setup ## The kernels for aarch64 under qemu against this machine's (needs g++-aarch64-linux-gnu, qemu-user)
 	$(BIN)/python native/build.py --selftest build/selftest

@@ -138,7 +138,7 @@ def measure(name: str, rows: int, context: int, pool: ProcessPoolExecutor) -> di
     SHAPES.setdefault(name, (check.DRAFTS | check.LLAMAS)[name])
     shapes, num_layers = SHAPES[name]
     model = random_model(name, layers=num_layers, max_rows=8, sequences=8)
-    model.add_drafts("int4")
+    check.use_draft_weights(model, "int4")
     table = np.random.default_rng(0).permutation(8 * 2048).reshape(8, 2048) + 2
     every = np.arange(rows)
     inputs = device_inputs(

@@ -1,7 +1,7 @@
 """CUDA C++ on a CPU: the sources of the kernels, compiled by the host's C++ compiler and run thread by thread.
 
 Threads of a block run one after the other from barrier to barrier, forwards or backwards, warps beside each other or
-each alone: what a kernel gives must not depend on that. Blocks run one after the other, or take turns.
+each alone: what a kernel gives must not depend on that.
 """
 
 from __future__ import annotations
@@ -40,12 +40,6 @@ GPU_ONLY = {
     "void wait_for_previous()": "emulated::previous_ended();",
     "void mma(float* d, const unsigned* a, const unsigned* b)": "emulated::mma(d, a, b);",
 }
-# Products of numbers of 8 bits, whole ones and floats, and what makes floats.
-OF_BYTES = {
-    "void whole_mma(int* d, const unsigned* a, uint2 b)": "emulated::whole_mma(d, a, b, kWholeBits);",
-    "void e4m3_mma(float* d, const unsigned* a, uint2 b)": "emulated::e4m3_mma(d, a, b);",
-    "unsigned short e4m3_pair(float first, float second)": "return emulated::e4m3_pair(first, second);",
-}
 
 
 class StuckError(RuntimeError):
@@ -62,7 +56,7 @@ def dynamic_memory(align: int, to: str = "auto& memory = emulated::dynamic_memor
     return f"extern __shared__ __align__({align}) unsigned char memory[];", to
 
 
-def _text(name: str | Path, seen: set[str | Path]) -> str:
+def _text(name: str, seen: set[str]) -> str:
     """A source with its headers in place, each once, without what only a GPU's assembler knows."""
     if name in seen:
         return ""
@@ -75,11 +69,7 @@ def _text(name: str | Path, seen: set[str | Path]) -> str:
 
 @cache
 def _library(
-    source: str | Path,
-    defines: tuple[str, ...],
-    threads: int | None,
-    changes: tuple[tuple[str, str], ...],
-    together: bool,
+    source: str, defines: tuple[str, ...], threads: int | None, changes: tuple[tuple[str, str], ...]
 ) -> ctypes.CDLL:
     text = "".join(f"#define {name.replace('=', ' ') if '=' in name else f'{name} 1'}\n" for name in defines)
     text += _text(source, set())
@@ -90,7 +80,6 @@ def _library(
         text = text.replace(old, new)
     text = f'#include "{_HEADER}"\n{text}' + "".join(_WRAPPER.format(name=n, args=a) for n, a in _KERNEL.findall(text))
     command = "g++ -std=c++17 -O1 -ffp-contract=off -fno-strict-aliasing -fPIC -shared -w -Wno-psabi".split()
-    command += ["-DTOGETHER", "-pthread"] if together else []
     command += [*os.environ.get("VERISPEC_TEST_EMULATED", "").split(), "-o"]  # of `make cuda-asan`
     with tempfile.TemporaryDirectory() as name:
         made, written = Path(name, "kernel.so"), Path(name, "kernel.cpp")
@@ -100,15 +89,13 @@ def _library(
 
 
 def launch(
-    source: str | Path, name: str, args: ctypes.Structure, *, grid: tuple[int, int, int], threads: int,
+    source: str, name: str, args: ctypes.Structure, *, grid: tuple[int, int, int], threads: int,
     fewer: int | None = None, defines: tuple[str, ...] = (), backwards: bool = False,
-    apart: bool = False, together: bool = False, changes: tuple[tuple[str, str], ...] = (),
+    apart: bool = False, changes: tuple[tuple[str, str], ...] = (),
 ) -> None:  # fmt: skip
-    """One kernel, of a source of the backend or of one whose whole path is given; with `fewer` threads where given.
-    Block by block, in order; `together`: all blocks take turns, each until it cannot go on, and may wait for each other
-    by `emulated::wait_until`. `backwards` is then also the order of blocks. `changes` are made to the source's text
-    first. Raises StuckError where threads wait for each other."""
-    library, sizes = _library(source, defines, fewer, changes, together), (ctypes.c_int * 3)(*grid)
+    """One kernel, block by block; with `fewer` threads where given. `changes` are made to the source's text first.
+    Raises StuckError where threads wait for each other."""
+    library, sizes = _library(source, defines, fewer, changes), (ctypes.c_int * 3)(*grid)
     run = getattr(library, f"run_{name}")
     run.restype = ctypes.c_bool
     if not run(ctypes.byref(args), sizes, fewer or threads, int(backwards), int(apart)):

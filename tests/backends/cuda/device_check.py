@@ -20,7 +20,6 @@ from tests.backends.cuda.draw_check import device_parameters
 from tests.support import product_cases
 from verispec.backends.cuda import arrange, bits, kernels, tiny
 from verispec.backends.cuda.bit_model import Context, attention
-from verispec.backends.cuda.device import Gpu
 from verispec.backends.cuda.drawing import DrawKernels
 from verispec.backends.cuda.forward import DeviceModel, Plan
 from verispec.backends.cuda.kernels import ALL_FEW, ALL_MANY, RowInputs, tree_of_parts, undivided_products
@@ -323,9 +322,7 @@ WHOLE_ROWS = ((4, 4, 128), (9, 3, 64), (32, 8, 128), (12, 2, 128), (14, 2, 64), 
 NAN_TOKEN, INF_TOKEN, HUGE_TOKEN = 10, 11, 12
 
 
-def random_model(
-    name: str, *, layers: int, max_rows: int, sequences: int, context_len: int = 2048, device: Gpu | None = None
-) -> DeviceModel:
+def random_model(name: str, *, layers: int, max_rows: int, sequences: int, context_len: int = 2048) -> DeviceModel:
     shapes, _ = SHAPES[name]
     generator = torch.Generator(device="cuda").manual_seed(len(name))
     sizes = {
@@ -356,7 +353,7 @@ def random_model(
     positions = Positions(*rope_tables(frequencies, context_len))
     model = DeviceModel(
         shapes, [positions] * layers, read, num_slots=sequences * context_len + 2, max_rows=max_rows,
-        context_len=context_len, tied=False, device=device,
+        context_len=context_len, tied=False,
     )  # fmt: skip
     for store in (model.k, model.v):
         store.normal_(generator=generator)

@@ -21,7 +21,7 @@ from tests.backends.cuda.device_check import SHAPES, decode_rows, device_inputs,
 from verispec.backends.cuda.arguments import filled
 from verispec.backends.cuda.compiler import Cubins
 from verispec.backends.cuda.device import Gpu
-from verispec.backends.cuda.forward import Plan
+from verispec.backends.cuda.forward import DeviceModel, Plan
 from verispec.backends.cuda.kernels import ALL_FEW, Kernels, Layer, LinearArgs
 from verispec.backends.cuda.product_forms import Kind
 from verispec.backends.cuda.quantize import Quantized, eight_bits, quantized
@@ -80,7 +80,7 @@ def check_pass(name: str) -> None:
     device_table = torch.tensor(table, dtype=torch.int32, device="cuda")
     for kind in FAR:
         model = random_model(name, layers=3, max_rows=8, sequences=8)
-        model.add_drafts(kind)
+        use_draft_weights(model, kind)
         dense = {i: in_bf16(layer) for i, layer in enumerate(model.draft_layers)}
         assert isinstance(model.draft_head, Quantized)
         head = model.draft_head.dense().bfloat16()
@@ -98,6 +98,15 @@ def check_pass(name: str) -> None:
         torch.cuda.empty_cache()
 
 
+def use_draft_weights(model: DeviceModel, kind: str) -> None:
+    """As the model has them where it was loaded with such ones."""
+    model.draft_layers = [
+        replace(layer, **{name: quantized(getattr(layer, name), kind) for name in ("qkv", "o", "gate_up", "down")})
+        for layer in model.layers
+    ]
+    model.draft_head = quantized(model.head, kind)
+
+
 def in_bf16(layer: Layer) -> Layer:
     names = ("qkv", "o", "gate_up", "down")
     return replace(layer, **{name: getattr(layer, name).dense().bfloat16() for name in names})
@@ -110,7 +119,7 @@ def time_passes(name: str, kind: str, row_counts: tuple[int, ...], results: list
     SHAPES.setdefault(name, (DRAFTS | LLAMAS)[name])
     _, num_layers = SHAPES[name]
     model = random_model(name, layers=num_layers, max_rows=8, sequences=8)
-    model.add_drafts(kind)
+    use_draft_weights(model, kind)
     table = np.random.default_rng(0).permutation(8 * 2048).reshape(8, 2048) + 2
     device_table = torch.tensor(table, dtype=torch.int32, device="cuda")
     for rows in row_counts:

@@ -162,13 +162,6 @@ def check_quantized(device) -> None:
     quantized_check.check_pass("small")
 
 
-def check_streamed(device) -> None:
-    """All layers of a pass of drafts as one kernel."""
-    from tests.backends.cuda import streamed_check
-
-    streamed_check.check("small", "int4", row_counts=(1, 3), repeated=3)
-
-
 def check_draws(device) -> None:
     """Draws with and without filters, children, shares; noise; and rows that the host does not see."""
     import torch
@@ -295,7 +288,6 @@ SECTIONS = {
     "wide": Section(check_wide, ("wide.cu",)),
     "large": Section(check_large, ("large.cu",)),
     "quantized": Section(check_quantized, ("quantized.cu",)),
-    "streamed": Section(check_streamed, ("streamed.cu",)),
     "draws": Section(check_draws, ("draw.cu", "filter.cu")),
     "weighing": Section(check_weighing, ("weighing.cu",)),
     "rounds": Section(lambda device: check_rounds(Eager(device)), ("steps.cu", "chains.cu", "trees.cu", "edits.cu")),

@@ -16,9 +16,6 @@ DRAFTS = {"E4M3": 0, "WARPS": 9, "STAGES": 4, "STEP": 1, "LATE": 0, "ENDERS": 1,
 WHOLE = {"KIND": 1, "N": 576, "K": 1536, "BITS": 8, "BLOCK_ROWS": 8, **DRAFTS}
 FLOATS = WHOLE | {"E4M3": 1}
 TWO_ENDERS = {"KIND": 2, "N": 17920, "K": 1536, "BITS": 4, "BLOCK_ROWS": 1, **DRAFTS, "WARPS": 12, "ENDERS": 2}
-# All layers of Qwen 1.5B, of which two and all eight rows have most registers.
-STREAMED = {"WIDTH": 1536, "HEADS": 12, "KV_HEADS": 2, "HEAD_DIM": 128, "MLP": 8960, "E4M3": 0, "WARPS": 13}
-STREAMED |= {"ATTENDING": 4, "STAGES": 12, "ENDERS": 2}
 ATTENTION = {**MODEL, "TWO_BUFFERS": 0, "CLUSTER": 0, "WHOLE": 0, "STAGES": 3, "SPAN": 256}
 KINDS = [{"KIND": 0, "ROW_TILES": 1}, {"KIND": 1, "ROW_TILES": 2}, {"KIND": 2, "ROW_TILES": 4}]
 KINDS += [{"KIND": 3, "ROW_TILES": 8}, {"KIND": 4, "ROW_TILES": 1}]
@@ -43,7 +40,6 @@ SOURCES = [
     ("quantized.cu", TWO_ENDERS),
     ("quantized.cu", WHOLE),
     ("quantized.cu", FLOATS),
-    *(("streamed.cu", STREAMED | {"BITS": bits, "BLOCK_ROWS": rows}) for bits, rows in ((4, 1), (4, 2), (8, 8))),
     ("draw.cu", {}),
     ("draw.cu", {"MASKED": 1}),
     ("filter.cu", {}),
@@ -66,8 +62,8 @@ def test_ptx_has_no_approximations_and_only_k16_products(
     # The logarithms of a beam's times are the device's own; what it keeps is a hint.
     known = {"rcp.approx.ftz.f64"} if source == "trees.cu" else set()
     assert set(re.findall(r"\b\w+\.(?:approx|full|ftz)[.\w]*", ptx)) <= known
-    sizes = {"quantized.cu": {"k32"}, "streamed.cu": {"k16", "k32"}}  # drafts are products of 8 bits, attention is not
-    assert set(re.findall(r"mma\.sync\.\w+\.m\d+n\d+(k\d+)", ptx)) <= sizes.get(source, {"k16"})
+    size = "m16n8k32" if source == "quantized.cu" else "m16n8k16"  # drafts are products of 8 bits
+    assert {m for m in re.findall(r"mma\.sync\.[.\w]*", ptx) if size not in m} == set()
     is_wide = architecture == "sm_90a" and source == "attention.cu" and defines["HEAD_DIM"] <= 128
     is_wide |= source in ("wide.cu", "large.cu")  # which only Hopper runs
     assert set(re.findall(r"m\d+n\d+(k\d+)\.f32", ptx)) <= {"k16"}
@@ -81,7 +77,7 @@ ASSEMBLED = [*{source: (source, defines) for source, defines in reversed(SOURCES
 ASSEMBLED += [("attention.cu", ATTENTION | {"HEAD_DIM": 256, "WHOLE": 1})]
 ASSEMBLED += [("quantized.cu", TWO_ENDERS), ("quantized.cu", FLOATS), ("quantized.cu", FLOATS | {"KIND": 0, "STEP": 2})]
 # Bytes that a kernel may spill; all others spill nothing. Those between passes run in one block.
-SPILLED = {"begin_level": 64, "end_level": 512, "large": 512, "streamed": 320}
+SPILLED = {"begin_level": 64, "end_level": 512, "large": 512}
 SPILLED_AT_256 = {"attention_groups": 2560}
 
 

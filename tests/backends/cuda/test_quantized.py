@@ -16,14 +16,15 @@ from verispec.backends.options import DRAFT_BITS  # noqa: E402
 pytestmark = pytest.mark.cuda
 
 KINDS = ("int4", "int8", "fp8")
-BARRIERS = {
+# Products of whole numbers and of floats, what makes floats, and barriers by name.
+OF_BYTES = {
+    "void whole_mma(int* d, const unsigned* a, uint2 b)": "emulated::whole_mma(d, a, b, kWholeBits);",
+    "void e4m3_mma(float* d, const unsigned* a, uint2 b)": "emulated::e4m3_mma(d, a, b);",
+    "unsigned short e4m3_pair(float first, float second)": "return emulated::e4m3_pair(first, second);",
     "void arrive(int barrier)": "emulated::arrive(barrier, kMeeting);",
     "void meet(int barrier)": "emulated::meet(barrier, kMeeting);",
 }
-CHANGES = (
-    cuda_emulated.dynamic_memory(128),
-    *cuda_emulated.bodies(cuda_emulated.GPU_ONLY | cuda_emulated.OF_BYTES | BARRIERS),
-)
+CHANGES = (cuda_emulated.dynamic_memory(128), *cuda_emulated.bodies(cuda_emulated.GPU_ONLY | OF_BYTES))
 
 
 def product(

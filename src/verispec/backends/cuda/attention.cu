@@ -6,7 +6,6 @@
 // attention_whole has in its ring; SPAN: 256 positions, of drafts, whose bits are nobody's promise, perhaps fewer.
 // Context index j of a row stands in slot table[seq_row, j], or behind its prefix in its tail.
 // Tiles of 64 and spans of SPAN positions begin at absolute multiples, so a row's sums do not depend on the rows beside it.
-#include "softmax.cuh"
 #include "wide.cuh"
 
 using namespace vs;
@@ -44,6 +43,11 @@ struct Args {
   int window;             // how many positions a row sees, itself included
   float scale;            // log2(e) / sqrt(query scalar)
 };
+
+__device__ __forceinline__ int64 slot_of(const Args& a, int row, int64 seq_row, int prefix_len, int j) {
+  return j < prefix_len ? a.table[seq_row * a.table_width + j]
+                        : a.tails[static_cast<int64>(row) * a.tail_width + j - prefix_len];
+}
 
 // K is read eight bytes at a time from four rows at once, V by ldmatrix from eight rows at once: two ways to swizzle.
 __device__ __forceinline__ int k_offset(int row, int chunk) {
@@ -86,6 +90,16 @@ __device__ __forceinline__ void scores(float (*s)[4], const unsigned (*q)[4], co
       const uint2 b = *reinterpret_cast<const uint2*>(k + k_offset(n * 8 + g, 2 * step + (t >> 1)) + (t & 1) * 8);
       mma(s[n], q[step], &b.x);
     }
+}
+
+__device__ __forceinline__ void load_query(unsigned (*q)[4], const bf16* low, const bf16* high, int t) {
+#pragma unroll
+  for (int step = 0; step < HEAD_DIM / 16; ++step) {
+    uint2 a = make_uint2(0, 0), b = make_uint2(0, 0);
+    if (low != nullptr) a = *reinterpret_cast<const uint2*>(low + step * 16 + 4 * t);
+    if (high != nullptr) b = *reinterpret_cast<const uint2*>(high + step * 16 + 4 * t);
+    q[step][0] = a.x, q[step][1] = b.x, q[step][2] = a.y, q[step][3] = b.y;
+  }
 }
 
 #if WIDE
@@ -146,9 +160,21 @@ __device__ __forceinline__ void load_values(unsigned* v, unsigned values, int fi
                : "memory");
 }
 
+__device__ __forceinline__ float masked(float s, float scale, int j, int len, int window) {
+  const float value = mul(s, scale);
+  return (j < len) & (j >= len - window) ? value : neg_inf();
+}
+// Weights behind a maximum of -inf are 0, so any finite number may stand for it.
+__device__ __forceinline__ float subtracted(float m) { return m == neg_inf() ? 0.0f : m; }
+__device__ __forceinline__ float weight(float s, float m) { return exp2_at_most_126(sub(s, m)); }
+__device__ __forceinline__ float decay(float m, float next) { return next == neg_inf() ? 1.0f : exp2_at_most_126(sub(m, next)); }
 __device__ __forceinline__ unsigned packed(float low, float high) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
   return *reinterpret_cast<const unsigned*>(&pair);
+}
+__device__ __forceinline__ float quad_max(float v) {
+  v = fmaxf(v, __shfl_xor_sync(0xffffffffu, v, 1));
+  return fmaxf(v, __shfl_xor_sync(0xffffffffu, v, 2));
 }
 
 constexpr unsigned kOnes = 0x3F803F80u;  // two bf16 ones

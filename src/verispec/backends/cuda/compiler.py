@@ -18,8 +18,8 @@ from verispec.errors import VerispecError
 
 _SOURCES = Path(__file__).parent
 _HEADERS = (
-    "arithmetic.cuh", "barriers.cuh", "chains.cuh", "copies.cuh", "draw.cuh", "epilogues.cuh", "noise.cuh",
-    "quantized.cuh", "softmax.cuh", "steps.cuh", "tiles.cuh", "wide.cuh",
+    "arithmetic.cuh", "chains.cuh", "copies.cuh", "draw.cuh", "epilogues.cuh", "noise.cuh", "steps.cuh", "tiles.cuh",
+    "wide.cuh",
 )  # fmt: skip
 ARCHITECTURE = "sm_90a"
 _OPTIONS = ("--fmad=false", "--prec-div=true", "--prec-sqrt=true", "--ftz=false", "--std=c++17")
@@ -204,18 +204,13 @@ class Kernel:
         ahead.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         ahead.value.programmaticStreamSerializationAllowed = 1
         self._ahead = ahead
-        together = driver.CUlaunchAttribute()
-        together.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
-        together.value.cooperative = 1
-        self._together = together
 
     def launch(
         self, grid: tuple[int, int, int], threads: int, args: ctypes.Structure, *, stream: int, shared: int = 0,
-        ahead: bool = True, cluster: int = 1, together: bool = False,
+        ahead: bool = True, cluster: int = 1,
     ) -> None:  # fmt: skip
         """Put it on the stream. `ahead` lets it start before the kernel in front of it has ended; `cluster` neighbours
-        of the grid's first dimension can read each other's shared memory. Blocks of a kernel that runs `together` may
-        wait for each other: all of them are there at once, which takes the kernel in front to have ended."""
+        of the grid's first dimension can read each other's shared memory."""
         driver = self._driver
         if shared > self._shared_limit:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -226,8 +221,7 @@ class Kernel:
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
         config.sharedMemBytes = shared
         config.hStream = stream
-        how = [self._together] if together else [self._ahead] if ahead else []
-        config.attrs = [*how, *([self._neighbours(cluster)] if cluster > 1 else [])]
+        config.attrs = [*([self._ahead] if ahead else []), *([self._neighbours(cluster)] if cluster > 1 else [])]
         config.numAttrs = len(config.attrs)
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(args))
         checked(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(parameters), 0))

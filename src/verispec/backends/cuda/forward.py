@@ -18,7 +18,6 @@ from verispec.backends.cuda.kernels import ALL_FEW, MAX_FEW_ROWS, Buffers, Forms
 from verispec.backends.cuda.product_forms import CACHED_NBYTES, ROWS_PER_TILE, Matrix
 from verispec.backends.cuda.quantize import quantized
 from verispec.backends.cuda.shapes import SPAN, TILE, Positions, Shapes, gate_up_order, num_parts, qkv_order
-from verispec.backends.cuda.streamed import Streamed, is_served
 from verispec.backends.protocol import FULL_VIEW, View
 from verispec.errors import InputError
 
@@ -64,39 +63,24 @@ class DeviceModel:
         load = _Loader(shapes, read, device.name)
         self.kernels = device.kernels(shapes)
         self.layers: list[Layer] = []
+        self.draft_layers: list[Layer] = []
         for i, here in enumerate(positions):
             self.layers.append(load.layer(i, here))
+            if draft_weights:
+                self.draft_layers.append(_in_few_bits(self.layers[-1], draft_weights))
             if loaded is not None:
                 loaded(i / len(positions))
         self.embed = load.matrix(read("embed"))
         self.final_gain = load.vector(read("final_norm"))
         self.head = self.embed if tied else load.matrix(read("head"))
-        self.draft_layers: list[Layer] = []
-        self.draft_head: Matrix | None = None
-        self._streamed: Streamed | None = None
-        if draft_weights:  # before K and V take the memory that this needs for a moment
-            self._quantize(draft_weights)
+        self.draft_head = quantized(self.head, draft_weights) if draft_weights else None
         store = (len(positions), num_slots, shapes.kv_heads, shapes.head_dim)
         self.k = torch.zeros(store, dtype=torch.bfloat16, device=device.name)
         self.v = torch.zeros(store, dtype=torch.bfloat16, device=device.name)
-        self._stream_drafts()
         most = max_rows * -(-context_len // SPAN)
         self.buffers = Buffers.of(shapes, max_rows, min(most, max_row_spans or most), device.name)
         self._starts: Starts | None = None
         self.logits = torch.empty(head_rows or max_rows, shapes.vocab, dtype=torch.float32, device=device.name)
-
-    def add_drafts(self, kind: str) -> None:
-        """The same weights in numbers of this kind, for passes of drafts."""
-        self._quantize(kind)
-        self._stream_drafts()
-
-    def _quantize(self, kind: str) -> None:
-        self.draft_layers = [_in_few_bits(layer, kind) for layer in self.layers]
-        self.draft_head = quantized(self.head, kind)
-
-    def _stream_drafts(self) -> None:
-        if self.draft_layers and is_served(self.shapes):
-            self._streamed = Streamed.of(self.draft_layers, self.final_gain, self.k, self.v, self.shapes)
 
     def forward(self, inputs: RowInputs, plan: Plan, row_ids: torch.Tensor | None = None) -> torch.Tensor:
         """Logits of the wanted rows. [head rows, V]"""
@@ -110,10 +94,6 @@ class DeviceModel:
         gains.append(self.final_gain)  # each part leaves its result scaled for the norm behind it
         kernels.embed(self.embed, gains[0], inputs, b, rows, plan.starts)
         hidden, head_rows = dict(plan.hidden or {}), plan.head_rows or rows
-        streamed = self.streamed(plan)
-        if streamed is not None:
-            kernels.all_layers(streamed, inputs, b, rows, busy=busy)
-            parts, gains = [], gains[:1]
         last = max((i for i, _, is_attention in parts if is_attention), default=-1)  # layer whose K and V rows need
         for (i, layer, is_attention), following in zip(parts, gains[1:], strict=True):
             _keep(hidden, i, b.x)
@@ -136,13 +116,6 @@ class DeviceModel:
             assert head is not None
             kernels.head(head, b, self.logits, row_ids, head_rows, many=forms.head, busy=busy)
         return self.logits[: max(0, head_rows)]
-
-    def streamed(self, plan: Plan) -> Streamed | None:
-        """Of whom one kernel serves all layers of a pass of drafts: few rows, each by itself, and no layer skipped."""
-        is_plain = plan.single_rows == plan.rows and not plan.hidden and plan.view == FULL_VIEW
-        if self._streamed is None or not plan.drafts or not is_plain:
-            return None
-        return self._streamed if self.kernels.streams(self._streamed, plan.rows) else None
 
     def _narrowed(self, row_ids: torch.Tensor) -> torch.Tensor:
         """Their attention [n, H, d]; the residual stream has them in front. Behind the last attention a row is of use

@@ -40,14 +40,6 @@ from verispec.backends.cuda.product_forms import (
 )
 from verispec.backends.cuda.quantize import Quantized
 from verispec.backends.cuda.shapes import SPAN, TILE, Shapes, num_parts
-from verispec.backends.cuda.streamed import (
-    MAX_STREAMED_ROWS,
-    Streamed,
-    StreamedForm,
-    pass_args,
-    streamed_defines,
-    streamed_form,
-)
 from verispec.backends.cuda.tensor_map import TensorMap
 
 MAX_FEW_ROWS = 64
@@ -269,9 +261,8 @@ class Kernels:
         self._sizes |= {"HEAD_DIM": shapes.head_dim, **({"GELU": 1} if shapes.gelu else {})}
         self._scale = float(softmax_scale(shapes.query_scalar or shapes.head_dim))
         self.whole_rows: bool | None = None  # which form `attend_rows` takes; None: the quicker one. For checks
-        self.own_large = self.own_streamed = True  # whether large.cu and streamed.cu serve where they can. For checks
+        self.own_large = True  # whether large.cu serves where it can. For checks
         self.draft_form, self.draft_span = draft_form, SPAN  # of products and attention. For bench.draft_forms
-        self.streamed_form = streamed_form
         self._tile_nbytes = 2 * TILE * shapes.head_dim * 2  # of K and V
         self.num_sms: int = torch.cuda.get_device_properties("cuda").multi_processor_count
 
@@ -425,25 +416,6 @@ class Kernels:
         y, parts = self._product(b.scaled[:rows], layer.gate_up, b)
         args = filled(RowArgs(), y=y, **common)
         self._row_by_row("gate_up_rows", parts, rows, self.shapes.mlp // 8, args)
-
-    def streams(self, model: Streamed, rows: int) -> bool:
-        """Whether `all_layers` serves so many rows."""
-        return self.own_streamed and rows <= MAX_STREAMED_ROWS and self._streamed_form(model, rows) is not None
-
-    def _streamed_form(self, model: Streamed, rows: int) -> StreamedForm | None:
-        return self.streamed_form(self.shapes, model.matrix.bits, rows, len(model.layers), self.num_sms)
-
-    def all_layers(
-        self, model: Streamed, inputs: RowInputs, b: Buffers, rows: int, *, busy: torch.Tensor | None = None
-    ) -> None:
-        """All layers of a pass of drafts, from x, scaled and nodes of the first one to those behind the last one."""
-        form = self._streamed_form(model, rows)
-        assert form is not None
-        args = pass_args(model, self.shapes, inputs, b, rows, busy=busy, scale=self._scale)
-        kernel = self._kernel("streamed.cu", "streamed", streamed_defines(self.shapes, model, form))
-        kernel.launch(
-            (self.num_sms, 1, 1), form.threads, args, stream=current_stream(), shared=form.shared, together=True
-        )
 
     def plain(self, x: torch.Tensor, w: torch.Tensor, *, many: bool) -> torch.Tensor:
         """Y = bf16(y) of any product, in either form: for the audit."""

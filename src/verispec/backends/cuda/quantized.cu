@@ -2,20 +2,58 @@
 // Compiled for one layer: KIND, N, K, BITS (4 or 8), E4M3 (whether 8 bits are a float, and no whole number), BLOCK_ROWS (1, 2, 4 or
 // 8 of a block), WARPS (that share the columns), STAGES, STEP (chunks of a stage), LATE (whether the next kernel may start only
 // when the rows are there), ENDERS (1 or 2), WIDTH, and for q/k/v HEADS, KV_HEADS, HEAD_DIM.
-// All scales lie behind the weights. A block takes every gridDim.x-th tile of 16 weight rows. Its warps stream their
+// Weights stand in the order in which lanes want them (quantize.py): 64 columns of 16 weight rows, a chunk, are one load per
+// lane and 4 bits; all scales lie behind them. A block takes every gridDim.x-th tile of 16 weight rows. Its warps stream their
 // chunks of all those tiles through rings of their own in shared memory, which are filled before the wait for the kernel in
-// front and do not run empty between tiles. ENDERS more warps, tile by tile in turns, add the sums of all and do what follows.
+// front and do not run empty between tiles. Rows become numbers of 8 bits, whole or e4m3 as the weights are, each 64 columns with
+// a scale; products are sums over 32 columns. ENDERS more warps, tile by tile in turns, add the sums of all and do what follows.
 #include "epilogues.cuh"
-#include "quantized.cuh"
 
 using namespace vs;
 
-constexpr int kTiles = N / 16, kChunks = K / 64;
+constexpr int kTiles = N / 16, kChunks = K / 64, kLoads = BITS / 4;
 constexpr int kSteps = ((kChunks + WARPS - 1) / WARPS + STEP - 1) / STEP, kOwn = kSteps * STEP;  // of a warp, in each tile
 constexpr bool kEven = kOwn * WARPS == kChunks;
-constexpr int kStageBytes = STEP * kChunkBytes;
+constexpr int kValueBytes = kLoads * 512, kChunkBytes = kValueBytes + 64, kStageBytes = STEP * kChunkBytes;
 constexpr int kRingBytes = STAGES * kStageBytes, kRowBytes = kOwn * BLOCK_ROWS * 64;
 constexpr int kThreads = 32 * (WARPS + ENDERS), kMeeting = 32 * (WARPS + 1);  // who multiplies, and one who ends a tile
+constexpr int kSides = BLOCK_ROWS > 1 ? 2 : 1;  // rows of a lane: 2 t and 2 t + 1
+constexpr float kWhole = 12582912.0f;  // 1.5 * 2^23: whole numbers that are added to it stand in its low bits
+constexpr int kWholeBits = 0x4b400000;
+constexpr float kMost = E4M3 ? 448.0f : 127.0f;  // what the largest of 64 columns of a row becomes
+static_assert(!E4M3 || BITS == 8, "floats have 8 bits");
+
+// 16 x 8 whole numbers, kWholeBits more than the products of 32 columns.
+__device__ __forceinline__ void whole_mma(int* d, const unsigned* a, uint2 b) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};\n"
+      : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y), "r"(kWholeBits));
+}
+
+// The same of floats: just the products. Hopper's assembler makes two products of halves of it, and unpacks both sides.
+__device__ __forceinline__ void e4m3_mma(float* d, const unsigned* a, uint2 b) {
+  asm("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};\n"
+      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y), "f"(0.0f));
+}
+
+__device__ __forceinline__ void products(float* sums, const unsigned* weights, uint2 x) {
+  if (E4M3) return e4m3_mma(sums, weights, x);
+  int whole[4];
+  whole_mma(whole, weights, x);
+#pragma unroll
+  for (int e = 0; e < 4; ++e) sums[e] = sub(__int_as_float(whole[e]), kWhole);
+}
+
+// A lane's 16 weights of 32 columns: rows g and g + 8, twice four columns. Four bits become the upper half of a byte.
+__device__ __forceinline__ void weights_of(unsigned* w, const uint4* values, int half) {
+#if BITS == 4
+  const unsigned low = half ? values->z : values->x, high = half ? values->w : values->y;
+  w[0] = low & 0xf0f0f0f0, w[1] = low << 4 & 0xf0f0f0f0, w[2] = high & 0xf0f0f0f0, w[3] = high << 4 & 0xf0f0f0f0;
+#else
+  w[0] = values[half].x, w[1] = values[half].y, w[2] = values[half].z, w[3] = values[half].w;
+#endif
+}
 
 // The chunks of one stage: where a warp is in its tiles.
 struct Reader {
@@ -58,15 +96,66 @@ __device__ __forceinline__ uint4 load_eighth(const Args& a, Eighth at, int first
   return *reinterpret_cast<const uint4*>(a.x + static_cast<int64>(row_of(a, row)) * K + chunk * 64 + (lane & 7) * 8);
 }
 
-// In 8 bits [chunk][row].
+// Two floats in the order of their columns; no number stays none.
+__device__ __forceinline__ unsigned short e4m3_pair(float first, float second) {
+  unsigned short pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %2, %1;\n" : "=h"(pair) : "f"(first), "f"(second));
+  return pair;
+}
+
+__device__ __forceinline__ unsigned four_of(const float* v, float inverse) {
+  if (E4M3) {
+    const unsigned low = e4m3_pair(mul(v[0], inverse), mul(v[1], inverse));
+    return low | static_cast<unsigned>(e4m3_pair(mul(v[2], inverse), mul(v[3], inverse))) << 16;
+  }
+  unsigned q[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) q[i] = __float_as_uint(fused(v[i], inverse, kWhole));
+  return __byte_perm(__byte_perm(q[0], q[1], 0x0040), __byte_perm(q[2], q[3], 0x0040), 0x5410);
+}
+
+// In 8 bits [chunk][row][16 t: columns 8 t and 32 + 8 t on] with a scale for each 64; eight lanes have a chunk.
 __device__ __forceinline__ void put_eighth(uint4 x, Eighth at, unsigned char* rows, float* row_scales, int lane) {
-  float v[8], scale;
-  eight_of(x, v);
-  const int to = at.chunk * BLOCK_ROWS + at.row;
-  const uint2 eight = in_eight_bits(v, scale);
+  const unsigned words[4] = {x.x, x.y, x.z, x.w};
+  float v[8];
+  unsigned bits = 0;  // of the largest: what is no number is larger than all
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    v[i] = __uint_as_float(i % 2 ? words[i / 2] & 0xffff0000 : words[i / 2] << 16);
+    bits = max(bits, __float_as_uint(fabsf(v[i])));
+  }
+#pragma unroll
+  for (int step = 1; step < 8; step *= 2) bits = max(bits, __shfl_xor_sync(0xffffffffu, bits, step));
+  const float most = __uint_as_float(bits), inverse = most > 1e-30f ? div(kMost, most) : 0.0f;
+  const uint2 eight = make_uint2(four_of(v, inverse), four_of(v + 4, inverse));
   if (at.row >= BLOCK_ROWS) return;
-  *reinterpret_cast<uint2*>(rows + to * 64 + place_of_four(2 * (lane & 7))) = eight;
-  if ((lane & 7) == 0) row_scales[to] = scale;
+  const int to = at.chunk * BLOCK_ROWS + at.row;
+  *reinterpret_cast<uint2*>(rows + to * 64 + (lane & 3) * 16 + (lane >> 2 & 1) * 8) = eight;
+  if ((lane & 7) == 0) row_scales[to] = mul(most, (BITS == 4 ? 0.0625f : 1.0f) / kMost);
+}
+
+__device__ __forceinline__ void multiply(float* acc, const unsigned char* chunk, const unsigned char* row,
+                                         const float* row_scales, int lane) {
+  const uint4* values = reinterpret_cast<const uint4*>(chunk);
+  uint4 own[kLoads];
+#pragma unroll
+  for (int i = 0; i < kLoads; ++i) own[i] = values[i * 32 + lane];
+  const uint2 scales = *reinterpret_cast<const uint2*>(chunk + kValueBytes + (lane >> 2) * 8);  // of rows g and g + 8
+  const uint4 x = *reinterpret_cast<const uint4*>(row);
+  const float first = row_scales[0], second = BLOCK_ROWS > 1 ? row_scales[1] : first;
+  unsigned w[4];
+  float low[4], high[4];
+  weights_of(w, own, 0);
+  products(low, w, make_uint2(x.x, x.y));
+  weights_of(w, own, 1);
+  products(high, w, make_uint2(x.z, x.w));
+#pragma unroll
+  for (int e = 0; e < 4; e += 3 - kSides) {
+    const unsigned both = e < 2 ? scales.x : scales.y;
+    const float sum = mul(low[e], __uint_as_float(both << 16));
+    const float sums = fused(high[e], __uint_as_float(both & 0xffff0000), sum);
+    acc[e] = fused(sums, e % 2 ? second : first, acc[e]);
+  }
 }
 
 __device__ __forceinline__ void arrive(int barrier) { asm volatile("bar.arrive %0, %1;\n" ::"r"(barrier), "n"(kMeeting) : "memory"); }
@@ -125,10 +214,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) quantized(const Args a
 #pragma unroll
         for (int c = 0; c < STEP; ++c) {
           const int chunk = step * STEP + c;
-          const unsigned char* from = stage + c * kChunkBytes;
-          const float* scales = row_scales + chunk * BLOCK_ROWS;
-          multiply(acc, from, from + kValueBytes, *reinterpret_cast<const uint4*>(row + chunk * BLOCK_ROWS * 64), scales[0],
-                   scales[kSides - 1], lane);
+          multiply(acc, stage + c * kChunkBytes, row + chunk * BLOCK_ROWS * 64, row_scales + chunk * BLOCK_ROWS, lane);
         }
       }
       if (tile >= 2) meet(kEmpty + tile % 2);
