@@ -27,7 +27,7 @@ from tests.support.toy_trees import (
     orders_without_replacement,
     output_probabilities,
 )
-from verispec.sampling.beam import NOBODY, Paths, Survivors, greedy_level, race_level, root
+from verispec.sampling.beam import NOBODY, Paths, Survivors, greedy_level, likely_level, race_level, ranking, root
 from verispec.sampling.draw import NO_TOKEN, NoisyTopK, noisy_top_k
 from verispec.sampling.noise import Domain, stream
 from verispec.sampling.rows import SampleKey
@@ -215,7 +215,7 @@ def test_improbable_paths_are_ranked_exactly(log_p: float) -> None:
 def test_as_many_children_as_the_beam_is_wide_suffice(shared: bool) -> None:
     """The beam of width W over W children each is the W first of all sequences, whose noise is all drawn.
 
-    With one noise vector for a level (rule `match`) the ranking is the same function.
+    Also with one noise vector for a level.
     """
     num, vocab_size, depth, width = 300, 4, 3, 3
     rng = np.random.default_rng(9)
@@ -261,6 +261,61 @@ def test_temperature_0_ranks_by_cumulative_log_softmax() -> None:
         assert np.allclose(paths.phi[s], sorted(score.values(), reverse=True))
 
 
+def test_with_the_targets_noise_paths_rank_by_shares_among_siblings() -> None:
+    """The product of softmax(log p + g) along the path, children that a filter left out aside."""
+    rng = np.random.default_rng(12)
+    paths, shares = root(50), np.ones((50, 1))
+    for _ in range(3):
+        children = random_children(rng, paths.phi.shape, 5)
+        children.token_ids[..., 4] = NO_TOKEN
+        e = np.exp(children.values[..., :4])
+        worth = np.pad(shares[..., None] * e / e.sum(-1, keepdims=True), ((0, 0), (0, 0), (0, 1))).reshape(50, -1)
+        kept = likely_level(paths, children, width=6)
+        there = kept.parents != NOBODY
+        at = np.where(there, kept.parents * 5 + kept.ranks, 0)
+        expected = -np.sort(-worth, axis=-1)[:, :6]
+        assert np.allclose(np.where(there, np.take_along_axis(worth, at, axis=-1), 0.0), expected)
+        assert np.allclose(np.exp(-kept.paths.log_tau), expected)
+        paths, shares = kept.paths, expected
+
+
+def levels_reached(
+    rank: Any, *, width: int, num: int = 4000, depth: int = 4, vocab_size: int = 12
+) -> NDArray[np.int64]:
+    """Of a beam, by a target whose logits are near the draft's and whose noise is the same."""
+    rng = np.random.default_rng(9)
+    logits = 1.5 * rng.standard_normal((vocab_size, vocab_size))
+    logp = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    target = logits + 0.7 * rng.standard_normal(logits.shape)
+    paths, sequences, gone = root(num), np.zeros((num, 1), np.int64), np.zeros(num, np.int64)
+    is_inside, found = np.ones(num, bool), np.zeros(num, np.int64)
+    for _ in range(depth):
+        noise, last = rng.gumbel(size=(num, vocab_size)), sequences % vocab_size
+        drawn = in_order_drawn(logp[last], logp[last] + noise[:, None])
+        kept = rank(paths, NoisyTopK(*(array[..., :width] for array in drawn)), width=width)
+        ids = np.take_along_axis(drawn.token_ids[..., :width].reshape(num, -1), kept.parents * width + kept.ranks, -1)
+        sequences, paths = np.take_along_axis(sequences, kept.parents, -1) * vocab_size + ids, kept.paths
+        gone = gone * vocab_size + (target[gone % vocab_size] + noise).argmax(axis=-1)
+        is_inside &= (sequences == gone[:, None]).any(axis=-1)
+        found += is_inside
+    return found
+
+
+@pytest.mark.parametrize("width", [3, 4])
+def test_the_target_goes_further_along_likely_paths_than_along_a_race(width: int) -> None:
+    """And, the control, less far along those that are probable without the noise."""
+    race = levels_reached(race_level, width=width)
+    for rank, sign in ((likely_level, 1), (greedy_level, -1)):
+        more = sign * (levels_reached(rank, width=width) - race)
+        assert more.mean() / (more.std() / np.sqrt(len(more))) > FAR
+
+
+def test_who_judges_decides_how_a_beam_is_ranked() -> None:
+    assert ranking(is_greedy=False, by_probability=False) is likely_level
+    assert ranking(is_greedy=False, by_probability=True) is race_level  # draws without replacement
+    assert {ranking(is_greedy=True, by_probability=each) for each in (False, True)} == {greedy_level}
+
+
 def test_siblings_stay_in_the_order_drawn() -> None:
     """Values that differ by the last bit, where rounded times are not always in order; nor may one be left out."""
     rng = np.random.default_rng(11)
@@ -275,14 +330,14 @@ def test_siblings_stay_in_the_order_drawn() -> None:
         assert (kept.ranks[mine] == (np.cumsum(mine, axis=-1) - 1)[mine]).all()
 
 
-@pytest.mark.parametrize("level", [race_level, greedy_level])
+@pytest.mark.parametrize("level", [race_level, likely_level, greedy_level])
 def test_equal_times_go_by_parent_then_child(level: Any) -> None:
     same = np.full((20, 3), -0.5, np.float32)
     kept = level(Paths(np.full(20, -1.0), np.full(20, 1.0)), NoisyTopK(0 * same, same, same), width=50)
     assert (3 * kept.parents + kept.ranks).tolist() == list(range(50))
 
 
-@pytest.mark.parametrize("level", [race_level, greedy_level])
+@pytest.mark.parametrize("level", [race_level, likely_level, greedy_level])
 @pytest.mark.parametrize("padding", [-np.inf, np.nan])
 def test_missing_children_and_missing_paths_are_nobody(level: Any, padding: float) -> None:
     """A filter left one child of the first path and none of the second; the third path is itself nobody."""

@@ -21,7 +21,7 @@ from verispec.backends.protocol import (
 )
 from verispec.backends.resident import Fed, Resident
 from verispec.backends.weighing import Offered, draft_noise
-from verispec.sampling.beam import NOBODY, Paths, greedy_level, race_level, root
+from verispec.sampling.beam import NOBODY, Paths, Ranking, ranking, root
 from verispec.sampling.draw import NO_TOKEN, NoisyTopK
 from verispec.types import NO_PARENT
 
@@ -95,8 +95,8 @@ def grow(
             if shown is not None:
                 drafts.offered.extend(Offered(s, place, shown, row) for row, place in enumerate(front.places, at))
             at += len(front.places)
-            is_greedy = resident.is_greedy(int(fed.seq_rows[s]))
-            left = _hang(drafts, s, front, own, tree, level, first, is_greedy=is_greedy)
+            rank = ranking(is_greedy=resident.is_greedy(int(fed.seq_rows[s])), by_probability=part.by_probability)
+            left = _hang(drafts, s, front, own, tree, level, first, rank)
             t = np.full(len(left.places), fed.t[s] + 1 + level)
             ids = drafts.token_ids[s, left.places]
             goes_on = np.flatnonzero(resident.goes_on(Fed(np.repeat(fed.seq_rows[s], len(t)), ids, t)))
@@ -107,12 +107,12 @@ def grow(
 
 
 def _hang(
-    drafts: Drafts, s: int, front: _Front, offered: NoisyTopK, tree: Tree, level: int, first: int, *, is_greedy: bool
+    drafts: Drafts, s: int, front: _Front, offered: NoisyTopK, tree: Tree, level: int, first: int, rank: Ranking
 ) -> _Front:
     """The next level of a tree, whose places begin at `first`."""
     width = tree.keep[level]
     if tree.is_beam:
-        kept = (greedy_level if is_greedy else race_level)(front.paths, offered, width=width)
+        kept = rank(front.paths, offered, width=width)
         there = np.flatnonzero(kept.parents != NOBODY)
         of, ranks = kept.parents[there], kept.ranks[there]
         places, paths = first + there, Paths(*(values[there] for values in kept.paths))

@@ -17,7 +17,7 @@ from verispec.backends.cost import CostTable
 from verispec.backends.pass_builder import DraftRule, PassBuilder
 from verispec.backends.protocol import FULL_VIEW, Backend, PassKind, PassResult, Ticket, Tree, View
 from verispec.kv import TARGET_STORE
-from verispec.sampling.beam import NOBODY, Paths, greedy_level, race_level, root
+from verispec.sampling.beam import NOBODY, Paths, ranking, root
 from verispec.sampling.constraint import Constraint
 from verispec.sampling.draw import NoisyTopK
 from verispec.sampling.noise import Domain, stream
@@ -244,7 +244,8 @@ def _existing(parents: Sequence[int], token_ids: np.ndarray, logprobs: np.ndarra
 
 
 def _beam(growth: _Growth, offered: NoisyTopK, width: int) -> tuple[list[_Child], Paths]:
-    rank = race_level if growth.turn.sequence.params.temperature else greedy_level
+    sequence = growth.turn.sequence
+    rank = ranking(is_greedy=not sequence.params.temperature, by_probability=sequence.uses_probabilities)
     kept = rank(growth.paths, offered, width=width)
     there = np.flatnonzero(kept.parents != NOBODY)
     at = kept.parents[there], kept.ranks[there]

@@ -270,7 +270,9 @@ TREE_FAULTS = {
         "every child is accepted": ("chains.cu", "token != drawn || parent", "parent"),
         "slots stay where they are": ("chains.cu", "slots[place] = slots[accepted], slots[accepted] = slot;", ""),
         "levels that see no path": ("trees.cu", "*--tail = slots[p]", "*--tail = slots[place]"),
-        "no race": ("trees.cu", "&& time < best)", "&& at < 0)"),
+        "no order": ("trees.cu", "&& time < best)", "&& at < 0)"),
+        "a race": ("trees.cu", "? kRace : kLikely", "? kRace : kRace"),
+        "gaps alone": ("trees.cu", "gap + log_of_all", "gap"),
     },
     "branch:3,2": {
         "nobody's children": ("trees.cu", "c.parents[at] = parent.place", "c.parents[at] = -1"),

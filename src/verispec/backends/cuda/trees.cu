@@ -23,6 +23,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) begin_level(const ChainAr
 }
 
 constexpr double kNever = 1e300;  // later than any time of a race, which is a logarithm
+enum Ranking { kGreedy, kRace, kLikely };  // sampling/beam.py's
 
 // A node whose children are offered at row `row` of the pass; the root has no place.
 struct Parent {
@@ -42,10 +43,12 @@ __device__ __forceinline__ double log_of_sum(double x, double y) {  // of exp(x)
   return x > y ? x + log1p(exp(y - x)) : y + log1p(exp(x - y));
 }
 
-// When a child of a path arrives: `first` is log p + noise of its best sibling, `value` its own. At T = 0 the likeliest is first.
-__device__ __forceinline__ double time_of(const Parent& parent, float first, float value, float logprob, bool greedy) {
-  if (greedy) return -(parent.phi + logprob);
+// By what a child is ranked, the least first: `first` is log p + noise of its best sibling, `value` its own; `log_of_all` the logarithm
+// of what all siblings' exp(value - first) add up to. At T = 0 the likeliest is first.
+__device__ __forceinline__ double time_of(const Parent& parent, float first, float value, float logprob, double log_of_all, Ranking by) {
+  if (by == kGreedy) return -(parent.phi + logprob);
   const double gap = static_cast<double>(first) - value;
+  if (by == kLikely) return parent.log_tau + (gap + log_of_all);
   return log_of_sum(parent.log_tau, log(-expm1(-gap)) - (parent.phi + value));
 }
 
@@ -70,11 +73,15 @@ extern "C" __global__ void __launch_bounds__(kThreads) end_level(const ChainArgs
   for (int row = threadIdx.x; pass.is_beam && row < pass.count * pass.width; row += kThreads) {
     const Parent parent(c, m, pass, row);
     const bool greedy = __int_as_float(record_of(a, m.seq_rows[pass.members[row / pass.width]])[kTemperature]) == 0.0f;
+    const Ranking by = greedy ? kGreedy : pass.by_probability ? kRace : kLikely;
     const float* value = reinterpret_cast<const float*>(c.offered) + step + row * k;
-    double before = -kNever;  // no child overtakes a sibling
+    double before = -kNever, all = 0.0;  // no child overtakes a sibling
+    for (int rank = 0; by == kLikely && rank < k; ++rank)
+      if (c.offered[row * k + rank] >= 0) all += exp(static_cast<double>(value[rank]) - value[0]);
+    const double log_of_all = log(all);
     for (int rank = 0; rank < k; ++rank) {
       const bool exists = parent.grows && c.offered[row * k + rank] >= 0;
-      if (exists) before = fmax(before, time_of(parent, value[0], value[rank], value[step + rank], greedy));
+      if (exists) before = fmax(before, time_of(parent, value[0], value[rank], value[step + rank], log_of_all, by));
       c.race[row * k + rank] = exists ? before : kNever;
     }
   }
