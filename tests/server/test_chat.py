@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.support.chat_model import write_chat_model
 from tests.support.served import Frame, Served, chat_body
+from tests.support.tiny_llm import loaded
 from verispec.llm import LLM
+from verispec.server.core import Core
+from verispec.server.settings import Settings
 from verispec.types import SamplingParams
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -170,6 +175,14 @@ def test_models_version_and_health(served: Served) -> None:
     version = served.client.get("/version").json()
     assert version["system_fingerprint"].startswith("vs-")
     assert len(version["system_fingerprint"]) == 19
+
+
+def test_the_fingerprint_is_another_where_answers_end_sooner(served: Served, tmp_path: Path) -> None:
+    model = write_chat_model(tmp_path / "tiny.gguf")
+    with loaded(model, tmp_path) as same, loaded(model, tmp_path, max_len=40) as shorter:
+        found = [Core(llm, Settings(port=0)).fingerprint for llm in (same, shorter)]
+    assert found[0] == served.core.fingerprint
+    assert found[1] != found[0]
 
 
 def test_metrics_count_what_was_answered(served: Served) -> None:

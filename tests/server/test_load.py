@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import signal
 import socket
 import threading
 import time
@@ -184,6 +185,34 @@ def test_stopping_lets_short_requests_end_and_tells_long_ones(chat_llm: LLM, slo
     assert results["short"][-2].data["choices"][0]["finish_reason"] == "length"
     assert results["long"][-2].data["error"]["code"] == "aborted"
     assert chat_llm.generate("abc", {"max_tokens": 2})  # the model lives on
+
+
+def test_a_second_signal_ends_what_runs_and_tells_it(chat_llm: LLM, slow_steps: None) -> None:
+    """Long before the drain is over."""
+    results: dict[str, Any] = {}
+    with serving(chat_llm, drain=60.0) as served:
+
+        def stream() -> None:
+            results["stream"] = served.stream(CHAT, chat_body(stream=True, **ENDLESS))
+
+        threads = [
+            threading.Thread(target=stream),
+            threading.Thread(target=lambda: results.update(whole=served.post(CHAT, chat_body(**ENDLESS)))),
+        ]
+        for thread in threads:
+            thread.start()
+        wait_for(lambda: served.core.num_samples == 2)
+        loop = served.server.servers[0].get_loop()
+        loop.call_soon_threadsafe(served.server.handle_exit, signal.SIGINT, None)
+        wait_for(lambda: served.core.is_draining)
+        time.sleep(0.3)
+        assert served.core.num_samples == 2  # the control: one signal lets them go on
+        loop.call_soon_threadsafe(served.server.handle_exit, signal.SIGINT, None)
+        for thread in threads:
+            thread.join(10)
+    assert results["stream"][-2].data["error"]["code"] == "aborted"
+    assert results["whole"].status_code == 503
+    assert results["whole"].json()["error"]["code"] == "aborted"
 
 
 def test_a_failing_pass_is_500_and_the_server_lives(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

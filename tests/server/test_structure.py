@@ -229,6 +229,62 @@ def test_a_stream_of_calls_continues_behind_any_frame(served: Served) -> None:
         assert joined(both) == joined(told(deltas(frames))), frames[i].event_id
 
 
+def test_what_a_schema_ended_was_no_stop_sequence(served: Served) -> None:
+    fields = {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}, "stop_sequences": ["zzz"]}
+    message = served.post(MESSAGES, asked(MESSAGES, **fields)).json()
+    jsonschema.validate(json.loads(message["content"][0]["text"]), SCHEMA)
+    assert (message["stop_reason"], message["stop_sequence"]) == ("end_turn", None)
+
+
+def test_a_stop_sequence_that_the_client_has_the_beginning_of_is_named(served: Served) -> None:
+    chat = served.post(CHAT, chat_body(**ASK, return_token_ids=True, ignore_eos=True)).json()["choices"][0]
+    text, token_ids = chat["message"]["content"], chat["token_ids"]
+    stop = text[1:6]
+    given = {"committed_ids": [token_ids[:3]]}
+    message = served.post(MESSAGES, asked(MESSAGES, stop_sequences=[stop], verispec=given)).json()
+    assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", stop)
+
+
+def test_calls_go_on_behind_what_the_client_has(served: Served) -> None:
+    """Cut anywhere, in every interface: numbers, ids, arguments and the reason of the end are those of the whole."""
+    fields = chat_body(**{**ASK, "max_tokens": 150}, tools=[LOOK, SAY], tool_choice="required", return_token_ids=True)
+    whole = served.post(CHAT, fields).json()["choices"][0]
+    token_ids, calls = whole["token_ids"], whole["message"]["tool_calls"]
+    named = {call["id"]: call["function"] for call in calls}
+    message = asked(MESSAGES, tools=[theirs(LOOK), theirs(SAY)], tool_choice={"type": "any"}, max_tokens=150)
+    response = asked(RESPONSES, tools=[flat(LOOK), flat(SAY)], tool_choice="required", max_output_tokens=150)
+    inside = 0
+    for end in [*range(1, len(token_ids), len(token_ids) // 16), len(token_ids) - 1]:
+        own = {"verispec": {"committed_ids": [token_ids[:end]]}}
+        rest = served.stream(CHAT, {**fields, **own, "stream": True})
+        deltas = [d for f in rest[:-1] for d in f.data["choices"][0]["delta"].get("tool_calls", ())]
+        told = {delta["index"]: "" for delta in deltas}
+        for delta in deltas:
+            told[delta["index"]] += delta["function"]["arguments"]
+            assert delta.get("id") in (None, calls[delta["index"]]["id"])
+            assert delta["function"].get("name") in (None, calls[delta["index"]]["function"]["name"])
+        assert list(told) == [*range(len(calls))][len(calls) - len(told) :], end
+        for number, text in told.items():
+            arguments = calls[number]["function"]["arguments"]
+            is_begun = number == min(told) and "id" not in deltas[0]
+            assert arguments.endswith(text) if is_begun else arguments == text
+            inside += is_begun
+        assert rest[-2].data["choices"][0]["finish_reason"] == whole["finish_reason"]
+        choice = served.post(CHAT, {**fields, **own}).json()["choices"][0]
+        assert choice["finish_reason"] == whole["finish_reason"]
+        assert choice["message"].get("tool_calls", []) == calls[len(calls) - len(told) :], end
+        content = served.post(MESSAGES, {**message, **own}).json()["content"]
+        blocks = [block for block in content if block["type"] == "tool_use"]
+        assert [b["id"] for b in blocks] == [*named][len(calls) - len(told) :]
+        output = served.post(RESPONSES, {**response, **own}).json()["output"]
+        items = [item for item in output if item["type"] == "function_call"]
+        assert [i["call_id"] for i in items] == [*named][len(calls) - len(told) :]
+        for block, item in zip(blocks, items, strict=True):
+            assert item["arguments"] == named[block["id"]]["arguments"]
+            assert block["input"] in ({}, json.loads(item["arguments"]))
+    assert inside > 2  # control: some were cut inside of a call
+
+
 def test_a_crowd_changes_no_constrained_answer(served: Served) -> None:
     bodies = [chat_body(**{**ASK, "seed": seed}, response_format=FORMAT) for seed in range(3)]
     bodies += [chat_body(**{**ASK, "seed": seed}, tools=[LOOK, SAY], tool_choice="required") for seed in range(3)]

@@ -40,7 +40,7 @@ class Answer:
         stream.on_close = self._leave
         for i, ids in enumerate(call.extension.committed_ids or ()):
             for prompt_ids, choice in zip(call.prompts, self.choices[i :: call.params.n], strict=True):
-                choice.reader.read(core.text_of(call, prompt_ids, ids))
+                choice.go_on_behind(core.text_of(call, prompt_ids, ids))
 
     @property
     def seed(self) -> int:

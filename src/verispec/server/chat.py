@@ -145,7 +145,7 @@ def _message(answer: Answer, index: int, choice: Choice) -> dict[str, Any]:
                 "function": {"name": item.name, "arguments": item.text},
             }
             for i, item in enumerate(choice.items)
-            if item.name is not None
+            if item.name is not None and item.is_told
         ]
     return message
 

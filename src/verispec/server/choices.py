@@ -17,11 +17,17 @@ class Item:
     name: str | None
     pieces: list[str] = field(default_factory=list)
     is_complete: bool = False  # the arguments of a call
+    begun: str = ""  # the arguments that the client gave, in front of the pieces
 
     @property
     def text(self) -> str:
-        """The text, or the arguments."""
-        return "".join(self.pieces)
+        """The text that the client does not have yet; or the arguments, which are of use as a whole alone."""
+        return self.begun + "".join(self.pieces)
+
+    @property
+    def is_told(self) -> bool:
+        """Whether any of it is news to the client."""
+        return bool(self.pieces)
 
 
 class ItemPart(NamedTuple):
@@ -68,19 +74,26 @@ class Choice:
 
     @property
     def text(self) -> str:
-        """Its text so far, without calls."""
+        """Its text so far, without calls, behind what the client gave."""
         return "".join([item.text for item in self.items if item.name is None])
 
     @property
     def calls(self) -> list[Item]:
-        """The tools it calls."""
-        return [item for item in self.items if item.name is not None]
+        """The tools it calls, those aside whose calls the client gave."""
+        return [item for item in self.items if item.name is not None and item.is_told]
 
     @property
     def has_called(self) -> bool:
         """Whether it ended with calls, all of them whole."""
+        calls = [item for item in self.items if item.name is not None]
         is_stopped = self.output is not None and self.output.finish_reason is FinishReason.STOP
-        return is_stopped and bool(self.calls) and all(item.is_complete for item in self.calls)
+        return is_stopped and bool(calls) and all(item.is_complete for item in calls)
+
+    def go_on_behind(self, text: str) -> None:
+        """Begin behind what the client has: its items keep their numbers, and are not told again."""
+        self.read([text])
+        for item in self.items:
+            item.begun, item.pieces = "" if item.name is None else item.text, []
 
     def take(self, event: TokenEvent) -> None:
         """Count an event's tokens and drafts."""
@@ -96,8 +109,8 @@ class Choice:
         parts = self.reader.read("".join(pieces))
         if is_end:
             parts += self.reader.finish()
-            if not parts and not self.items:
-                self.items.append(Item(None))  # nothing was said, which is a text too
+            if not parts and not any(item.is_told for item in self.items):
+                self.items.append(Item(None, [""]))  # nothing was said, which is a text too
         return tuple([ItemPart(self._item(part), part) for part in parts])
 
     def _item(self, part: Part) -> int:

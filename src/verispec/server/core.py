@@ -166,8 +166,9 @@ class Core:
 
 def _fingerprint(llm: LLM) -> str:
     """Equal for servers whose answers are equal, also to the rest of an answer that another one began: a hash of the
-    numeric profile, of the model's files and template, and of the library that follows constraints.
+    numeric profile, of the model's files and template, of the library that follows constraints, and of how many tokens
+    a request may hold, which ends some answers.
     """
     files = [file.sha256 for file in llm.identity.files]
-    parts = [llm.profile, *files, llm.tokenizer.chat_template or "", library_version()]
+    parts = [llm.profile, *files, llm.tokenizer.chat_template or "", library_version(), str(llm.max_len)]
     return "vs-" + hashlib.sha256("\n".join(parts).encode()).hexdigest()[:FINGERPRINT_DIGITS]

@@ -151,7 +151,7 @@ def _message(answer: Answer, model: str, message_id: str) -> dict[str, Any]:
         "type": "message",
         "role": "assistant",
         "model": model,
-        "content": [_block(answer, i, item, is_whole=True) for i, item in enumerate(choice.items)],
+        "content": [_block(answer, i, item, is_whole=True) for i, item in enumerate(choice.items) if item.is_told],
         "stop_reason": reason,
         "stop_sequence": stop,
         "usage": _usage(answer),
@@ -187,12 +187,12 @@ def _stop(answer: Answer) -> tuple[str | None, str | None]:
         return "max_tokens", None
     if choice.has_called:
         return "tool_use", None
-    last = choice.entries.token_ids[-1] if choice.num_tokens else None
-    if answer.call.params.stop and last not in answer.core.llm.tokenizer.eos_ids:
-        whole = answer.core.llm.tokenizer.decode(choice.entries.token_ids)
-        found = [stop for stop in answer.call.params.stop if stop in whole]
-        return "stop_sequence", min(found, key=whole.index, default=None)
-    return "end_turn", None
+    tokenizer, token_ids = answer.core.llm.tokenizer, [*answer.given_ids(0), *choice.entries.token_ids]
+    if token_ids and token_ids[-1] not in tokenizer.eos_ids:
+        whole = tokenizer.decode(token_ids)
+        if found := [stop for stop in answer.call.params.stop if stop in whole]:
+            return "stop_sequence", min(found, key=whole.index)
+    return "end_turn", None  # a grammar may end it, too
 
 
 async def _frames(answer: Answer, model: str) -> AsyncIterator[bytes]:
@@ -224,8 +224,9 @@ async def _frames(answer: Answer, model: str) -> AsyncIterator[bytes]:
             if told:
                 yield told
         if current is None:
-            yield opened(0)
-        yield written("content_block_stop", index=current or 0)
+            yield opened(len(items) - 1)
+            current = len(items) - 1
+        yield written("content_block_stop", index=current)
         reason, stop = _stop(answer)
         ending = {"stop_reason": reason, "stop_sequence": stop}
         yield written("message_delta", delta=ending, usage=_usage(answer), verispec=answer.extension(0))

@@ -165,7 +165,9 @@ class _Writer:
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata if isinstance(body.metadata, dict) else {},
             "model": self._model,
-            "output": [self._item(i, self._item_status(i, status)) for i in range(len(self._choice.items))],
+            "output": [
+                self._item(i, self._item_status(i, status)) for i, item in enumerate(self._choice.items) if item.is_told
+            ],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
             "store": False,
@@ -233,7 +235,7 @@ class _Writer:
                     for told in self._told(commit):
                         yield told
             if self._open is None:
-                yield self._opened(0)
+                yield self._opened(len(self._choice.items) - 1)
             yield self._closed()
             yield self._event(f"response.{self.status}", response=self.response(self.status))
         except Exception as error:

@@ -1,6 +1,7 @@
 """Serves an application until it is told to stop: sockets, signals, and limits on what comes before a request.
 
-SIGTERM or Ctrl-C: nothing new is taken, what runs has `drain` seconds, then it is ended and told so.
+SIGTERM or Ctrl-C: nothing new is taken, what runs has `drain` seconds, then it is ended and told so. A second one ends
+it at once, and a third one waits for nobody.
 """
 
 from __future__ import annotations
@@ -123,6 +124,7 @@ class _Server(uvicorn.Server):
         self._core = core
         self._on_start = on_start
         self.failure: str | None = None
+        self._num_signals = 0
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -131,6 +133,12 @@ class _Server(uvicorn.Server):
             with contextlib.suppress(ValueError, NotImplementedError, RuntimeError):  # not on the main thread
                 loop.add_signal_handler(number, self.handle_exit, number, None)
         yield
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        self._num_signals += 1
+        if self._num_signals == 2:
+            self._core.abort_all()
+        self.should_exit, self.force_exit = True, self._num_signals > 2
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
