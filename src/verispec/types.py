@@ -193,6 +193,8 @@ def _check_constraint(given: Mapping[str, Any], *, max_tokens: int) -> None:
     for name in named:
         if not isinstance(given[name], Mapping | str):
             raise ConstraintError(name, f"must be text, not {type(given[name]).__name__}")
+        if isinstance(given[name], str) and not _is_text(given[name]):
+            raise ConstraintError(name, "holds half of a surrogate pair: it is not text")
         if not max_tokens:
             raise ConstraintError(name, "is for generated text, and max_tokens is 0")
 
@@ -203,7 +205,14 @@ def _check_stop(value: Any) -> tuple[str, ...]:
         raise InputError("stop must be a string that is not empty, or a list of such strings")
     if len(stops) > MAX_STOPS or any(len(s) > MAX_STOP_CHARS for s in stops):
         raise InputError(f"stop may hold at most {MAX_STOPS} strings of at most {MAX_STOP_CHARS} characters")
+    if not all(map(_is_text, stops)):
+        raise InputError("stop holds half of a surrogate pair: it is not text")
     return tuple(stops)
+
+
+def _is_text(value: str) -> bool:
+    """Whether it can be written at all: Python marks bytes that are no UTF-8 by halves of surrogate pairs."""
+    return not any("\ud800" <= char <= "\udfff" for char in value)
 
 
 def _check_stop_ids(value: Any) -> tuple[int, ...]:

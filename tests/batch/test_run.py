@@ -238,6 +238,26 @@ def test_a_batch_that_is_complete_stays_so(tmp_path: Path) -> None:
     assert files(tmp_path) == before
 
 
+def test_receipts_of_a_complete_batch_are_not_missing_in_silence(tmp_path: Path) -> None:
+    write(tmp_path / "in", "a")
+    run(tmp_path)
+    (tmp_path / "receipts").unlink()
+    with pytest.raises(InputError, match="receipts: it is not there, and this batch is complete"):
+        run(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["in", "out", "out.journal", "link", "folder", "missing/receipts"])
+def test_receipts_go_to_a_file_of_their_own(tmp_path: Path, name: str) -> None:
+    """Which is found out before anything is answered."""
+    write(tmp_path / "in", "a")
+    (tmp_path / "link").symlink_to(tmp_path / "in")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(InputError, match=f"--receipts .*{name}: "):
+        Batch(tmp_path / "in", tmp_path / "out", Options(receipts=True), receipts=tmp_path / name)
+    assert (tmp_path / "in").read_bytes() == b"a\n"
+    assert not (tmp_path / "out.journal").exists()
+
+
 def test_what_was_there_before_is_not_overwritten(tmp_path: Path) -> None:
     write(tmp_path / "in", "a")
     (tmp_path / "out").write_text("precious")

@@ -120,6 +120,8 @@ BAD_LINES = [
     (b'{"prompt": "x", "max_tokens": 0}', "max_tokens must be from 1"),
     (b'{"prompt": "x", "max_tokens": "5"}', "max_tokens must be a whole number"),
     (b'{"prompt": "x", "stop": 5}', "stop must be"),
+    (b'{"prompt": "x", "stop": "\\ud800"}', "stop holds half"),
+    (b'{"prompt": "x", "regex": "\\ud800"}', "regex: holds half"),
     (b'{"prompt": "x", "stop": null}', "stop must be"),
     (b'{"prompt": "x", "stop_ids": 5}', "stop_ids must be"),
     (b'{"prompt": "x", "logit_bias": [1]}', "logit_bias must"),
@@ -152,7 +154,7 @@ def test_a_bad_line_is_an_error_object_in_its_place(cli: Cli, tmp_path: Path) ->
     file.write_bytes(b"\xef\xbb\xbf" + b"\r\n".join([good, *(line for line, _ in BAD_LINES), good]) + b"\r\n\n\n")
     done = cli("generate", "--prompts", str(file))
     assert done.code == 2
-    assert done.err == f"verispec: --prompts {file}: 39 of 41 lines failed; line 2: the line is blank\n"
+    assert done.err == f"verispec: --prompts {file}: 41 of 43 lines failed; line 2: the line is blank\n"
     first, *bad, last = done.json_lines()
     assert first["text"]
     assert first["digest"] == last["digest"]

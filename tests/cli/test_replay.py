@@ -76,6 +76,15 @@ def test_a_receipt_beside_the_answer(bare_cli: Cli, tiny: str, tmp_path: Path) -
     assert path.read_text() == line + "\n"
 
 
+def test_a_receipt_does_not_replace_what_is_read(bare_cli: Cli, tiny: str, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "the abba"}\n')
+    done = bare_cli("generate", "-m", tiny, "--prompts", str(path), *SAMPLED, "--receipt", str(path))
+    assert done.code == 2
+    assert done.err == f"verispec: --receipt {path}: is a file that this command reads\n"
+    assert path.read_text() == '{"prompt": "the abba"}\n'
+
+
 def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)

@@ -125,6 +125,14 @@ def test_the_end_is_allowed_only_where_the_text_is_complete() -> None:
         at.committed(one)
 
 
+def test_what_cannot_be_followed_says_why() -> None:
+    """The mask allows the token, and what is forced behind it has no end."""
+    at = start("qwen2", grammar='start: "a" start')
+    token_id = min(ids(at))
+    with pytest.raises(ConstraintError, match=r"cannot be followed: .*limit"):
+        at.committed(token_id)
+
+
 @pytest.mark.parametrize("kind", SMALL)
 def test_forced_tokens_write_what_is_left_to_write(kind: str) -> None:
     """They are the tokenizer's own cut of the forced text, without a space that it would put before it."""

@@ -231,24 +231,24 @@ def test_control_a_backend_that_ignores_masks_is_found_out() -> None:
 
 
 class _Broken:
-    """A grammar that allows everything, and cannot be followed behind its third token."""
+    """A grammar that allows everything, and cannot be followed behind its third token, or behind `most` of them."""
 
     is_complete, is_exhausted, forced_ids = False, False, ()
 
-    def __init__(self, num_taken: int = 0) -> None:
-        self._num_taken = num_taken
+    def __init__(self, num_taken: int = 0, most: int = 3) -> None:
+        self._num_taken, self._most = num_taken, most
 
     def start(self, stop_ids: object) -> _Broken:
         return self
 
     @property
     def allowed(self) -> np.ndarray:
-        if self._num_taken == 3:
+        if self._num_taken == self._most:
             raise ConstraintError("the grammar", "is too complex here")
         return np.full(-(-VOCAB_SIZE // 32), 2**32 - 1, np.uint32)
 
     def after(self, token_id: int) -> _Broken:
-        return _Broken(self._num_taken + 1)
+        return _Broken(self._num_taken + 1, self._most)
 
     committed = after
 
@@ -265,6 +265,15 @@ def test_a_grammar_that_fails_ends_its_request_alone(method: str, caplog: pytest
     assert len(outputs[broken, 0].token_ids) == 3
     assert outputs[sound, 0].digest == alone().digest
     assert "drafter grammar failed" not in caplog.text  # it is not the drafter's failure
+
+
+def test_a_grammar_that_fails_before_the_first_token_is_refused() -> None:
+    """Nobody else's pass is built with it."""
+    made = engine({"none": NoDrafter()})
+    sound = made.add(request())
+    with pytest.raises(ConstraintError, match=r"^schema: cannot be followed: is too complex here"):
+        made.add(replace(request(), grammar=_Broken(most=0)))
+    assert collect(made)[sound, 0].digest == alone().digest
 
 
 @pytest.mark.parametrize("follows", [True, False])

@@ -41,6 +41,15 @@ def test_the_share_of_weights_left() -> None:
     assert report.weights_left(ARCHITECTURE, everything) == pytest.approx((2 * vocab_size * hidden + hidden) / total)
 
 
+def test_the_best_length_of_drafts_is_found_among_as_many_as_anybody_allows() -> None:
+    profile = cheap_verification()
+    found = profile.best(SMALL, 0.5, max_draft=2**30)
+    assert found == profile.best(SMALL, 0.5, max_draft=40)
+    by_hand = [profile.speedup(SMALL, 0.5, n) for n in range(1, 41)]
+    assert found.speedup == pytest.approx(max(by_hand))
+    assert found.draft_len == 1 + by_hand.index(max(by_hand))
+
+
 def test_an_entry_says_what_follows_from_its_profile() -> None:
     profile = cheap_verification()
     found = report.EntryReport.of(menu().entries[1], profile, ARCHITECTURE)

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -43,6 +44,16 @@ class Summary:
     differing: tuple[int, ...] = ()
 
 
+def _check_receipts(path: Path, others: Sequence[Path]) -> None:
+    """Raise InputError, before anything is answered, for a file that receipts cannot go to."""
+    if any(path.resolve() == other.resolve() for other in others):
+        raise InputError(f"--receipts {path}: it is another file of this batch")
+    if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
+        raise InputError(f"--receipts {path}: is not a file that can be written")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise InputError(f"--receipts {path}: its folder is not there, or cannot be written to")
+
+
 class Batch:
     """Lines of a file, where their results go, and the journal between them. Locked as long as it is open."""
 
@@ -57,6 +68,8 @@ class Batch:
         if target.suffix == PARQUET:
             import_parquet()
         place = target.with_name(target.name + JOURNAL_SUFFIX)
+        if receipts is not None:
+            _check_receipts(receipts, (source, target, place))
         if target.is_dir() or (target.exists() and not place.exists() and not restart):
             raise InputError(f"{target}: it exists already; give another name, or --restart to replace it")
         with ExitStack() as opened:
@@ -80,6 +93,10 @@ class Batch:
             return None
         if not self._target.exists() or _digest(self._target) != header["done"]:
             raise InputError(f"{self._target}: it is not what this batch has written; --restart makes it anew")
+        if self._receipts is not None and not self._receipts.exists():
+            raise InputError(
+                f"--receipts {self._receipts}: it is not there, and this batch is complete; --restart makes both anew"
+            )
         found = {name: header[name] for name in Summary.__dataclass_fields__}
         return Summary(**{**found, "differing": tuple(header["differing"])})
 
@@ -106,27 +123,33 @@ class Batch:
     def publish(self, differing: Sequence[int] = ()) -> Summary:
         """Make the output out of the journal."""
         self.lines.check_unchanged()
-        try:
-            if self._receipts is not None:
-                with atomic(self._receipts) as file:
-                    for record in self._records():
-                        file.writelines(f"{receipt}\n".encode() for receipt in record["receipts"])
-            with atomic(self._target) as file:
-                if self._target.suffix == PARQUET:
-                    write_parquet(file, (record["result"] for record in self._records()))
-                else:
-                    file.writelines(f"{record['result']}\n".encode() for record in self._records())
-        except OSError as error:
-            raise StoppedError(
-                f"{self._target}: {error.strerror or error}; all lines are finished and kept in {self.journal.path}, "
-                "and the same command goes on from there"
-            ) from error
+        if self._receipts is not None:
+            with self._written(self._receipts) as file:
+                for record in self._records():
+                    file.writelines(f"{receipt}\n".encode() for receipt in record["receipts"])
+        with self._written(self._target) as file:
+            if self._target.suffix == PARQUET:
+                write_parquet(file, (record["result"] for record in self._records()))
+            else:
+                file.writelines(f"{record['result']}\n".encode() for record in self._records())
         errors = {i: self.journal.record(i)["error"] for i in range(len(self.lines))}
         failed = [i for i, error in errors.items() if error is not None]
         first = f"line {failed[0] + 1}: {errors[failed[0]]}" if failed else ""
         summary = Summary(_digest(self._target), len(self.lines), len(failed), first, tuple(differing))
         self.journal.replace(asdict(summary))
         return summary
+
+    @contextmanager
+    def _written(self, path: Path) -> Iterator[Any]:
+        """A file that takes its place whole. What cannot be written is named, and nothing is lost."""
+        try:
+            with atomic(path) as file:
+                yield file
+        except OSError as error:
+            raise StoppedError(
+                f"{path}: {error.strerror or error}; all lines are finished and kept in {self.journal.path}, "
+                "and the same command goes on from there"
+            ) from error
 
     def _records(self) -> Iterator[dict[str, Any]]:
         finished = self.journal.finished

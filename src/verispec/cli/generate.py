@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import deque
 from collections.abc import Sequence
@@ -113,6 +114,9 @@ def _check(asked: Asked, sampling: Sampling) -> None:
         raise InputError("--receipt needs an answer that can be had again, which --no-deterministic gives up")
     if asked.receipt in ("", "-"):
         raise InputError("--receipt takes the name of a file; stdout is the answer's")
+    given = [asked.prompts, asked.prediction, asked.schema, asked.grammar]
+    if asked.receipt is not None and os.path.realpath(asked.receipt) in (os.path.realpath(f) for f in given if f):
+        raise InputError(f"--receipt {asked.receipt}: is a file that this command reads")
     whole = "--prompts" if asked.prompts is not None else "--json" if asked.json else "-n" if sampling.n > 1 else None
     for flag, is_given in (("--color", asked.color is not None), ("--show-tree", asked.show_tree)):
         if is_given and whole is not None:

@@ -140,5 +140,14 @@ class Position:
         found = self.after(token_id)
         self._next.clear()
         if found is None:
-            raise ConstraintError("the grammar", f"does not allow token {token_id} here")
+            raise ConstraintError("the grammar", self._refusal(token_id))
         return found
+
+    def _refusal(self, token_id: int) -> str:
+        """Why a token that was drawn cannot be followed."""
+        if self.allowed[token_id // 32] >> token_id % 32 & 1:  # by its mask it can
+            matcher = self._matcher.deep_copy()
+            matcher.consume_token(token_id)
+            if why := reason(matcher):
+                return f"cannot be followed: {said(why)}"
+        return f"does not allow token {token_id} here"

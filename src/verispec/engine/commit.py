@@ -9,6 +9,7 @@ from collections.abc import Sequence as SequenceOf
 
 from verispec.engine.roster import Roster
 from verispec.engine.sequence import NO_DRAW, DraftNews, Sequence
+from verispec.errors import VerispecError
 from verispec.sampling.draw import NO_TOKEN
 from verispec.spec.turn import Choice, Cohort, Pending, Step, Turn
 from verispec.types import Draft, DraftTrace, FinishReason, Stored, TokenEvent, Verdict
@@ -109,7 +110,8 @@ class Committer:
     def _fail(self, sequence: Sequence, error: BaseException) -> None:
         """One request's text or stop rules may fail: that request alone ends. Interrupted, it cannot be trusted."""
         if isinstance(error, Exception):
-            logger.error("request %d failed", sequence.request_id, exc_info=error)
+            is_known = isinstance(error, VerispecError)  # then its sentence says all
+            logger.error("request %d failed: %s", sequence.request_id, error, exc_info=None if is_known else error)
             sequence.fail(f"{type(error).__name__}: {error}")
             return
         sequence.fail("interrupted while its tokens were committed")

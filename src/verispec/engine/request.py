@@ -11,7 +11,7 @@ from typing import Any
 from verispec.arguments import kind_of
 from verispec.backends.protocol import BackendLimits
 from verispec.config import EngineConfig
-from verispec.errors import DeterminismError, InputError
+from verispec.errors import ConstraintError, DeterminismError, InputError
 from verispec.sampling.constraint import Grammar
 from verispec.spec.drafter import DrafterSkills
 from verispec.spec.speculation import AUTO, Speculation
@@ -130,6 +130,10 @@ class RequestChecks:
             raise InputError(f"{wanted.kind} was not compiled: requests are made by `LLM.request`")
         if self.limits.num_masks <= self.config.max_running:
             raise InputError(f"{wanted.kind} needs a mask for each sequence that runs, and this backend has too few")
+        try:
+            _ = request.grammar.start(request.stopping_ids).allowed  # later ones are made where they fail alone
+        except ConstraintError as error:
+            raise ConstraintError(wanted.kind, f"cannot be followed: {error.reason}") from error
 
     def _check_committed(self, request: Request) -> None:
         """Refuse output so far that this request cannot have had."""

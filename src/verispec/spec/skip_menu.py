@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from verispec.backends.protocol import View
 
 FORMAT = 3  # raised when the search or the file changes meaning
 MAX_DRAFT = 12  # the longest draft, as published
+_MOST_TRIED = 256  # lengths of drafts; longer ones promise no more tokens and cost more
 WORTH_IT = 1.05  # a smaller predicted speed-up is not worth drafting
 TYPICAL_CONTEXT = 256
 GREEDY, BAYES = "greedy", "bayes"  # what finds skip sets
@@ -85,10 +87,12 @@ class SkipProfile:
     def best(self, view: View, acceptance: float, max_draft: int = MAX_DRAFT, num_sequences: int = 1) -> Prediction:
         """The draft length of at least 1 that promises most; the shortest on a tie."""
         c, _ = self.ratios(view, 1, num_sequences)  # once: a menu has many views
-        found = []
-        for n in range(1, max(1, max_draft) + 1):
-            speedup = expected_tokens(acceptance, n) / (n * c + self._verification(n, num_sequences))
-            found.append(Prediction(speedup, n))
+        lengths = range(1, min(max(1, max_draft), _MOST_TRIED) + 1)
+        expected = accumulate((acceptance**n for n in lengths), initial=1.0)
+        found = [
+            Prediction(tokens / (n * c + self._verification(n, num_sequences)), n)
+            for n, tokens in zip(lengths, islice(expected, 1, None), strict=True)
+        ]
         return max(found, key=lambda p: (p.speedup, -p.draft_len))
 
 
