@@ -168,6 +168,26 @@ def test_a_loop_is_called_at_most_once_per_step() -> None:
     assert num_calls < num_passes < num_events
 
 
+def test_whose_loop_is_closed_is_forgotten_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    """A program that ends in the middle says why itself. The control: any other failure of a sink is told."""
+    backend = GatedBackend()
+    thread, heard, loop = make(backend, max_burst=1), Heard(), asyncio.new_event_loop()
+    loop.close()
+
+    def broken(events: list[TokenEvent]) -> None:
+        raise RuntimeError("no")
+
+    for sink, is_told in ((on_loop(loop, heard), False), (broken, True)):
+        caplog.clear()
+        with backend.shut():
+            thread.submit(request(0, 40), sink)
+            thread.submit(request(1), heard)
+        heard.outputs()
+        wait_until(lambda: not thread.status().num_running)
+        assert ("a sink failed" in caplog.text) is is_told
+    thread.stop()
+
+
 def test_abort_ends_requests_wherever_they_are_and_tells_of_it() -> None:
     """One that runs, one in the engine's queue, one that has no room there; the others go on."""
     backend = GatedBackend()

@@ -44,6 +44,10 @@ def on_loop(loop: AbstractEventLoop, deliver: Sink) -> Sink:
     return _LoopSink(loop, deliver)
 
 
+class _GoneError(Exception):
+    """Whoever listened has ended; nothing is wrong with that."""
+
+
 class _LoopSink:
     def __init__(self, loop: AbstractEventLoop, deliver: Sink) -> None:
         self._loop = loop
@@ -54,12 +58,18 @@ class _LoopSink:
     def __call__(self, events: list[TokenEvent]) -> None:
         """On the engine's thread."""
         self._events.extend(events)
-        if not self._is_called:
-            self._is_called = True
+        if self._is_called:
+            return
+        self._is_called = True
+        try:
             if len(events) > _FEW:
                 self._loop.call_soon_threadsafe(self._loop.call_later, _PAUSE, self._flush)
             else:
                 self._loop.call_soon_threadsafe(self._flush)
+        except RuntimeError:
+            if self._loop.is_closed():
+                raise _GoneError from None
+            raise
 
     def _flush(self) -> None:
         """On the loop's thread."""
@@ -292,7 +302,8 @@ class EngineThread:
         try:
             sink(events)
         except BaseException as error:
-            logger.error("a sink failed; its requests are dropped", exc_info=error)
+            if not isinstance(error, _GoneError):
+                logger.error("a sink failed; its requests are dropped", exc_info=error)
             self._abort(lambda job: job.sink == sink, tells=False)
 
     def _end(self, job: _Job, reason: FinishReason, error: str | None = None) -> None:
