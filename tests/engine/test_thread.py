@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -166,6 +167,27 @@ def test_a_loop_is_called_at_most_once_per_step() -> None:
 
     num_calls, num_passes, num_events = asyncio.run(main())
     assert num_calls < num_passes < num_events
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes cannot be forked here")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_process_is_told_that_the_engine_stayed_behind() -> None:
+    thread, heard = make(), Heard()
+    process_id = os.fork()
+    if not process_id:
+        refused = 0
+        thread.stop()  # which is the other's to do
+        for ask in (lambda: thread.submit(request(0), heard), lambda: thread.alone().__enter__()):
+            try:
+                ask()
+            except InputError as error:
+                refused += "another process's" in str(error)
+        os._exit(refused)
+    _, status = os.waitpid(process_id, 0)
+    assert os.waitstatus_to_exitcode(status) == 2
+    thread.submit(request(0), heard)
+    heard.outputs()
+    thread.stop()
 
 
 def test_whose_loop_is_closed_is_forgotten_without_a_word(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,6 +9,7 @@ one, so no step is ever cut in two; a caller that was interrupted is noticed by 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 import weakref
@@ -122,6 +123,7 @@ class EngineThread:
         self._drains: Callable[[Request], bool] | None = None  # since `stop`
         self._failure: VerispecError | None = None
         self._step_start: float | None = None
+        self._process_id = os.getpid()
         self._last_step_seconds = 0.0
         self._thread = threading.Thread(target=self._run, name="verispec-engine", daemon=True)
         self._thread.start()
@@ -145,9 +147,12 @@ class EngineThread:
     def stop(self, *, drains: Callable[[Request], bool] = lambda request: True) -> None:
         """Refuse requests from now on, let those that are there come to their end, and end the thread.
 
-        Requests that `drains` is False for are aborted. May be called again, with less patience.
+        Requests that `drains` is False for are aborted. May be called again, with less patience. In a fork of the
+        process there is nothing to stop.
         """
-        self._check_not_alone_here()
+        if self._process_id != os.getpid():
+            return
+        self._check_here()
         with self._gate:
             self._drains = drains
             self._arrived.put([])  # wakes it up
@@ -157,7 +162,7 @@ class EngineThread:
     @contextmanager
     def alone(self) -> Iterator[Engine]:
         """The engine, to have alone inside the block. Waits for the requests in it; others wait for the block's end."""
-        self._check_not_alone_here()
+        self._check_here()
         with self._line, self._turn:
             self.check_open()
             try:
@@ -192,7 +197,9 @@ class EngineThread:
         """Requests that the engine has not seen yet."""
         return self._arrived.qsize() + len(self._waiting)
 
-    def _check_not_alone_here(self) -> None:
+    def _check_here(self) -> None:
+        if self._process_id != os.getpid():  # threads stay behind in a fork, and locks as they were
+            raise InputError("this LLM is another process's: make one in each, and start processes by 'spawn'")
         if self._alone_id == threading.get_ident():
             raise InputError("a separate engine of this LLM is in use here; leave its block first")
 
@@ -205,7 +212,7 @@ class EngineThread:
         is_bounded: bool = False,
     ) -> range:
         """Queue requests that are valid; unless it is bounded, as many as there are."""
-        self._check_not_alone_here()
+        self._check_here()
         with self._gate:
             self.check_open()
             if is_bounded and not self.engine.has_room(requests[0].params, num_before=self._num_outside):
