@@ -328,7 +328,8 @@ def test_control_kv_of_another_path_is_other_kv(native: World, monkeypatch: pyte
 def test_a_draft_model_that_is_the_target_is_always_right(tree: str, temperature: float) -> None:
     """In canonical passes it draws the target's own bits: every draft is accepted down to its deepest level.
 
-    Not so for beams at temperature 0, which keep the most likely sequences: the greedy one need not be among them.
+    Beams keep what is likely of a model that is like the target, so they may lose the path of first choices: seldom
+    with noise, and at temperature 0, where they keep the most likely sequences, more often.
     """
     world = same_world()
     fit = {n: min(m for m in world.family if m >= n) for n in range(1, 65)}
@@ -340,19 +341,20 @@ def test_a_draft_model_that_is_the_target_is_always_right(tree: str, temperature
     speculation = Speculation("model", shape)
     requests = [Request([i, 7, 3 * i], replace(params, seed=i), speculation, is_traced=True) for i in range(3)]
     ids = [engine.add(r) for r in requests]
-    outputs, rounds = {}, 0
+    outputs, rounds, lost = {}, 0, 0
     while engine.has_work:
         for event in engine.step():
             if event.trace is not None and event.output is None:
-                assert len(event.trace.verdict.path) == event.trace.draft.depth
+                lost += len(event.trace.verdict.path) < event.trace.draft.depth
                 rounds += event.trace.draft.depth == shape.depth
             outputs[event.request_id] = event.output
     for request, i in zip(requests, ids, strict=True):
         found = outputs[i]
         assert found is not None
         assert bits([found]) == bits(world.alone(request))
-        assert found.stats.passes <= 3 + -(-39 // (1 + shape.depth)) + shape.num_nodes // (1 + shape.depth)
+        assert found.stats.passes <= 3 + lost + -(-39 // (1 + shape.depth)) + shape.num_nodes // (1 + shape.depth)
     assert rounds > 5
+    assert lost <= (rounds // 5 if shape.kind == "beam" else 0)
 
 
 @cache

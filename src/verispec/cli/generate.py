@@ -74,7 +74,9 @@ def generate(asked: Asked, sampling: Sampling, drafting: Drafting, loading: Load
 
     lines = read_lines(file) if file is not None else []
     text = _read_prompt(asked) if file is None else ""
-    predicted = "" if asked.prediction is None else terminal.read_text(asked.prediction, name="--prediction")
+    predicted = ""
+    if asked.prediction is not None:
+        predicted = terminal.read_text(asked.prediction, name=f"--prediction {asked.prediction}")
     if file is None:
         sampling.note_no_effect(quiet=quiet)
     with open_receipts(asked.receipt, private=asked.receipt_private, quiet=quiet) as receipts:
