@@ -77,6 +77,7 @@ MOST_ROWS = 64  # of the passes that are timed
 MOST_AT_ONCE = 8  # of the part tasks
 GROUPS = 4  # of the part auto, at most, where requests run together
 BLOCK_TOKENS = 48  # of the answers that block efficiency is measured with
+MOST_TOGETHER = 16  # of them
 Cell = dict[str, Any]
 
 
@@ -324,6 +325,7 @@ def trees_part(bench: Bench) -> None:
         for column, (chain, branch, beam) in columns.items()
     }  # fmt: skip
     prompts = bench.prompts.mixed(options.tree_prompts)
+    check_room(prompts, bench.llm.backend.limits.num_slots, max(map(most_nodes, arms.values())))
     alone = [[p] for p in prompts[:: max(1, len(prompts) // options.count)][: options.count]]
     costs = measured_costs(bench, drafts, [arm for listed in arms.values() for arm in listed], (1,))
     stage = Stage(bench.llm, max_running=16)
@@ -354,8 +356,19 @@ def chain_of(branch: str, beam: str) -> str:
 
 def most_together(arms: Sequence[Arm], row_budget: int) -> int:
     """How many sequences have room for whole trees in a pass, up to 16: others would draft less than was asked."""
-    most_rows = 1 + max(TreeShape.parse(arm.tree).num_nodes for arm in arms if arm.tree is not None)
-    return max(1, min(16, row_budget // most_rows))
+    return max(1, min(MOST_TOGETHER, row_budget // (1 + most_nodes(arms))))
+
+
+def most_nodes(arms: Sequence[Arm]) -> int:
+    """Of the largest tree."""
+    return max((TreeShape.parse(arm.tree).num_nodes for arm in arms if arm.tree is not None), default=0)
+
+
+def check_room(prompts: Sequence[Sequence[int]], num_slots: int, num_nodes: int) -> None:
+    """Raise SystemExit where prompts would be read again: whoever comes first would have passes that others lack."""
+    needed = sum(map(len, prompts)) + MOST_TOGETHER * (BLOCK_TOKENS + 1 + num_nodes)
+    if needed > num_slots:
+        raise SystemExit(f"trees: there is no room for all prompts: --kv-slots {needed}, or fewer --tree-prompts")
 
 
 def runs_of_many(
