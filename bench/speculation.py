@@ -77,7 +77,7 @@ MOST_ROWS = 64  # of the passes that are timed
 MOST_AT_ONCE = 8  # of the part tasks
 GROUPS = 4  # of the part auto, at most, where requests run together
 BLOCK_TOKENS = 48  # of the answers that block efficiency is measured with
-MOST_TOGETHER = 16  # of them
+FIRST_TOKENS = 16  # enough for a draft model to have read the prompt
 Cell = dict[str, Any]
 
 
@@ -325,7 +325,6 @@ def trees_part(bench: Bench) -> None:
         for column, (chain, branch, beam) in columns.items()
     }  # fmt: skip
     prompts = bench.prompts.mixed(options.tree_prompts)
-    check_room(prompts, bench.llm.backend.limits.num_slots, max(map(most_nodes, arms.values())))
     alone = [[p] for p in prompts[:: max(1, len(prompts) // options.count)][: options.count]]
     costs = measured_costs(bench, drafts, [arm for listed in arms.values() for arm in listed], (1,))
     stage = Stage(bench.llm, max_running=16)
@@ -356,19 +355,8 @@ def chain_of(branch: str, beam: str) -> str:
 
 def most_together(arms: Sequence[Arm], row_budget: int) -> int:
     """How many sequences have room for whole trees in a pass, up to 16: others would draft less than was asked."""
-    return max(1, min(MOST_TOGETHER, row_budget // (1 + most_nodes(arms))))
-
-
-def most_nodes(arms: Sequence[Arm]) -> int:
-    """Of the largest tree."""
-    return max((TreeShape.parse(arm.tree).num_nodes for arm in arms if arm.tree is not None), default=0)
-
-
-def check_room(prompts: Sequence[Sequence[int]], num_slots: int, num_nodes: int) -> None:
-    """Raise SystemExit where prompts would be read again: whoever comes first would have passes that others lack."""
-    needed = sum(map(len, prompts)) + MOST_TOGETHER * (BLOCK_TOKENS + 1 + num_nodes)
-    if needed > num_slots:
-        raise SystemExit(f"trees: there is no room for all prompts: --kv-slots {needed}, or fewer --tree-prompts")
+    most_rows = 1 + max(TreeShape.parse(arm.tree).num_nodes for arm in arms if arm.tree is not None)
+    return max(1, min(16, row_budget // most_rows))
 
 
 def runs_of_many(
@@ -379,6 +367,8 @@ def runs_of_many(
     batches = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
     stage.warm(prompts, arms[:2])
     exact = [stage.run(together, params, NONE).digests for together in batches]
+    for together in batches:  # the first to draft from prompts has passes without drafts, which others lack
+        stage.run(together, replace(params, max_tokens=FIRST_TOKENS), arms[1])
     found = {}
     for arm in arms[1:]:
         found[arm.name] = [stage.run(together, params, arm) for together in batches]

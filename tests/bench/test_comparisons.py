@@ -266,12 +266,3 @@ def test_no_prompt_is_taken_twice_before_all_are_used(count: int, num_different:
     found = prompts.of("task", count)
     assert len(found) == count
     assert len({tuple(ids) for ids in found[: min(count, 10)]}) == num_different
-
-
-def test_trees_are_measured_only_where_all_prompts_stay() -> None:
-    """Otherwise the first arm reads them again, and its passes count."""
-    prompts = [[1] * 100] * 10
-    needed = 10 * 100 + 16 * (48 + 1 + 30)
-    speculation.check_room(prompts, needed, 30)
-    with pytest.raises(SystemExit, match=f"--kv-slots {needed}"):
-        speculation.check_room(prompts, needed - 1, 30)
