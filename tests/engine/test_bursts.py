@@ -342,6 +342,14 @@ def test_a_burst_ends_with_answers_whose_places_others_wait_for(
     assert policy(cost).num_rounds(load, host_seconds) == expected
 
 
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_passes_longer_than_anybody_may_wait_are_single_rounds(is_streamed: bool) -> None:
+    """Also where others wait for places."""
+    cost = CostTable((1, 64), (9.0, 9.0), (0.0, 0.0), learns=True)
+    load = RoundLoad(3, 0, context_len=10, room=40, num_free=90, is_streamed=is_streamed, rooms=(6,))
+    assert policy(cost).num_rounds(load, 0.0) == 1
+
+
 @pytest.mark.parametrize("host_seconds", [0.0, 1.0])
 def test_one_suffix_sequence_among_31_plain_ones_waits_at_most_twice_as_long(host_seconds: float) -> None:
     """Its rounds are counted against those of the others: with single rounds for all they would be as many."""

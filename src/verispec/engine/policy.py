@@ -342,10 +342,11 @@ class Policy:
         if self._cost.trip and load.num_going <= _FEW:  # the next burst is sent meanwhile
             enough = max(_SHORT_BURST, _HOST_TIMES * host_seconds)
             count = min(count, math.ceil(enough / max(1e-6, seconds)))
+        count = max(1, count)
         if load.rooms:
             added = _SHOWN * (host_seconds + self._cost.trip)
             count = _best_filled(load.rooms, count, added / max(1e-6, seconds))
-        return max(1, count)
+        return count
 
     def drafts_can_pay(self, num_running: int, *, is_canonical: bool) -> bool:
         """Whether the best drafts of so many sequences could pay: else looking for them is worth nothing."""
