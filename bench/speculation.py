@@ -367,7 +367,7 @@ def runs_of_many(
     batches = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
     stage.warm(prompts, arms[:2])
     exact = [stage.run(together, params, NONE).digests for together in batches]
-    for together in batches:  # the first to draft from prompts has passes without drafts, which others lack
+    for together in batches:  # whoever is the first to draft from a prompt has more passes than others
         stage.run(together, replace(params, max_tokens=FIRST_TOKENS), arms[1])
     found = {}
     for arm in arms[1:]:
