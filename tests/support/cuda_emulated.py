@@ -1,7 +1,7 @@
 """CUDA C++ on a CPU: the sources of the kernels, compiled by the host's C++ compiler and run thread by thread.
 
 Threads of a block run one after the other from barrier to barrier, forwards or backwards, warps beside each other or
-each alone: what a kernel gives must not depend on that.
+each alone: what a kernel gives must not depend on that. Blocks run one after the other, or take turns.
 """
 
 from __future__ import annotations
@@ -40,6 +40,11 @@ GPU_ONLY = {
     "void wait_for_previous()": "emulated::previous_ended();",
     "void mma(float* d, const unsigned* a, const unsigned* b)": "emulated::mma(d, a, b);",
 }
+# What blocks of a cluster do together.
+OF_CLUSTERS = {
+    "void meet_cluster()": "emulated::meet_cluster();",
+    "void put_there(float* at, int rank, float value)": "emulated::put_there(at, rank, value);",
+}
 
 
 class StuckError(RuntimeError):
@@ -69,7 +74,7 @@ def _text(name: str, seen: set[str]) -> str:
 
 @cache
 def _library(
-    source: str, defines: tuple[str, ...], threads: int | None, changes: tuple[tuple[str, str], ...]
+    source: str, defines: tuple[str, ...], threads: int | None, changes: tuple[tuple[str, str], ...], together: bool
 ) -> ctypes.CDLL:
     text = "".join(f"#define {name.replace('=', ' ') if '=' in name else f'{name} 1'}\n" for name in defines)
     text += _text(source, set())
@@ -80,6 +85,8 @@ def _library(
         text = text.replace(old, new)
     text = f'#include "{_HEADER}"\n{text}' + "".join(_WRAPPER.format(name=n, args=a) for n, a in _KERNEL.findall(text))
     command = "g++ -std=c++17 -O1 -ffp-contract=off -fno-strict-aliasing -fPIC -shared -w -Wno-psabi".split()
+    command += ["-fno-gnu-unique"]  # each library has its own threads and memory
+    command += ["-DTOGETHER", "-pthread"] if together else []
     command += [*os.environ.get("VERISPEC_TEST_EMULATED", "").split(), "-o"]  # of `make cuda-asan`
     with tempfile.TemporaryDirectory() as name:
         made, written = Path(name, "kernel.so"), Path(name, "kernel.cpp")
@@ -91,11 +98,12 @@ def _library(
 def launch(
     source: str, name: str, args: ctypes.Structure, *, grid: tuple[int, int, int], threads: int,
     fewer: int | None = None, defines: tuple[str, ...] = (), backwards: bool = False,
-    apart: bool = False, changes: tuple[tuple[str, str], ...] = (),
+    apart: bool = False, together: bool = False, changes: tuple[tuple[str, str], ...] = (),
 ) -> None:  # fmt: skip
-    """One kernel, block by block; with `fewer` threads where given. `changes` are made to the source's text first.
-    Raises StuckError where threads wait for each other."""
-    library, sizes = _library(source, defines, fewer, changes), (ctypes.c_int * 3)(*grid)
+    """One kernel, block by block; with `fewer` threads where given. `together`: all blocks take turns, each until it
+    cannot go on; those beside each other in x are a cluster, and may meet. `backwards` is then also the order of
+    blocks. `changes` are made to the source's text first. Raises StuckError where threads wait for each other."""
+    library, sizes = _library(source, defines, fewer, changes, together), (ctypes.c_int * 3)(*grid)
     run = getattr(library, f"run_{name}")
     run.restype = ctypes.c_bool
     if not run(ctypes.byref(args), sizes, fewer or threads, int(backwards), int(apart)):

@@ -1,5 +1,6 @@
 // CUDA's words for a C++ compiler: one block at a time, its threads as fibers that take turns at barriers and shuffles. The
-// order of turns can be reversed, which shows what depends on it. Includes are resolved by cuda_emulated.py.
+// order of turns can be reversed, which shows what depends on it. With TOGETHER defined all blocks of a grid are there at
+// once, and also take turns. Includes are resolved by cuda_emulated.py.
 #pragma once
 #include <setjmp.h>
 #include <ucontext.h>
@@ -9,8 +10,21 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <memory>
 #include <tuple>
 #include <vector>
+#ifdef TOGETHER
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+#endif
+
+// What every block has of its own. One after the other they can have the same; together, each has a thread of the host.
+#ifdef TOGETHER
+#define OF_BLOCK thread_local
+#else
+#define OF_BLOCK
+#endif
 
 #define __device__
 #define __host__
@@ -19,7 +33,7 @@
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __align__(n) alignas(n)
-#define __shared__ static
+#define __shared__ static OF_BLOCK
 
 using std::max;
 using std::min;
@@ -92,23 +106,26 @@ inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) { return {__float2
 
 namespace emulated {
 enum State { kRuns, kAtWarp, kAtBlock, kWaits, kDone };
+constexpr int kStackBytes = 1 << 16;
 struct Fiber {
   ucontext_t context;
   jmp_buf at;
   bool started = false;
   State state = kRuns;
   std::function<bool()> may_go;  // of one that waits for something else than its warp or block
-  std::vector<char> stack = std::vector<char>(1 << 16);
+  std::unique_ptr<char[]> stack{new char[kStackBytes]};  // pages that nobody touches cost nothing
 };
-inline std::vector<Fiber> fibers;
+inline OF_BLOCK std::vector<Fiber> fibers;
 inline ucontext_t main_context;
-inline jmp_buf main_at;
+inline OF_BLOCK jmp_buf main_at;
 inline std::function<void()> body;
-inline int current = 0;
-inline uint64_t exchanged[1024];
+inline OF_BLOCK int current = 0;
+inline OF_BLOCK uint64_t exchanged[1024];
 
+inline void leave_cluster();
 inline void entry() {
   body();
+  leave_cluster();
   fibers[current].state = kDone;
   _longjmp(main_at, 1);
 }
@@ -124,28 +141,36 @@ inline void resume(int i) {
   if (f.started) _longjmp(f.at, 1);
   f.started = true;
   getcontext(&f.context);
-  f.context.uc_stack.ss_sp = f.stack.data(), f.context.uc_stack.ss_size = f.stack.size(), f.context.uc_link = nullptr;
+  f.context.uc_stack.ss_sp = f.stack.get(), f.context.uc_stack.ss_size = kStackBytes, f.context.uc_link = nullptr;
   makecontext(&f.context, entry, 0);
   setcontext(&f.context);
 }
 }  // namespace emulated
 
-inline Index threadIdx, blockIdx, blockDim, gridDim;
+inline Index threadIdx, blockDim, gridDim;
+inline OF_BLOCK Index blockIdx;
 
 namespace emulated {
 inline void start_block();
-// `apart`: a warp goes on alone until all of it waits for the others, which shows where a barrier of the block is missing.
+inline void start_clusters();
+inline void leave_memory();
 inline bool end_late_copies();
 inline bool is_stuck;  // some wait where others do not: undefined on a GPU, or for ever
-inline void run_block(int threads, bool backwards, bool apart) {
+inline void begin_block(Index index, int threads) {
+  blockIdx = index;
   if (static_cast<int>(fibers.size()) < threads) fibers.resize(threads);
   for (int i = 0; i < threads; ++i) fibers[i].started = false, fibers[i].state = kRuns;
   start_block();
-  const auto all = [&](int first, int end, State state) {
-    for (int i = first; i < end; ++i)
-      if (fibers[i].state != state && fibers[i].state != kDone) return false;
-    return true;
-  };
+}
+inline bool all(int first, int end, State state) {
+  for (int i = first; i < end; ++i)
+    if (fibers[i].state != state && fibers[i].state != kDone) return false;
+  return true;
+}
+inline bool has_ended(int threads) { return all(0, threads, kDone); }
+// Every thread of the block goes on once, if it can; whether any could. `apart`: a warp goes on alone until all of it waits
+// for the others, which shows where a barrier of the block is missing.
+inline bool go_on(int threads, bool backwards, bool apart) {
   const auto turn = [&](int first, int end) {
     for (int warp = first; warp < end; warp += 32)
       if (all(warp, min(end, warp + 32), kAtWarp))
@@ -160,33 +185,87 @@ inline void run_block(int threads, bool backwards, bool apart) {
     }
     return moved;
   };
-  while (!all(0, threads, kDone)) {
-    if (all(0, threads, kAtBlock))
-      for (int i = 0; i < threads; ++i)
-        if (fibers[i].state == kAtBlock) fibers[i].state = kRuns;
+  if (all(0, threads, kAtBlock))
     for (int i = 0; i < threads; ++i)
-      if (fibers[i].state == kWaits && fibers[i].may_go()) fibers[i].state = kRuns;
-    bool moved = false;
-    const int at_once = apart ? 32 : threads;
-    for (int k = 0; k < threads; k += at_once) {
-      const int first = backwards ? max(0, threads - at_once - k) : k;
-      while (turn(first, min(threads, first + at_once))) {
-        moved = true;
-        if (!apart) break;
-      }
-    }
-    if (!moved && !end_late_copies()) {
-      is_stuck = true;
-      return;
+      if (fibers[i].state == kAtBlock) fibers[i].state = kRuns;
+  for (int i = 0; i < threads; ++i)
+    if (fibers[i].state == kWaits && fibers[i].may_go()) fibers[i].state = kRuns;
+  bool moved = false;
+  const int at_once = apart ? 32 : threads;
+  for (int k = 0; k < threads; k += at_once) {
+    const int first = backwards ? max(0, threads - at_once - k) : k;
+    while (turn(first, min(threads, first + at_once))) {
+      moved = true;
+      if (!apart) break;
     }
   }
+  return moved;
 }
+inline void run_block(Index index, int threads, bool backwards, bool apart) {
+  begin_block(index, threads);
+  while (!has_ended(threads) && !is_stuck) is_stuck = !go_on(threads, backwards, apart) && !end_late_copies();
+}
+#ifdef TOGETHER
+// Each block runs on a thread of its own, but only one at a time: until it cannot go on, then the next. Late copies end when
+// no block can go on without them.
+enum Task { kNothing, kGoOn, kEndCopies, kLeave };
+struct Block {
+  Index index;
+  Task task = kNothing;
+  bool moved = false, ended = false;
+  std::condition_variable asked;
+  std::thread thread;
+};
+inline void run_blocks(std::vector<Block>& blocks, int threads, bool backwards, bool apart) {
+  std::mutex turn;  // held by whoever runs
+  std::condition_variable answered;
+  const auto run = [&](Block& own) {
+    std::unique_lock<std::mutex> lock(turn);
+    for (bool begun = false; !own.ended;) {
+      own.asked.wait(lock, [&] { return own.task != kNothing; });
+      if (!begun) begin_block(own.index, threads), begun = true;
+      own.moved = own.task == kEndCopies && end_late_copies();
+      if (own.task == kGoOn)
+        while (!has_ended(threads) && go_on(threads, backwards, apart)) own.moved = true;
+      own.ended = has_ended(threads) || own.task == kLeave;
+      if (own.ended) leave_memory();  // which others can no more write into
+      own.task = kNothing;
+      answered.notify_one();
+    }
+  };
+  const auto ask_all = [&](Task task) {
+    bool moved = false;
+    for (Block& block : blocks) {
+      std::unique_lock<std::mutex> lock(turn);
+      if (block.ended) continue;
+      block.task = task;
+      block.asked.notify_one();
+      answered.wait(lock, [&] { return block.task == kNothing; });
+      moved |= block.moved;
+    }
+    return moved;
+  };
+  for (Block& block : blocks) block.thread = std::thread(run, std::ref(block));
+  while (ask_all(kGoOn) || ask_all(kEndCopies)) {}
+  for (const Block& block : blocks) is_stuck |= !block.ended;
+  ask_all(kLeave);
+  for (Block& block : blocks) block.thread.join();
+}
+#endif
 inline bool run_grid(const int* grid, int threads, bool backwards, bool apart, std::function<void()> kernel) {
   body = kernel, is_stuck = false;
   blockDim.x = threads, gridDim = {grid[0], grid[1], grid[2]};
+  start_clusters();
+#ifdef TOGETHER
+  std::vector<Block> blocks(grid[0] * grid[1] * grid[2]);
+  for (int i = 0, num = blocks.size(); i < num; ++i)
+    blocks[backwards ? num - 1 - i : i].index = {i % grid[0], i / grid[0] % grid[1], i / grid[0] / grid[1]};
+  run_blocks(blocks, threads, backwards, apart);
+#else
   for (int z = 0; z < grid[2]; ++z)
     for (int y = 0; y < grid[1]; ++y)
-      for (int x = 0; x < grid[0] && !is_stuck; ++x) blockIdx = {x, y, z}, run_block(threads, backwards, apart);
+      for (int x = 0; x < grid[0] && !is_stuck; ++x) run_block({x, y, z}, threads, backwards, apart);
+#endif
   return !is_stuck;
 }
 }  // namespace emulated
@@ -197,7 +276,7 @@ inline void __syncthreads() {
   threadIdx = own;
 }
 inline int __syncthreads_or(int v) {
-  static int any;
+  static OF_BLOCK int any;
   any |= v != 0;
   __syncthreads();
   const int found = any;
@@ -234,7 +313,7 @@ inline T __shfl_up_sync(unsigned, T v, int by) {
 
 namespace emulated {
 struct Named { int count = 0, turn = 0; };
-inline Named named[16];
+inline OF_BLOCK Named named[16];
 // A named barrier of so many threads: `arrive` goes on at once.
 inline void arrive(int barrier, int threads) {
   if (++named[barrier].count == threads) named[barrier].count = 0, ++named[barrier].turn;
@@ -250,6 +329,27 @@ inline void meet(int barrier, int threads) {
   const int turn = named[barrier].turn;
   arrive(barrier, threads);
   wait_until([=] { return named[barrier].turn != turn; });
+}
+inline OF_BLOCK unsigned char dynamic_memory[1 << 18];
+// Blocks beside each other in x are a cluster: barriers of all their threads that have not ended, and the shared memory of those
+// that have begun.
+struct Cluster { int count = 0, ended = 0, turn = 0; };
+inline std::vector<Cluster> clusters;
+inline std::vector<unsigned char*> memories;
+inline int cluster_at() { return blockIdx.z * gridDim.y + blockIdx.y; }
+inline void count_cluster(Cluster& c) {
+  if (c.count > 0 && c.count + c.ended == gridDim.x * blockDim.x) c.count = 0, ++c.turn;
+}
+inline void leave_cluster() { ++clusters[cluster_at()].ended, count_cluster(clusters[cluster_at()]); }
+inline void meet_cluster() {
+  const int own = cluster_at(), turn = clusters[own].turn;
+  ++clusters[own].count, count_cluster(clusters[own]);
+  wait_until([=] { return clusters[own].turn != turn; });
+}
+template <typename T>
+inline void put_there(T* at, int rank, T value) {
+  unsigned char* there = memories[cluster_at() * gridDim.x + rank];
+  if (there != nullptr) memcpy(there + (reinterpret_cast<unsigned char*>(at) - dynamic_memory), &value, sizeof value);
 }
 // A barrier in shared memory, which counts arrivals and bytes: every phase ends when all of them are there.
 struct Barrier { int8_t phase, count, left, unused; int32_t nbytes; };
@@ -306,7 +406,7 @@ inline void whole_mma(int* d, const unsigned* a, uint2 b, int c) {
 inline void e4m3_mma(float* d, const unsigned* a, uint2 b) { mma_of_bytes(d, a, b, 0.0f, e4m3_value); }
 
 // A number of words of each lane, where all lanes of the warp can read them until the next such exchange.
-inline unsigned words[1024][6];
+inline OF_BLOCK unsigned words[1024][6];
 inline const unsigned (*exchanged_words(const unsigned* own, int count))[6] {
   __syncwarp();  // those of the last one have been read
   memcpy(words[threadIdx.x], own, 4 * count);
@@ -343,10 +443,10 @@ inline void load_transposed(unsigned* to, const unsigned char* memory, unsigned 
 // Copies in the background: as early as they can be, or, `LATE`, not before they are waited for. What begins with this mark
 // is written by the kernel in front: whoever did not wait for its end does not find it.
 constexpr uint16_t kWrittenLate = 0x0d81;
-inline bool previous_has_ended[1024];
+inline OF_BLOCK bool previous_has_ended[1024];
 inline void previous_ended() { previous_has_ended[threadIdx.x] = true; }
 struct Copy { unsigned char* to; const void* from; bool wanted; };
-inline std::vector<std::vector<Copy>> groups[1024];  // of each thread; the last one is open
+inline OF_BLOCK std::vector<std::vector<Copy>> groups[1024];  // of each thread; the last one is open
 inline void end_copy(const Copy& c) {
   if (c.from == nullptr) memset(c.to, 0xff, 16);
   else if (c.wanted) memcpy(c.to, c.from, 16);
@@ -366,12 +466,11 @@ inline void wait_for_copies(int left) {
     own.erase(own.begin());
   }
 }
-inline unsigned char dynamic_memory[1 << 18];
 
 // Boxes of a matrix, by the copy engine: at once, or, `LATE`, not before nobody can go on without them. The map is of four words:
 // the matrix, its rows and columns, and the rows of a box, which has 64 columns. Swizzled by the places in memory.
 struct Box { unsigned char* to; const uint64_t* map; int column, row; void* barrier; bool early; int eight = -1; };
-inline std::vector<Box> boxes;
+inline OF_BLOCK std::vector<Box> boxes;
 inline void end_box(const Box& box) {
   const auto [matrix, rows, columns, box_rows] = std::tuple(box.map[0], box.map[1], box.map[2], box.map[3]);
   for (unsigned i = 0; i < box_rows * 8; ++i) {
@@ -405,7 +504,7 @@ inline bool end_late_copies() {
 
 // Steps of 64 rows whose operands lie in shared memory (wide.cuh): at once, or, `LATE`, not before they are waited for.
 struct Step { float (*d)[4]; uint64_t a, b; int adds, outputs, warp; };
-inline std::vector<std::vector<Step>> steps[1024];  // of each thread; the last group is open
+inline OF_BLOCK std::vector<std::vector<Step>> steps[1024];  // of each thread; the last group is open
 inline double operand_at(uint64_t operand, int row, int k) {
   const auto field = [&](int first) { return static_cast<unsigned>(operand >> first & 0x3fff) << 4; };
   const unsigned at = field(0) + row / 8 * field(32) + row % 8 * 128 + 2 * k;
@@ -446,5 +545,11 @@ inline void start_block() {
   for (Named& barrier : named) barrier = {};  // which a block that was stuck has left
   memset(previous_has_ended, 0, sizeof previous_has_ended);
   memset(dynamic_memory, 0xff, sizeof dynamic_memory);
+  memories[cluster_at() * gridDim.x + blockIdx.x] = dynamic_memory;
+}
+inline void leave_memory() { memories[cluster_at() * gridDim.x + blockIdx.x] = nullptr; }
+inline void start_clusters() {
+  clusters.assign(gridDim.y * gridDim.z, {});
+  memories.assign(gridDim.x * gridDim.y * gridDim.z, nullptr);
 }
 }  // namespace emulated

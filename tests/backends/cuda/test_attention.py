@@ -19,7 +19,7 @@ VALUES = "void load_values(unsigned* v, unsigned values, int first, int column, 
 TRANSPOSED = "emulated::load_transposed(v, emulated::dynamic_memory, values + v_offset(first + lane, column));"
 CHANGES = (
     *(cuda_emulated.dynamic_memory(align) for align in (128, 1024)),
-    *cuda_emulated.bodies(cuda_emulated.GPU_ONLY | {VALUES: TRANSPOSED}),
+    *cuda_emulated.bodies(cuda_emulated.GPU_ONLY | cuda_emulated.OF_CLUSTERS | {VALUES: TRANSPOSED}),
 )
 
 
@@ -61,6 +61,7 @@ class Rows:
     def attended(
         self, name: str, *, window: int = FAR, late: bool = False, backwards: bool = False, stages: int = 3,
         warps: int = 8, apart: bool = False, two_buffers: bool = False, span: int = SPAN,
+        cluster: bool = False, changes: tuple[tuple[str, str], ...] = (),
     ) -> torch.Tensor:  # fmt: skip
         """What one of the kernels gives. [rows, heads, head_dim] bf16"""
         out = torch.zeros_like(self.q)
@@ -70,14 +71,15 @@ class Rows:
             table_width=self.inputs["table"].shape[1], tail_width=self.inputs["tails"].shape[1], window=window,
             scale=1.4427 * self.head_dim**-0.5,
         )  # fmt: skip
-        defines = {"HEADS": self.heads, "KV_HEADS": self.kv_heads, "HEAD_DIM": self.head_dim, "CLUSTER": 0, "WHOLE": 0}
-        defines |= {"TWO_BUFFERS": int(two_buffers), "STAGES": stages, "SPAN": span}
+        defines = {"HEADS": self.heads, "KV_HEADS": self.kv_heads, "HEAD_DIM": self.head_dim, "WHOLE": 0}
+        defines |= {"CLUSTER": int(cluster), "TWO_BUFFERS": int(two_buffers), "STAGES": stages, "SPAN": span}
         defines |= {"LATE_COPIES": "true" if late else "false"}
         grid = (spans, self.kv_heads, rows) if name == "attention_rows" else (self.kv_heads, rows, 1)
         cuda_emulated.launch(
             "attention.cu", name, args, grid=grid, threads=256 if name == "attention_rows" else 32 * warps,
             defines=tuple(f"{k}={v}" for k, v in defines.items()), backwards=backwards, apart=apart,
-            changes=(*CHANGES, ("kWholeWarps = HEAD_DIM > 64 ? 8 : 4", f"kWholeWarps = {warps}")),
+            changes=(*CHANGES, ("kWholeWarps = HEAD_DIM > 64 ? 8 : 4", f"kWholeWarps = {warps}"), *changes),
+            together=cluster,
         )  # fmt: skip
         return out
 
@@ -120,6 +122,47 @@ def test_one_block_for_a_row_gives_the_bits_of_one_for_each_span(
     got = rows.attended("attention_whole", late=late, backwards=backwards, apart=apart)
     assert torch.equal(bits(got), bits(wanted))
     assert (wanted.double() - rows.nearly(FAR)).abs().max() < 0.03
+
+
+CLUSTERED = [
+    ("8b", 64, FAR), ("8b", 128, 90), ("smol", 256, FAR), ("smol", 256, 300), ("alone", 128, FAR), ("seven", 128, 400),
+    ("nine", 64, 130), ("odd", 64, FAR),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize(("name", "span", "window"), CLUSTERED)
+def test_blocks_that_merge_their_spans_together_have_the_bits_of_those_that_do_not(
+    name: str, span: int, window: int, backwards: bool
+) -> None:
+    rows = ROWS[name]
+    some = Rows(
+        rows.heads, rows.kv_heads, rows.head_dim, [n for n in rows.lens if n <= 8 * span], rows.tail, rows.behind
+    )
+    wanted = some.attended("attention_rows", window=window, span=span, two_buffers=True)
+    how = {"late": backwards, "backwards": backwards, "apart": backwards}
+    got = some.attended("attention_rows", window=window, span=span, two_buffers=True, cluster=True, **how)
+    assert torch.equal(bits(got), bits(wanted))
+
+
+OF_CLUSTERS = {
+    "who is not there yet": ("if (CLUSTER) meet_cluster();", ""),
+    "what is not there yet": ("  meet_cluster();\n  for (int turn", "  for (int turn"),
+    "outputs of others": ("block -= num_blocks) ++turn;", "block -= num_blocks) turn += 2;"),
+    "states of others": ("block = first_span + t; block < spans;", "block = first_span + t; block < spans - 1;"),
+    "outputs of few blocks": ("turns((kTurns + num_blocks - 1) / num_blocks)", "turns(1)"),
+}
+
+
+@pytest.mark.parametrize("fault", OF_CLUSTERS)
+def test_faults_in_clusters_are_noticed(fault: str) -> None:
+    rows = Rows(18, 2, 64, [400])  # two blocks, one of which merges twice
+    wanted = rows.attended("attention_rows", two_buffers=True)
+    found = [
+        rows.attended("attention_rows", two_buffers=True, cluster=True, backwards=b, changes=(OF_CLUSTERS[fault],))
+        for b in (False, True)
+    ]
+    assert not all(torch.equal(bits(each), bits(wanted)) for each in found)
 
 
 @pytest.mark.parametrize("window", [1, 30, 64, 100, 256, 257, 330])

@@ -149,7 +149,15 @@ __device__ __forceinline__ bool is_idle(const int* busy) { return busy != nullpt
 
 // All threads of the cluster's blocks that have not ended: what they wrote before, they may read of each other behind it.
 __device__ __forceinline__ void meet_cluster() {
+  __syncwarp();
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;\n" ::: "memory");
+}
+// Into the shared memory of another block of the cluster, at the same place as here.
+__device__ __forceinline__ void put_there(float* at, int rank, float value) {
+  asm volatile("{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; st.shared::cluster.f32 [there], %2; }\n" ::"r"(
+                   shared_address(at)),
+               "r"(rank), "f"(value)
+               : "memory");
 }
 
 }  // namespace vs

@@ -179,46 +179,36 @@ __device__ __forceinline__ float quad_max(float v) {
 
 constexpr unsigned kOnes = 0x3F803F80u;  // two bf16 ones
 
-// Of a record, for other blocks: past the L1 cache, where it does not lie in shared memory.
-__device__ __forceinline__ void write(float* to, float value) {
-  if (CLUSTER) *to = value;
-  else __stcg(to, value);
-}
-__device__ __forceinline__ void write_state(float* record, float m, float l) {
-  write(record + HEAD_DIM, m);
-  write(record + HEAD_DIM + 1, l);
-}
-
-// Spans [begin, end) merged for element i of the outputs of a K/V head's heads; `load` gives a number of a span's record.
+// Spans [begin, end) merged for element i of the outputs of a K/V head's heads; `load` gives a span's m and l of its head, and o.
 template <typename Load>
 __device__ __forceinline__ void merge_spans(const Load& load, int i, int begin, int end, bf16* out) {
-  const int head = i / HEAD_DIM, column = i % HEAD_DIM, record = head * kRecord;
+  const int head = i / HEAD_DIM;
   constexpr int kAtOnce = 4;
   float m = neg_inf(), sum = 0.0f, value = 0.0f;
   for (int first = begin; first < end; first += kAtOnce) {
     float m_other[kAtOnce], l_other[kAtOnce], o_other[kAtOnce];
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {  // all loads before the first is used
-      const bool there = first + i < end;
-      m_other[i] = there ? load(first + i, record + HEAD_DIM) : neg_inf();
-      l_other[i] = there ? load(first + i, record + HEAD_DIM + 1) : 0.0f;
-      o_other[i] = there ? load(first + i, record + column) : 0.0f;
+    for (int n = 0; n < kAtOnce; ++n) {  // all loads before the first is used
+      const bool there = first + n < end;
+      m_other[n] = there ? load.m(first + n, head) : neg_inf();
+      l_other[n] = there ? load.l(first + n, head) : 0.0f;
+      o_other[n] = there ? load.o(first + n, i) : 0.0f;
     }
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      if (m_other[i] == neg_inf()) continue;
+    for (int n = 0; n < kAtOnce; ++n) {
+      if (m_other[n] == neg_inf()) continue;
       if (m == neg_inf()) {
-        m = m_other[i], sum = l_other[i], value = o_other[i];
+        m = m_other[n], sum = l_other[n], value = o_other[n];
         continue;
       }
-      const float top = fmaxf(m, m_other[i]), mine_by = exp2_at_most_126(sub(m, top));
-      const float other_by = exp2_at_most_126(sub(m_other[i], top));
-      value = add(mul(value, mine_by), mul(o_other[i], other_by));
-      sum = add(mul(sum, mine_by), mul(l_other[i], other_by));
+      const float top = fmaxf(m, m_other[n]), mine_by = exp2_at_most_126(sub(m, top));
+      const float other_by = exp2_at_most_126(sub(m_other[n], top));
+      value = add(mul(value, mine_by), mul(o_other[n], other_by));
+      sum = add(mul(sum, mine_by), mul(l_other[n], other_by));
       m = top;
     }
   }
-  out[head * HEAD_DIM + column] = to_bf16(div(value, sum));
+  out[i] = to_bf16(div(value, sum));
 }
 
 // A span's o, l and m merged into those of the spans before it, as merge_spans does, where they are in registers.
@@ -241,29 +231,71 @@ __device__ __forceinline__ void merge_span(float (*all_o)[4], float* all_l, floa
   }
 }
 
-// Records that lie in memory, of row and K/V head `pair`.
+// Records that lie in memory, of row and K/V head `pair`: read past the L1 cache, because other blocks wrote them.
 struct Partial {
   const float* from;
   __device__ Partial(const Args& a, int64 pair) : from(a.partial + pair * a.spans * kGroup * kRecord) {}
-  __device__ __forceinline__ float operator()(int span, int at) const {
-    return __ldcg(from + static_cast<int64>(span) * kGroup * kRecord + at);
+  __device__ __forceinline__ float at(int span, int head, int i) const {
+    return __ldcg(from + (static_cast<int64>(span) * kGroup + head) * kRecord + i);
   }
+  __device__ __forceinline__ float m(int span, int head) const { return at(span, head, HEAD_DIM); }
+  __device__ __forceinline__ float l(int span, int head) const { return at(span, head, HEAD_DIM + 1); }
+  __device__ __forceinline__ float o(int span, int i) const { return at(span, i / HEAD_DIM, i % HEAD_DIM); }
 };
+__device__ __forceinline__ void write_state(float* record, float m, float l) {
+  __stcg(record + HEAD_DIM, m);
+  __stcg(record + HEAD_DIM + 1, l);
+}
 
-// Records in the shared memory of a cluster's blocks, at the same address in each.
-struct Shared {
-  unsigned record;
-  __device__ __forceinline__ float operator()(int span, int at) const {
-    float value;
-    asm volatile("{ .reg .b32 there; mapa.shared::cluster.u32 there, %1, %2; ld.shared::cluster.f32 %0, [there]; }\n"
-                 : "=f"(value)
-                 : "r"(record + at * 4), "r"(span)
-                 : "memory");
-    return value;
-  }
-};
 constexpr int kRowWarps = 8, kRowThreads = 32 * kRowWarps, kShare = kSpan / kRowWarps, kShareTiles = kShare / 8;
 constexpr int kPerTile = kTile / kShare;  // warps that share a tile's scores
+constexpr int kMostBlocks = 8, kOutputs = kGroup * HEAD_DIM, kTurns = (kOutputs + kRowThreads - 1) / kRowThreads;
+
+// What the blocks of a cluster have put into this one's shared memory: all states, and the outputs that it merges, which are
+// those of every num_blocks-th turn of its threads.
+struct alignas(128) Gathered {
+  float values[(kTurns + kMostBlocks - 1) * kRowThreads], tops[kMostBlocks][kGroup], sums[kMostBlocks][kGroup];
+};
+constexpr int kGatheredBytes = CLUSTER ? sizeof(Gathered) : 0;
+struct Shared {
+  Gathered& from;
+  int first_span, num_blocks, turns;  // turns of a block
+  __device__ Shared(Gathered& from, int first_span, int num_blocks)
+      : from(from), first_span(first_span), num_blocks(num_blocks), turns((kTurns + num_blocks - 1) / num_blocks) {}
+  __device__ __forceinline__ void put(int span, int i, float value) const {
+    int block = i / kRowThreads, turn = 0;
+    for (; block >= num_blocks; block -= num_blocks) ++turn;
+    put_there(place(span, turn, i), first_span + block, value);
+  }
+  __device__ __forceinline__ void put_state(int span, int head, int block, float top, float sum) const {
+    put_there(&from.tops[span - first_span][head], block, top);
+    put_there(&from.sums[span - first_span][head], block, sum);
+  }
+  __device__ __forceinline__ float* place(int span, int turn, int i) const {
+    return from.values + ((span - first_span) * turns + turn) * kRowThreads + i % kRowThreads;
+  }
+};
+// Of one turn of a block.
+struct Turn {
+  const Shared& shared;
+  int turn;
+  __device__ __forceinline__ float m(int span, int head) const { return shared.from.tops[span - shared.first_span][head]; }
+  __device__ __forceinline__ float l(int span, int head) const { return shared.from.sums[span - shared.first_span][head]; }
+  __device__ __forceinline__ float o(int span, int i) const { return *shared.place(span, turn, i); }
+};
+
+// Every output of a K/V head's heads that a thread has, with its value and sum of weights.
+template <int OWN, typename Put>
+__device__ __forceinline__ void each_output(const float (*o)[4], const float* l, const Put& put) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, t = lane & 3;
+#pragma unroll
+  for (int c = 0; c < OWN; ++c)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int head = g + (e < 2 ? 0 : 8), column = (warp + kRowWarps * c) * 8 + 2 * t + (e & 1);
+      if (head < kGroup && warp + kRowWarps * c < kColumns) put(head * HEAD_DIM + column, o[c][e], l[e & 2]);
+    }
+}
 
 // grid (spans, KV_HEADS, rows), 8 warps: one span of one row. The scores of the whole span at once, then the maxima in
 // tile order, then each warp continues the chains over the span for its share of the columns. Spans are merged in ascending
@@ -282,14 +314,15 @@ extern "C" __global__ void __launch_bounds__(kRowThreads) attention_rows(const A
   if (span < first_span || span >= spans) return;
   const int end = min(kSpan, (len - origin + kTile - 1) / kTile * kTile) + origin;
   const int ready = max(origin, min(end, ready_len)), tiles = (end - origin) / kTile;
-  bf16* weights = reinterpret_cast<bf16*>(memory);  // [16, kStride]
-  const unsigned char* keys = memory + 16 * kStride * 2;
+  bf16* weights = reinterpret_cast<bf16*>(memory + kGatheredBytes);  // [16, kStride]
+  const unsigned char* keys = memory + kGatheredBytes + 16 * kStride * 2;
   const unsigned k_to = shared_address(keys), v_to = k_to + (TWO_BUFFERS ? kSpan * kRowBytes : 0);
   if (threadIdx.x < kSpan)
     slots[threadIdx.x] = origin + threadIdx.x < len ? slot_of(a, row, seq_row, prefix_len, origin + threadIdx.x) : 0;
   __syncthreads();
   fetch<true, kRowThreads>(a.k_store, slots, kv_head, origin, origin, ready, len, k_to);
   if (TWO_BUFFERS) fetch<false, kRowThreads>(a.v_store, slots, kv_head, origin, origin, ready, len, v_to);
+  if (CLUSTER) meet_cluster();  // from here on others may write into this block's shared memory
   wait_for_previous();
   fetch<true, kRowThreads>(a.k_store, slots, kv_head, origin, ready, end, len, k_to);
   if (TWO_BUFFERS) fetch<false, kRowThreads>(a.v_store, slots, kv_head, origin, ready, end, len, v_to);
@@ -384,33 +417,30 @@ extern "C" __global__ void __launch_bounds__(kRowThreads) attention_rows(const A
   const int64 pair = static_cast<int64>(row) * KV_HEADS + kv_head;
   bf16* out = a.out + (static_cast<int64>(row) * HEADS + kv_head * kGroup) * HEAD_DIM;
   const bool alone = spans - first_span == 1;
+  if (alone) {
+    each_output<kOwn>(o, l, [&](int i, float value, float sum) { out[i] = to_bf16(div(value, sum)); });
+    return;
+  }
 #if CLUSTER
-  __shared__ float record[kGroup * kRecord];
-  float* mine = record;
+  const Shared shared(*reinterpret_cast<Gathered*>(&memory[0]), first_span, spans - first_span);
+  each_output<kOwn>(o, l, [&](int i, float value, float) { shared.put(span, i, value); });
+  if (warp == 0)
+    for (int block = first_span + t; block < spans; block += 4) {
+      if (g < kGroup) shared.put_state(span, g, block, m_low[kTiles - 1], l[0]);
+      if (g + 8 < kGroup) shared.put_state(span, g + 8, block, m_high[kTiles - 1], l[2]);
+    }
+  meet_cluster();
+  for (int turn = 0; turn < shared.turns; ++turn) {
+    const int i = (turn * shared.num_blocks + span - first_span) * kRowThreads + threadIdx.x;
+    if (i < kOutputs) merge_spans(Turn{shared, turn}, i, first_span, spans, out);
+  }
 #else
   float* mine = a.partial + (pair * a.spans + span) * kGroup * kRecord;
-#endif
-#pragma unroll
-  for (int c = 0; c < kOwn; ++c)
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const int head = g + (e < 2 ? 0 : 8), column = (warp + kRowWarps * c) * 8 + 2 * t + (e & 1);
-      if (head >= kGroup || warp + kRowWarps * c >= kColumns) continue;
-      if (alone) out[head * HEAD_DIM + column] = to_bf16(div(o[c][e], l[e & 2]));
-      else write(mine + head * kRecord + column, o[c][e]);
-    }
-  if (alone) return;
+  each_output<kOwn>(o, l, [&](int i, float value, float) { __stcg(mine + i / HEAD_DIM * kRecord + i % HEAD_DIM, value); });
   if (warp == 0 && t == 0) {
     if (g < kGroup) write_state(mine + g * kRecord, m_low[kTiles - 1], l[0]);
     if (g + 8 < kGroup) write_state(mine + (g + 8) * kRecord, m_high[kTiles - 1], l[2]);
   }
-#if CLUSTER
-  meet_cluster();
-  const int num_blocks = spans - first_span;  // each has a share of the outputs
-  for (int i = (span - first_span) * kRowThreads + threadIdx.x; i < kGroup * HEAD_DIM; i += num_blocks * kRowThreads)
-    merge_spans(Shared{shared_address(record)}, i, first_span, spans, out);
-  meet_cluster();  // nobody's record is gone while others read it
-#else
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) last = atomicAdd(a.arrived + pair, 1) == spans - first_span - 1;
