@@ -25,7 +25,7 @@ def start_of(shapes: Shapes, rows: int = 1) -> Trial:
 def test_forms_that_are_tried_can_run(shapes: Shapes, rows: int) -> None:
     """Their blocks have room on an SM, all columns have a warp, and each part is varied."""
     for product, form in start_of(shapes, rows).forms.items():
-        assert fits(form)
+        assert fits(form, product, rows)
         parts = variants(form, product, rows)
         for part in parts:
             assert len({*part, form}) > 1
@@ -44,7 +44,7 @@ def test_the_quickest_pass_is_found() -> None:
 
     def timed(trials: Sequence[Trial]) -> list[float]:
         return [
-            100.0 + SPANS.index(trial.span) + (trial.forms[down].enders == 1) + (not trial.forms[down].late)
+            100.0 + SPANS.index(trial.span) + (trial.forms[down].enders != 2) + (not trial.forms[down].late)
             + abs(trial.forms[down].warps - 14) for trial in trials
         ]  # fmt: skip
 

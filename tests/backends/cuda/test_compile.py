@@ -12,10 +12,10 @@ MODEL = {"WIDTH": 576, "HEADS": 9, "KV_HEADS": 3, "HEAD_DIM": 64}
 LINEAR = {"N": 960, "K": 576, "PARTS": 3, "TILES": 1, "STAGES": 4, **MODEL}
 WIDE = {"K": 576, "STEP": 1, "STAGES": 4, **MODEL}
 LARGE = {"K": 1152, "BLOCKS": 2, "GROUP": 4, "STAGES": 6, **MODEL}
-DRAFTS = {"E4M3": 0, "WARPS": 9, "STAGES": 4, "STEP": 1, "LATE": 0, "ENDERS": 1, **MODEL}
+DRAFTS = {"E4M3": 0, "WARPS": 9, "STAGES": 4, "STEP": 1, "LATE": 0, "ENDERS": 1, "AMONG": 2, **MODEL}
 WHOLE = {"KIND": 1, "N": 576, "K": 1536, "BITS": 8, "BLOCK_ROWS": 8, **DRAFTS}
 FLOATS = WHOLE | {"E4M3": 1}
-TWO_ENDERS = {"KIND": 2, "N": 17920, "K": 1536, "BITS": 4, "BLOCK_ROWS": 1, **DRAFTS, "WARPS": 12, "ENDERS": 2}
+MORE_ENDERS = {"KIND": 2, "N": 17920, "K": 1536, "BITS": 4, "BLOCK_ROWS": 1, **DRAFTS, "WARPS": 12, "ENDERS": 3}
 ATTENTION = {**MODEL, "TWO_BUFFERS": 0, "CLUSTER": 0, "WHOLE": 0, "STAGES": 3, "SPAN": 256}
 KINDS = [{"KIND": 0, "ROW_TILES": 1}, {"KIND": 1, "ROW_TILES": 2}, {"KIND": 2, "ROW_TILES": 4}]
 KINDS += [{"KIND": 3, "ROW_TILES": 8}, {"KIND": 4, "ROW_TILES": 1}]
@@ -37,7 +37,7 @@ SOURCES = [
     *(("attention.cu", ATTENTION | {"HEAD_DIM": size, "WHOLE": 1}) for size in (64, 256)),
     *(("attention.cu", ATTENTION | {"HEADS": heads, "STAGES": stages}) for heads, stages in ((3, 2), (27, 6))),
     ("quantized.cu", {"KIND": 0, "N": 960, "K": 576, "BITS": 4, "BLOCK_ROWS": 1, **DRAFTS}),
-    ("quantized.cu", TWO_ENDERS),
+    ("quantized.cu", MORE_ENDERS),
     ("quantized.cu", WHOLE),
     ("quantized.cu", FLOATS),
     ("draw.cu", {}),
@@ -75,7 +75,11 @@ def test_ptx_has_no_approximations_and_only_k16_products(
 # One of each source, and what takes most registers: heads of 256, and products of floats, which Hopper makes in halves.
 ASSEMBLED = [*{source: (source, defines) for source, defines in reversed(SOURCES)}.values()]
 ASSEMBLED += [("attention.cu", ATTENTION | {"HEAD_DIM": 256, "WHOLE": 1})]
-ASSEMBLED += [("quantized.cu", TWO_ENDERS), ("quantized.cu", FLOATS), ("quantized.cu", FLOATS | {"KIND": 0, "STEP": 2})]
+ASSEMBLED += [
+    ("quantized.cu", MORE_ENDERS),
+    ("quantized.cu", FLOATS),
+    ("quantized.cu", FLOATS | {"KIND": 0, "STEP": 2}),
+]
 # Bytes that a kernel may spill; all others spill nothing. Those between passes run in one block.
 SPILLED = {"begin_level": 64, "end_level": 512, "large": 512}
 SPILLED_AT_256 = {"attention_groups": 2560}

@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 from tests.support import cuda_emulated  # noqa: E402
 from verispec.backends.cuda.arguments import filled  # noqa: E402
 from verispec.backends.cuda.kernels import LinearArgs  # noqa: E402
-from verispec.backends.cuda.product_forms import Kind, draft_form, draft_rows  # noqa: E402
+from verispec.backends.cuda.product_forms import Kind, draft_form, draft_rows, sums_nbytes  # noqa: E402
 from verispec.backends.cuda.quantize import Quantized, eight_bits, quantized  # noqa: E402
 from verispec.backends.options import DRAFT_BITS  # noqa: E402
 
@@ -40,7 +40,7 @@ def product(
     form = draft_form(Kind.PLAIN, w.shape, w.bits, row_tile, num_sms=1)._replace(enders=enders)
     defines = {"KIND": int(Kind.PLAIN), "N": outputs, "K": columns, "BITS": w.bits, "E4M3": int(w.is_float)}
     defines |= {"BLOCK_ROWS": row_tile, "WARPS": form.warps, "STAGES": form.stages, "STEP": form.step}
-    defines |= {"LATE": form.late, "ENDERS": form.enders, "WIDTH": columns}
+    defines |= {"LATE": form.late, "ENDERS": form.enders, "AMONG": form.among, "WIDTH": columns}
     named = (*(f"{name}={value}" for name, value in defines.items()), f"LATE_COPIES={str(backwards).lower()}")
     cuda_emulated.launch(
         "quantized.cu", "quantized", args, grid=(2, -(-rows // row_tile), 1), threads=32 * (form.warps + form.enders),
@@ -80,9 +80,12 @@ def test_it_is_the_product_of_rounded_rows_and_weights(kind: str, rows: int, col
 @pytest.mark.parametrize("backwards", [False, True])
 @pytest.mark.parametrize(("kind", "rows", "columns"), [("int4", 1, 256), ("int8", 3, 192), ("fp8", 8, 128)])
 def test_whoever_ends_tiles_they_are_the_same(kind: str, rows: int, columns: int, backwards: bool) -> None:
-    """Two warps in turns, of which one has no tile more than the other in one block, and one in the other."""
+    """Two warps in turns, of which one has no tile more than the other in one block, and one in the other; and more
+    than there are tiles."""
     x, w = random_case(kind, rows, columns)
-    assert torch.equal(product(x, w, backwards=backwards, enders=2), product(x, w, backwards=backwards))
+    alone = product(x, w, backwards=backwards)
+    for enders in (2, 3, 6):
+        assert torch.equal(product(x, w, backwards=backwards, enders=enders), alone)
 
 
 def test_control_two_that_end_the_same_tiles_are_noticed() -> None:
@@ -152,13 +155,18 @@ def test_weights_are_those_of_the_options(kind: str) -> None:
     assert set(KINDS) == {name for name, bits in DRAFT_BITS.items() if bits}
 
 
-@pytest.mark.parametrize("columns", [64, 576, 896, 1536, 4096, 4864, 8960, 14336, 18944, 27648, 28672, 53248])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_every_form_fits_an_sm(columns: int, bits: int) -> None:
-    for rows in range(1, 12):
+@pytest.mark.parametrize("rows", [1, 2, 3, 8])
+def test_every_form_fits_an_sm(rows: int, bits: int) -> None:
+    for chunks in range(1, 1025):
+        columns = 64 * chunks
         tile = draft_rows(columns, rows)
-        for kind, outputs in ((Kind.QKV, columns), (Kind.QKV, 48), (Kind.RESIDUAL, 896), (Kind.HEAD, 151936)):
+        for kind, outputs in (
+            (Kind.QKV, columns), (Kind.QKV, 48), (Kind.RESIDUAL, 896), (Kind.GATE_UP, 2 * columns), (Kind.HEAD, 151936),
+        ):  # fmt: skip
             form = draft_form(kind, (outputs, columns), bits, tile, num_sms=132)
-            assert form.shared + form.warps * 1024 + 64 <= 227 * 1024
+            assert form.shared + sums_nbytes(tile, form.warps, form.enders) <= 227 * 1024
             assert form.stages >= 2
-            assert form.warps * -(-(columns // 64) // form.warps) * 64 >= columns
+            assert form.warps * -(-chunks // form.warps) * 64 >= columns
+            assert -(-chunks // form.warps) % form.step == 0
+            assert form.among * 32 * (form.warps + form.enders) <= 2048

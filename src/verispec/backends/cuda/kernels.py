@@ -47,6 +47,8 @@ _MAX_ROW_THREADS = 256
 WHOLE_GROUPS_PER_SM = 4  # with so many blocks in a launch, a block of prompt attention takes all spans of its rows
 # Spans of a row whose blocks merge them through shared memory: so many, or fewer, if many rows take all SMs.
 _MAX_CLUSTER, _FREE_CLUSTER = 8, 4
+DRAFT_SPANS, _MAX_SPREAD_ROWS = (64, 128), 4  # of so many rows of drafts
+_SPAN_OTHER_NBYTES = 2048  # what such a block has beside
 # With so many blocks to an SM, one has all spans of a row, if they are few: else all would wait for the longest row.
 _WHOLE_ROWS_PER_SM, _MAX_WHOLE_SPANS = 1.5, 8
 # Of its ring: two blocks share an SM at heads of 128, four at 64. And what it has beside the ring and the slots.
@@ -262,7 +264,7 @@ class Kernels:
         self._scale = float(softmax_scale(shapes.query_scalar or shapes.head_dim))
         self.whole_rows: bool | None = None  # which form `attend_rows` takes; None: the quicker one. For checks
         self.own_large = True  # whether large.cu serves where it can. For checks
-        self.draft_form, self.draft_span = draft_form, SPAN  # of products and attention. For bench.draft_forms
+        self.draft_form, self.draft_spans = draft_form, DRAFT_SPANS  # the best first. For bench.draft_forms
         self._tile_nbytes = 2 * TILE * shapes.head_dim * 2  # of K and V
         self.num_sms: int = torch.cuda.get_device_properties("cuda").multi_processor_count
 
@@ -311,7 +313,7 @@ class Kernels:
         """Attention of rows of any kind, each by itself; `spans` is at least what the longest of them needs. More
         blocks may share the context of rows of `drafts`, which changes bits."""
         args = self._attention_args(k, v, inputs, b, window)
-        span = self.draft_span if drafts and self._has_shorter_spans(rows, spans) else SPAN
+        span = self.draft_span(rows, spans) if drafts else SPAN
         spans = spans * SPAN // span
         filled(args, first_row=first_row, spans=spans)
         if span == SPAN and self._takes_whole_rows(rows, spans):
@@ -328,19 +330,32 @@ class Kernels:
         )
         kernel.launch(grid, 256, args, stream=current_stream(), shared=form.shared, cluster=form.cluster)
 
-    def _has_shorter_spans(self, rows: int, spans: int) -> bool:
-        """Whether a cluster has them, so that they need no memory, and each of its blocks an SM to itself."""
-        spans = spans * SPAN // self.draft_span
-        return spans <= _MAX_CLUSTER and rows * self.shapes.kv_heads * spans <= self.num_sms
+    def draft_span(self, rows: int, spans: int) -> int:
+        """Positions of a block of rows of drafts: few, where a cluster has them all, so that they need no memory, and
+        each of its blocks an SM to itself."""
+        for span in self.draft_spans if rows <= _MAX_SPREAD_ROWS else ():
+            count = spans * SPAN // span
+            if rows * self.shapes.kv_heads * count <= self.num_sms and self._span_form(rows, count, span).cluster > 1:
+                return span
+        return SPAN
 
     def _span_form(self, rows: int, spans: int, span: int = SPAN) -> SpanForm:
         store, weights = span * self.shapes.head_dim * 2, 16 * (span + 8) * 2
         two_buffers = rows * self.shapes.kv_heads * spans <= 2 * self.num_sms
         two_buffers &= 2 * store + weights <= MAX_BLOCK_NBYTES
         shared = (2 if two_buffers else 1) * store + weights
+        gathered = shared + self._gathered_nbytes
         fits = spans <= _FREE_CLUSTER or rows * self.shapes.kv_heads * spans * shared <= self.num_sms * ALONE_NBYTES
+        fits &= gathered + _SPAN_OTHER_NBYTES <= MAX_BLOCK_NBYTES
         cluster = spans if two_buffers and fits and 1 < spans <= _MAX_CLUSTER else 1
-        return SpanForm(two_buffers, cluster, shared)
+        return SpanForm(two_buffers, cluster, gathered if cluster > 1 else shared)
+
+    @property
+    def _gathered_nbytes(self) -> int:
+        """What a block of a cluster has for what others find."""
+        group = self.shapes.heads // self.shapes.kv_heads
+        turns = -(-group * self.shapes.head_dim // 256) + _MAX_CLUSTER - 1
+        return -(-(turns * 256 + 2 * _MAX_CLUSTER * group) * 4 // 128) * 128
 
     def rows_form(self, rows: int, spans: int) -> str:
         """How `attend_rows` shares the work of so many rows."""
@@ -468,7 +483,7 @@ class Kernels:
         return {
             "KIND": int(kind), "N": w[0], "K": w[1], "BITS": bits, "E4M3": int(is_float), "BLOCK_ROWS": row_tile,
             "WARPS": form.warps, "STAGES": form.stages, "STEP": form.step, "LATE": form.late, "ENDERS": form.enders,
-            **self._sizes,
+            "AMONG": form.among, **self._sizes,
         }  # fmt: skip
 
     def _wide(self, kind: Kind, w: torch.Tensor, parts: int, rows: int, args: ctypes.Structure) -> None:

@@ -28,7 +28,10 @@ _WHOLE_STAGES = 8  # of products that are not cut into parts of K, eight rows at
 # were meant to, because an SM with twice the work is what all others wait for.
 _QKV_NBYTES, _PAIR_NBYTES, ALONE_NBYTES, _DOWN_NBYTES = 72 * 1024, 77 * 1024, 115 * 1024, 148 * 1024
 _PAIR_TILES = 4  # to an SM: so many are shared by two blocks of half the warps
-_MAX_DRAFT_WARPS, _MAX_DRAFT_STAGES, _MAX_ROWS_NBYTES = 20, 12, 152 * 1024
+_MAX_DRAFT_WARPS, _MAX_DRAFT_STAGES, _MAX_ROWS_NBYTES = 20, 12, 150 * 1024
+# The same of a single row, which bench/draft_forms.py found on models of 1B and 1.5B parameters: the most warps, and of
+# the gate-up product; chunks of a warp of the down product, and how many may idle. Bytes stand behind the kinds.
+_ROW_WARPS, _ROW_GATE_UP_WARPS, _ROW_DOWN_CHUNKS, _ROW_IDLE = 8, 12, 12, 0.05
 MAX_BLOCK_NBYTES = 227 * 1024  # of shared memory
 # Of products of 9 to 64 rows: most of an SM's shared memory, so that much is on its way; two columns of 64 at once
 # where that leaves enough stages. Blocks of more outputs have more to finish when there is nothing left to fetch.
@@ -51,6 +54,9 @@ class Kind(IntEnum):
     PLAIN = 4
 
 
+_ROW_NBYTES = {Kind.QKV: 64 * 1024, Kind.GATE_UP: 48 * 1024, Kind.RESIDUAL: 100 * 1024}
+
+
 class DraftForm(NamedTuple):
     """How blocks of a quantised product share its work: quantized.cu says what these are."""
 
@@ -61,12 +67,18 @@ class DraftForm(NamedTuple):
     per_sm: int  # blocks
     late: int  # 1: the next kernel may start only when this one's rows are there
     enders: int = 1  # warps that add the sums of the others, tile by tile in turns, and do what follows
+    among: int = 2  # blocks, those of the kernels beside it too, that an SM's registers have room for
 
 
 def draft_nbytes(w: tuple[int, int], bits: int, rows: int, warps: int) -> tuple[int, int]:
     """Of a block with so many warps: a chunk for each of them, and the rows."""
     each = -(-(w[1] // TILE) // warps)
     return warps * (128 * bits + 64), warps * each * rows * (TILE + 4)  # values and scales
+
+
+def sums_nbytes(rows: int, warps: int, enders: int) -> int:
+    """What a block has for the sums of its warps, beside a few words."""
+    return max(2, enders) * warps * 64 * max(1, rows // 2) * min(2, rows) + 1024
 
 
 def draft_rows(columns: int, rows: int) -> int:
@@ -76,6 +88,8 @@ def draft_rows(columns: int, rows: int) -> int:
 
 def draft_form(kind: Kind, w: tuple[int, int], bits: int, rows: int, num_sms: int) -> DraftForm:
     """The form for a matrix [outputs, columns], found by timing whole passes of drafts on an H200."""
+    if rows == 1:
+        return _row_form(kind, w, bits, num_sms)
     tiles, chunks = w[0] // 16, w[1] // TILE
     is_pair = tiles >= _PAIR_TILES * num_sms
     most = 12 if is_pair or kind is Kind.QKV else _MAX_DRAFT_WARPS
@@ -85,7 +99,7 @@ def draft_form(kind: Kind, w: tuple[int, int], bits: int, rows: int, num_sms: in
         warps = most
     each = -(-chunks // warps)
     chunk, row_nbytes = draft_nbytes(w, bits, rows, warps)
-    fixed = warps * 2 * 32 * 16 + 1024  # sums
+    fixed = warps * 1024 + 1024  # by which these rings were found: sums take no more
     is_down = kind is Kind.RESIDUAL and w[1] > w[0]
     least = _PAIR_NBYTES if is_pair else ALONE_NBYTES
     total = _DOWN_NBYTES if is_down else least
@@ -96,8 +110,40 @@ def draft_form(kind: Kind, w: tuple[int, int], bits: int, rows: int, num_sms: in
         is_pair, least, room = False, ALONE_NBYTES, MAX_BLOCK_NBYTES - fixed - row_nbytes
     step = 2 if each % 2 == 0 and room >= 3 * 2 * chunk else 1
     stages = max(2, min(_MAX_DRAFT_STAGES // step, room // (step * chunk)))
-    shared = max(stages * step * chunk + row_nbytes, least - fixed)
+    shared = max(stages * step * chunk + row_nbytes, least - sums_nbytes(rows, warps, 1))
     return DraftForm(warps, step, stages, shared, 1 + is_pair, int(is_down))
+
+
+def _row_form(kind: Kind, w: tuple[int, int], bits: int, num_sms: int) -> DraftForm:
+    """That of a single row, whose time is mostly that of one step waiting for the other: few warps to add up."""
+    tiles, chunks = w[0] // 16, w[1] // TILE
+    is_down, is_pair = kind is Kind.RESIDUAL and w[1] > w[0], tiles >= _PAIR_TILES * num_sms
+    if is_down:
+        warps, total = _down_warps(chunks), ALONE_NBYTES
+    else:
+        total = _ROW_NBYTES.get(kind, _PAIR_NBYTES)
+        most = min(chunks, _ROW_GATE_UP_WARPS if kind is Kind.GATE_UP else _ROW_WARPS)
+        doubles = [n for n in range(-(-most // 2), most + 1) if chunks % (2 * n) == 0]  # two chunks a step are quicker
+        equal = [n for n in range(most, most // 2, -1) if chunks % n == 0]
+        warps = max(doubles, default=(*equal, min(chunks, _ROW_GATE_UP_WARPS))[0])
+    each = -(-chunks // warps)
+    chunk, row_nbytes = draft_nbytes(w, bits, 1, warps)
+    enders = 1 if is_down else 3 if is_pair else 2
+    fixed = sums_nbytes(1, warps, enders)
+    step = 2 if each % 2 == 0 else 1
+    room = max(total - fixed - row_nbytes, 2 * step * chunk)
+    stages = min(_MAX_DRAFT_STAGES // step, room // (step * chunk))
+    shared = max(stages * step * chunk + row_nbytes, total - fixed)
+    per_sm = 1 if kind is Kind.RESIDUAL else 2
+    return DraftForm(warps, step, stages, shared, per_sm, int(is_down), enders)
+
+
+def _down_warps(chunks: int) -> int:
+    """So many that each has about as many chunks as is best, an even number, and few idle at the end."""
+    counts = range(_ROW_WARPS, _MAX_DRAFT_WARPS + 1)
+    even = [(-(-chunks // (2 * n)) * 2, n) for n in counts]
+    best = [(abs(each - _ROW_DOWN_CHUNKS), n) for each, n in even if each * n <= chunks * (1 + _ROW_IDLE)]
+    return min(best or [(-(-chunks // n) * n, n) for n in counts])[1]
 
 
 class WideForm(NamedTuple):

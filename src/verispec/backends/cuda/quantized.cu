@@ -1,7 +1,8 @@
 // One linear layer of few rows on weights of BITS bits, with what follows it: for drafts, so its bits are nobody's promise.
 // Compiled for one layer: KIND, N, K, BITS (4 or 8), E4M3 (whether 8 bits are a float, and no whole number), BLOCK_ROWS (1, 2, 4 or
 // 8 of a block), WARPS (that share the columns), STAGES, STEP (chunks of a stage), LATE (whether the next kernel may start only
-// when the rows are there), ENDERS (1 or 2), WIDTH, and for q/k/v HEADS, KV_HEADS, HEAD_DIM.
+// when the rows are there), ENDERS (up to 6), AMONG (blocks that registers of an SM are to have room for), WIDTH, and for q/k/v
+// HEADS, KV_HEADS, HEAD_DIM.
 // Weights stand in the order in which lanes want them (quantize.py): 64 columns of 16 weight rows, a chunk, are one load per
 // lane and 4 bits; all scales lie behind them. A block takes every gridDim.x-th tile of 16 weight rows. Its warps stream their
 // chunks of all those tiles through rings of their own in shared memory, which are filled before the wait for the kernel in
@@ -18,6 +19,8 @@ constexpr int kValueBytes = kLoads * 512, kChunkBytes = kValueBytes + 64, kStage
 constexpr int kRingBytes = STAGES * kStageBytes, kRowBytes = kOwn * BLOCK_ROWS * 64;
 constexpr int kThreads = 32 * (WARPS + ENDERS), kMeeting = 32 * (WARPS + 1);  // who multiplies, and one who ends a tile
 constexpr int kSides = BLOCK_ROWS > 1 ? 2 : 1;  // rows of a lane: 2 t and 2 t + 1
+constexpr int kPlaces = ENDERS > 2 ? ENDERS : 2;  // of tiles that were multiplied
+constexpr int kHolders = BLOCK_ROWS > 2 ? BLOCK_ROWS / 2 : 1, kAlike = 4 / kHolders;  // lanes t that differ, and those of the same rows
 constexpr float kWhole = 12582912.0f;  // 1.5 * 2^23: whole numbers that are added to it stand in its low bits
 constexpr int kWholeBits = 0x4b400000;
 constexpr float kMost = E4M3 ? 448.0f : 127.0f;  // what the largest of 64 columns of a row becomes
@@ -160,12 +163,18 @@ __device__ __forceinline__ void multiply(float* acc, const unsigned char* chunk,
 
 __device__ __forceinline__ void arrive(int barrier) { asm volatile("bar.arrive %0, %1;\n" ::"r"(barrier), "n"(kMeeting) : "memory"); }
 __device__ __forceinline__ void meet(int barrier) { asm volatile("bar.sync %0, %1;\n" ::"r"(barrier), "n"(kMeeting) : "memory"); }
-constexpr int kFull = 1, kEmpty = 3;  // barriers of two places for sums
+constexpr int kFull = 1, kEmpty = kFull + kPlaces;  // barriers of places for sums
+static_assert(kEmpty + kPlaces <= 16, "there are so many barriers");
+
+// A lane's sums of a tile: of output g, then of g + 8.
+struct alignas(8 * kSides) Sums {
+  float of[2][kSides];
+};
 
 // grid (blocks that share the tiles, blocks of BLOCK_ROWS rows)
-extern "C" __global__ void __launch_bounds__(kThreads, 2) quantized(const Args a) {
+extern "C" __global__ void __launch_bounds__(kThreads, AMONG) quantized(const Args a) {
   extern __shared__ __align__(128) unsigned char memory[];
-  __shared__ float4 sums[2][WARPS][32];
+  __shared__ Sums sums[kPlaces][WARPS][8 * kHolders];
   __shared__ float factors[ENDERS][BLOCK_ROWS];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, t = lane & 3;
   const int first_row = blockIdx.y * BLOCK_ROWS, num_tiles = (kTiles - blockIdx.x + gridDim.x - 1) / gridDim.x;
@@ -202,8 +211,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) quantized(const Args a
     if (LATE) release_next();
     const unsigned char* row = rows + g % BLOCK_ROWS * 64 + t * 16;
     row_scales += 2 * t % BLOCK_ROWS;
-    int at = 0;  // the stage that is next
-    for (int tile = 0; tile < num_tiles; ++tile) {
+    int at = 0, place = 0;  // the stage and the place that are next
+    for (int tile = 0; tile < num_tiles; ++tile, place = place + 1 == kPlaces ? 0 : place + 1) {
       float acc[4] = {};
       for (int step = 0; step < kSteps; ++step, at = at + 1 == STAGES ? 0 : at + 1) {
         copy_wait<STAGES - 2>();
@@ -217,9 +226,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) quantized(const Args a
           multiply(acc, stage + c * kChunkBytes, row + chunk * BLOCK_ROWS * 64, row_scales + chunk * BLOCK_ROWS, lane);
         }
       }
-      if (tile >= 2) meet(kEmpty + tile % 2);
-      sums[tile % 2][warp][lane] = make_float4(acc[0], acc[1], acc[2], acc[3]);
-      arrive(kFull + tile % 2);
+      if (tile >= kPlaces) meet(kEmpty + place);
+      if (t < kHolders) {
+        Sums own;
+#pragma unroll
+        for (int e = 0; e < kSides; ++e) own.of[0][e] = acc[e], own.of[1][e] = acc[2 + e];
+        sums[place][warp][g * kHolders + t] = own;
+      }
+      arrive(kFull + place);
     }
     return;
   }
@@ -240,18 +254,29 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) quantized(const Args a
       fetch_constants(a, beside[e], first_row + 2 * t + e, tile, g);
       if (KIND == RESIDUAL) fetch_residual(a, beside[e], first_row + 2 * t + e, tile, g);
     }
-    meet(kFull + i % 2);
-    float4 y = sums[i % 2][0][lane];
+    const int place = i % kPlaces;
+    meet(kFull + place);
+    Sums y = {};
 #pragma unroll
-    for (int p = 1; p < WARPS; ++p) {
-      const float4 other = sums[i % 2][p][lane];
-      y.x = add(y.x, other.x), y.y = add(y.y, other.y), y.z = add(y.z, other.z), y.w = add(y.w, other.w);
+    for (int first = 0; first < WARPS; first += kAlike) {  // lanes of the same rows share the warps
+      const int p = first + t / kHolders;
+      if (p >= WARPS) continue;
+      const Sums other = sums[place][p][g * kHolders + t % kHolders];
+#pragma unroll
+      for (int e = 0; e < kSides; ++e) y.of[0][e] = add(y.of[0][e], other.of[0][e]), y.of[1][e] = add(y.of[1][e], other.of[1][e]);
     }
-    if (i + 2 < num_tiles) arrive(kEmpty + i % 2);
+#pragma unroll
+    for (int step = kHolders; step < 4; step *= 2)
+#pragma unroll
+      for (int e = 0; e < 2 * kSides; ++e) {
+        float& v = y.of[e / kSides][e % kSides];
+        v = add(v, __shfl_xor_sync(0xffffffffu, v, step));
+      }
+    if (i + kPlaces < num_tiles) arrive(kEmpty + place);
 #pragma unroll
     for (int e = 0; e < kSides; ++e) {
       const int column = 2 * t + e, row = column < BLOCK_ROWS ? first_row + column : a.rows;  // the others are of no row
-      finish(a, columns, beside[e], tile, g, row, kScaled ? factor[column % BLOCK_ROWS] : 1.0f, e ? y.y : y.x, e ? y.w : y.z);
+      finish(a, columns, beside[e], tile, g, row, kScaled ? factor[column % BLOCK_ROWS] : 1.0f, y.of[0][e], y.of[1][e]);
     }
   }
 }
