@@ -37,7 +37,7 @@ class FarBackend:
 
     def __init__(
         self, text: Callable[[int], Sequence[int]], *, vocab_size: int, num_slots: int, context_len: int,
-        num_seq_rows: int, host: Callable[[], float] = lambda: 0.0,
+        num_seq_rows: int, host: Callable[[], float] = lambda: 0.0, drafted: float = 0.0,
     ) -> None:  # fmt: skip
         self.limits = BackendLimits(
             vocab_size, context_len, num_slots, num_seq_rows, max_tail=64, prepares=True, looks_up=True
@@ -45,6 +45,7 @@ class FarBackend:
         self.resident = Resident(self.limits)
         self._text, self._texts = text, np.zeros((num_seq_rows + 1, context_len + 1), np.int64)
         self._host = host
+        self._beyond = drafted  # seconds of a round in which it drafts, beyond the pass
         self._own = self._waited = self._free = 0.0
         self.busy = 0.0  # seconds of the device so far
         self.rounds: list[int] = []  # of every pass
@@ -71,9 +72,10 @@ class FarBackend:
     def submit(self, pass_: Pass) -> Ticket:
         start = self._host()
         seconds: list[float] = []
+        beyond = self._beyond if pass_.burst is not None and pass_.burst.drafts else 0.0
 
         def run(part: Pass) -> PassResult:
-            seconds.append(self._seconds(part))
+            seconds.append(self._seconds(part) + beyond)
             return self._found(part)
 
         result = run_rounds(self.resident, pass_, run)

@@ -278,6 +278,8 @@ class Engine:
         num_rounds = sum(len(t.rounds) for t in step.turns)
         if num_rounds:
             self._policy.rates.note_rounds((total - waited if self._cost.trip else seconds) / num_rounds, num_rounds)
+            if self._cost.trip and not step.cohorts and all(turn.is_resident for turn in step.turns):
+                self._policy.note_burst(step.turns)
 
     @property
     def totals(self) -> Totals:

@@ -118,7 +118,7 @@ class Policy:
             self.costs, cost, row_budget=row_budget, max_draft=max_draft, max_burst=max_burst, fits_rows=fits_rows
         )
         self._look_seconds = 0.0  # of the host, to ask a sequence's drafters
-        self._cost_versions = (0, 0, 0)
+        self._cost_versions = (0, 0, 0, 0)
         self._entries: dict[Hashable, _Entry] = {}
         self._can_pay: dict[tuple[int, bool], tuple[tuple[int, int], bool]] = {}  # with the versions of the costs
 
@@ -139,7 +139,8 @@ class Policy:
         that counts is when the last of a batch ends, `room_of_others` are the most tokens that one of the others has
         left. The `last` choice of a turn stays unless another saves clearly more than a change takes.
         """
-        versions = self._cost.version, _rough(self.rates.host_seconds), _rough(self.rates.round_seconds)
+        rates = self.rates
+        versions = self._cost.version, _rough(rates.host_seconds), _rough(rates.round_seconds), rates.version
         if versions != self._cost_versions:
             self._cost_versions = versions
             self._entries.clear()
@@ -224,6 +225,18 @@ class Policy:
             return False
         return sequence.needs_host or (sequence.uses_probabilities and not self._by_probability)
 
+    def note_burst(self, turns: Sequence[Turn]) -> None:
+        """Learn from the time of a pass in which the backend drafted for all of these, in the middle of their answers:
+        the first rounds of one are few, and wait for the host."""
+        name = turns[0].choice.drafter
+        if any(turn.choice.drafter != name or turn.start < turn.sequence.prompt_len for turn in turns):
+            return
+        num_rounds, num_rows = max(turn.num_rounds for turn in turns), sum([1 + t.choice.num_nodes for t in turns])
+        context_len = sum([turn.start for turn in turns]) // len(turns)
+        predicted = self.costs.pass_seconds(num_rows, context_len) + turns[0].choice.draft_seconds
+        seconds = turns[0].seconds - (0.0 if turns[0].num_behind else self._cost.trip)
+        self.rates.note_burst(name, len(turns), seconds, num_rounds * predicted, num_rounds)
+
     def note_looks(self, seconds: float) -> None:
         """What the host took to ask each sequence's drafters."""
         self._look_seconds += (seconds - self._look_seconds) * (_LOOK_STEP if self._look_seconds else 1.0)
@@ -273,7 +286,7 @@ class Policy:
             if curve.by_fast_rounds:
                 best = self._with_windows(best, name, curve, drafting, crowd, is_free=is_free)
                 continue
-            offers = predictions.offers(curve, drafting, crowd)
+            offers = predictions.offers(name, curve, drafting, crowd)
             rates |= {(curve.shape, offer.num_nodes): offer.rate for offer in offers}
             found = predictions.best_of(offers, curve, drafting, crowd)
             predicted = found.rate / plain

@@ -17,6 +17,9 @@ from verispec.spec.drafter import Curve
 LEFT_OUT = 3e-5  # seconds of a draft pass that nobody wants and that is left out, though it was sent before; H200
 _NEAR_HOST = 1e-3  # seconds for a round that the host drafts, believed: a pass leaves its caches cold
 _ROUND_STEP, _MANY_ROUNDS = 0.2, 64  # towards what the host last took for a round
+# Of rounds that the backend drafts, beyond their passes: seconds that are believed where the host is far, as if seen in
+# so many rounds; the most that are remembered; a change that entries are made anew for; and what is no time of a burst.
+_BEYOND, _BELIEVED_ROUNDS, _MOST_ROUNDS, _NOTICEABLE_BEYOND, _LONGEST = 4e-5, 64.0, 512.0, 1e-5, 3.0
 _BEST_GAIN, _MOST_ROWS = 1.1, 3  # at best so many times the tokens a second, by at most so many times the rows
 
 
@@ -45,9 +48,18 @@ class Offer:
 NOTHING = Offer(0, 0.0)
 
 
+@dataclass(slots=True)
+class _Beyond:
+    """Seconds of a round, and how many rounds they are the mean of."""
+
+    seconds: float
+    num_rounds: float = _BELIEVED_ROUNDS
+
+
 class StepRates:
     """`host_seconds` are those of a round that the host drafts, beyond T; `round_seconds` those of one that the backend
-    drafts, for each sequence; the engine measures both. `fits_rows`: what was not drafted after all has no rows."""
+    drafts, for each sequence, of the host; the engine measures both. `fits_rows`: what was not drafted after all has no
+    rows. `version` grows when what rounds take beyond their passes has moved noticeably."""
 
     def __init__(
         self, costs: StepCosts, cost: CostTable, *, row_budget: int, max_draft: int | None, max_burst: int,
@@ -59,6 +71,8 @@ class StepRates:
         near = _NEAR_HOST if cost.learns else 0.0
         self.host_seconds = cost.trip / 2 or near
         self.round_seconds = 0.0
+        self._beyond: dict[tuple[str, int], _Beyond] = {}
+        self.version = 0
 
     def plain(self, crowd: Crowd) -> float:
         """Without drafts."""
@@ -73,6 +87,24 @@ class StepRates:
         step = min(_ROUND_STEP if self.round_seconds else 1.0, num_rounds / _MANY_ROUNDS)
         self.round_seconds += (seconds - self.round_seconds) * step
 
+    def beyond(self, name: str, drafting: int) -> float:
+        """Seconds of a round in which the backend drafts for so many by this drafter, beyond T and its draft passes:
+        what it looks up, judges and moves between passes. Nothing where the host is near, whose time has them."""
+        return self._of_rounds(name, drafting).seconds if self._cost.trip else 0.0
+
+    def _of_rounds(self, name: str, drafting: int) -> _Beyond:
+        return self._beyond.setdefault((name, drafting.bit_length()), _Beyond(_BEYOND))
+
+    def note_burst(self, name: str, drafting: int, seconds: float, predicted: float, num_rounds: int) -> None:
+        """What a burst of so many rounds took, and should have taken by T and draft passes."""
+        if seconds > _LONGEST * predicted:  # something else was in between
+            return
+        found = self._of_rounds(name, drafting)
+        before, found.num_rounds = found.seconds, min(_MOST_ROUNDS, found.num_rounds + num_rounds)
+        found.seconds += ((seconds - predicted) / num_rounds - before) * num_rounds / found.num_rounds
+        if round(before / _NOTICEABLE_BEYOND) != round(found.seconds / _NOTICEABLE_BEYOND):
+            self.version += 1
+
     def has_faster_rounds(self, drafting: int, crowd: Crowd) -> bool:
         """Whether a round is shorter if these sequences draw in fast passes: replays come on top of that. Rounds of a
         window need the host for none of its tokens."""
@@ -83,10 +115,11 @@ class StepRates:
         host = self.host(is_needed=crowd.needs_host)
         return drawn < self._costs.seconds(crowd.rows, crowd.beside, crowd.context_len) + host
 
-    def offers(self, curve: Curve, drafting: int, crowd: Crowd) -> list[Offer]:
-        """Whole levels of the curve, at least one, up to as many as fit."""
+    def offers(self, name: str, curve: Curve, drafting: int, crowd: Crowd) -> list[Offer]:
+        """Whole levels of a drafter's curve, at least one, up to as many as fit."""
         offers = list[Offer]()
         by_backend = curve.by_backend and not crowd.needs_host
+        beyond = self.beyond(name, drafting) if by_backend else 0.0
         nodes, tokens, seconds, width, saved_rows = 0, 0.0, 0.0, 1, 0.0
         for level in curve.levels[: self.limit(len(curve.levels))]:
             if self._fits_rows:
@@ -108,7 +141,8 @@ class StepRates:
             if by_backend:
                 host = drafting * self.round_seconds
                 host, hidden = (0.0, host) if self._cost.trip else (host, 0.0)
-            rate = self.rate(crowd, drafting * nodes, drafting * tokens, seconds + host - saved_rows, hidden)
+            added = seconds + beyond + host - saved_rows
+            rate = self.rate(crowd, drafting * nodes, drafting * tokens, added, hidden)
             offers.append(Offer(nodes, rate, seconds, tokens))
         return offers
 
