@@ -8,9 +8,10 @@ torch = pytest.importorskip("torch")
 
 from tests.support import cuda_emulated  # noqa: E402
 from verispec.backends.cuda.arguments import filled  # noqa: E402
-from verispec.backends.cuda.kernels import LinearArgs  # noqa: E402
+from verispec.backends.cuda.kernels import DRAFT_SPANS, Kernels, LinearArgs  # noqa: E402
 from verispec.backends.cuda.product_forms import Kind, draft_form, draft_rows, sums_nbytes  # noqa: E402
 from verispec.backends.cuda.quantize import Quantized, eight_bits, quantized  # noqa: E402
+from verispec.backends.cuda.shapes import SPAN, Shapes  # noqa: E402
 from verispec.backends.options import DRAFT_BITS  # noqa: E402
 
 pytestmark = pytest.mark.cuda
@@ -170,3 +171,24 @@ def test_every_form_fits_an_sm(rows: int, bits: int) -> None:
             assert form.warps * -(-chunks // form.warps) * 64 >= columns
             assert -(-chunks // form.warps) % form.step == 0
             assert form.among * 32 * (form.warps + form.enders) <= 2048
+
+
+SMALL_HEADS, LARGE_HEADS = Shapes(1536, 12, 2, 128, 8960, 151936, 1e-6), Shapes(2048, 8, 4, 256, 8192, 151936, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "rows", "spans", "span"),
+    [
+        (SMALL_HEADS, 1, 1, 64), (SMALL_HEADS, 1, 2, 64), (SMALL_HEADS, 1, 4, 128), (SMALL_HEADS, 1, 5, SPAN),
+        (SMALL_HEADS, 4, 2, 64), (SMALL_HEADS, 5, 1, SPAN), (LARGE_HEADS, 1, 1, 64), (LARGE_HEADS, 4, 4, SPAN),
+    ],
+)  # fmt: skip
+def test_blocks_share_a_context_of_drafts_where_a_cluster_has_room(
+    shapes: Shapes, rows: int, spans: int, span: int
+) -> None:
+    """What one has not would go through memory that is made for whole spans."""
+    kernels = object.__new__(Kernels)
+    kernels.shapes, kernels.num_sms, kernels.draft_spans = shapes, 132, DRAFT_SPANS
+    assert kernels.draft_span(rows, spans) == span
+    if span < SPAN:
+        assert kernels._span_form(rows, spans * SPAN // span, span).cluster == spans * SPAN // span
