@@ -2,11 +2,11 @@
 
 python -m bench.draft_forms FOLDER [NAME ...]
 
-NAME is one of `quantized_check`'s shapes (default: those of 1B to 8B parameters), with random weights on 4 bits; --rows
-and --context say what a pass has. Of the five products and attention, one after the other, each part of the form is
-varied while the others stay, twice over; what makes the pass shortest stays for those behind it. The same form, timed
-again at the end, says what a difference is worth. Logits that are far from those of the rule's forms end the run.
-FOLDER/draft_forms.json has everything that was tried.
+NAME is one of `quantized_check`'s shapes (default: those of 1B to 8B parameters), with random weights on 4 bits, or on
+--weights int8; --rows and --context say what a pass has. Of the five products and attention, one after the other, each
+part of the form is varied while the others stay, twice over; what makes the pass shortest stays for those behind it.
+The same form, timed again at the end, says what a difference is worth. Logits that are far from those of the rule's
+forms end the run. FOLDER/draft_forms.json has everything that was tried.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from verispec.backends.cuda.product_forms import (
 )
 from verispec.backends.cuda.shapes import SPAN, TILE, Shapes
 
-BITS, MOST_WARPS, MOST_STAGES = 4, 20, 12
+MOST_WARPS, MOST_STAGES = 20, 12
 RINGS = tuple(1024 * n for n in (32, 48, 64, 77, 100, 115, 148, 190))  # bytes that a block asks for
 REGISTERS, LEAST_REGISTERS = 65536, 40  # of an SM, and those that a thread cannot do without
 KEPT = 1024  # bytes of an SM's shared memory for each block that is not the block's
@@ -44,12 +44,13 @@ class Product(NamedTuple):
 
     kind: Kind
     w: tuple[int, int]
+    bits: int = 4
 
     def row_tile(self, rows: int) -> int:
         return draft_rows(self.w[1], rows)
 
     def by_the_rule(self, rows: int, num_sms: int) -> DraftForm:
-        return draft_form(self.kind, self.w, BITS, self.row_tile(rows), num_sms)
+        return draft_form(self.kind, self.w, self.bits, self.row_tile(rows), num_sms)
 
 
 Forms = Mapping[Product, DraftForm]
@@ -63,18 +64,19 @@ class Trial(NamedTuple):
     time_us: float = 0.0
 
 
-def products(s: Shapes) -> dict[str, Product]:
+def products(s: Shapes, bits: int = 4) -> dict[str, Product]:
     """By name, those of a pass."""
-    return {
-        "output": Product(Kind.RESIDUAL, (s.width, s.attention)), "down": Product(Kind.RESIDUAL, (s.width, s.mlp)),
-        "gate-up": Product(Kind.GATE_UP, (2 * s.mlp, s.width)), "q/k/v": Product(Kind.QKV, (s.qkv, s.width)),
-        "head": Product(Kind.HEAD, (s.vocab, s.width)),
+    found = {
+        "output": (Kind.RESIDUAL, (s.width, s.attention)), "down": (Kind.RESIDUAL, (s.width, s.mlp)),
+        "gate-up": (Kind.GATE_UP, (2 * s.mlp, s.width)), "q/k/v": (Kind.QKV, (s.qkv, s.width)),
+        "head": (Kind.HEAD, (s.vocab, s.width)),
     }  # fmt: skip
+    return {name: Product(kind, w, bits) for name, (kind, w) in found.items()}
 
 
 def with_ring(form: DraftForm, product: Product, rows: int, nbytes: int) -> DraftForm | None:
     """The form with as many stages as so much shared memory has room for, if it has any."""
-    chunk, row_nbytes = draft_nbytes(product.w, BITS, product.row_tile(rows), form.warps)
+    chunk, row_nbytes = draft_nbytes(product.w, product.bits, product.row_tile(rows), form.warps)
     fixed = sums_nbytes(product.row_tile(rows), form.warps, form.enders)
     each = -(-(product.w[1] // TILE) // form.warps)
     room = min(nbytes, MAX_BLOCK_NBYTES) - fixed - row_nbytes
@@ -142,7 +144,7 @@ def compile_form(defines: dict[str, int]) -> None:
     Cubins(cache_dir() / "cuda").get("quantized.cu", defines)
 
 
-def measure(name: str, rows: int, context: int, pool: ProcessPoolExecutor) -> dict[str, object]:
+def measure(name: str, weights: str, rows: int, context: int, pool: ProcessPoolExecutor) -> dict[str, object]:
     import numpy as np
     import torch
 
@@ -151,11 +153,12 @@ def measure(name: str, rows: int, context: int, pool: ProcessPoolExecutor) -> di
     from tests.backends.cuda.device_check import SHAPES, decode_rows, device_inputs, random_model
     from verispec.backends.cuda.forward import Plan
     from verispec.backends.cuda.kernels import ALL_FEW
+    from verispec.backends.options import DRAFT_BITS
 
     SHAPES.setdefault(name, (check.DRAFTS | check.LLAMAS)[name])
     shapes, num_layers = SHAPES[name]
     model = random_model(name, layers=num_layers, max_rows=8, sequences=8)
-    check.use_draft_weights(model, "int4")
+    check.use_draft_weights(model, weights)
     table = np.random.default_rng(0).permutation(8 * 2048).reshape(8, 2048) + 2
     every = np.arange(rows)
     inputs = device_inputs(
@@ -163,8 +166,9 @@ def measure(name: str, rows: int, context: int, pool: ProcessPoolExecutor) -> di
         torch.tensor(table, dtype=torch.int32, device="cuda"),
     )
     plan = Plan(rows=rows, forms=ALL_FEW, single_rows=rows, spans=-(-context // SPAN), drafts=True)
-    kernels, names = model.kernels, products(shapes)
-    kernels.draft_form = lambda kind, w, *_: trial.forms[Product(kind, (w[0], w[1]))]
+    bits = DRAFT_BITS[weights]
+    kernels, names = model.kernels, products(shapes, bits)
+    kernels.draft_form = lambda kind, w, *_: trial.forms[Product(kind, (w[0], w[1]), bits)]
     span = kernels.draft_span(rows, plan.spans)
     trial = Trial({p: p.by_the_rule(rows, kernels.num_sms) for p in names.values()}, span)
     model.forward(inputs, plan)
@@ -178,7 +182,7 @@ def measure(name: str, rows: int, context: int, pool: ProcessPoolExecutor) -> di
 
     def timed(trials: Sequence[Trial]) -> list[float]:
         forms = {(p, form) for each in trials for p, form in each.forms.items()}
-        defines = [kernels.draft_defines(p.kind, p.w, BITS, p.row_tile(rows), form) for p, form in forms]
+        defines = [kernels.draft_defines(p.kind, p.w, bits, p.row_tile(rows), form) for p, form in forms]
         new = {str(each): each for each in defines if str(each) not in compiled}
         compiled.update(new)
         list(pool.map(compile_form, new.values()))
@@ -202,15 +206,24 @@ def measure(name: str, rows: int, context: int, pool: ProcessPoolExecutor) -> di
         {"time_us": each.time_us, "span": each.span, **{w: list(each.forms[p]) for w, p in names.items()}}
         for each in tried
     ]
-    return {"shape": name, "rows": rows, "context": context, "bf16_us": bf16_us, "again": again, "tried": listed}
+    return {
+        "shape": name,
+        "weights": weights,
+        "rows": rows,
+        "context": context,
+        "bf16_us": bf16_us,
+        "again": again,
+        "tried": listed,
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("names", nargs="*", default=NAMES)
-    parser.add_argument("--rows", type=int, default=1)
-    parser.add_argument("--context", type=int, default=256)
+    parser.add_argument("folder", type=Path, help="where results are written")
+    parser.add_argument("names", nargs="*", default=NAMES, help="shapes; default: %(default)s")
+    parser.add_argument("--weights", choices=("int4", "int8"), default="int4")
+    parser.add_argument("--rows", type=int, default=1, help="of a pass; default: 1")
+    parser.add_argument("--context", type=int, default=256, help="tokens in front of each row; default: 256")
     options = parser.parse_args()
     from verispec.backends.cuda.device import Gpu
     from verispec.model.hub import cache_dir
@@ -218,7 +231,7 @@ def main() -> None:
     results = []
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool, Gpu(0, cache_dir() / "cuda").current():
         for name in options.names:
-            results.append(measure(name, options.rows, options.context, pool))
+            results.append(measure(name, options.weights, options.rows, options.context, pool))
             (options.folder / "draft_forms.json").write_text(json.dumps(results, indent=1) + "\n")
 
 

@@ -16,15 +16,16 @@ QWEN = Shapes(1536, 12, 2, 128, 8960, 151936, 1e-6)
 LLAMA = Shapes(4096, 32, 8, 128, 14336, 128256, 1e-5)
 
 
-def start_of(shapes: Shapes, rows: int = 1) -> Trial:
-    return Trial({p: p.by_the_rule(rows, 132) for p in products(shapes).values()}, SPAN)
+def start_of(shapes: Shapes, rows: int = 1, bits: int = 4) -> Trial:
+    return Trial({p: p.by_the_rule(rows, 132) for p in products(shapes, bits).values()}, SPAN)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize("shapes", [QWEN, LLAMA], ids=["1.5b", "8b"])
-def test_forms_that_are_tried_can_run(shapes: Shapes, rows: int) -> None:
+def test_forms_that_are_tried_can_run(shapes: Shapes, rows: int, bits: int) -> None:
     """Their blocks have room on an SM, all columns have a warp, and each part is varied."""
-    for product, form in start_of(shapes, rows).forms.items():
+    for product, form in start_of(shapes, rows, bits).forms.items():
         assert fits(form, product, rows)
         parts = variants(form, product, rows)
         for part in parts:
