@@ -4,11 +4,11 @@
     python bench/far.py --quick
     python bench/far.py --prompts FILE.jsonl ... --batch 1 8    # answers of SmolLM2, made here first
 
-The device is simulated with the costs of an H200 (`tests/support/far_backend.py`); the host is this machine's, by its
-CPU time. All requests are there from the start, their prompts in the cache. The answers are text in which words recur
-but not what follows them (*words*), in which nothing occurs twice (*new*), which quotes the prompt (*quotes*), or of
-which every third does (*some*). With --prompts they are those that a model gave on this machine, greedy and sampled,
-all of the same length. Arms run in turns.
+The device is simulated with the costs of an H200 (`tests/support/far_backend.py`; --trip and --drafted change two of
+them); the host is this machine's, by its CPU time. All requests are there from the start, their prompts in the cache.
+The answers are text in which words recur but not what follows them (*words*), in which nothing occurs twice (*new*),
+which quotes the prompt (*quotes*), or of which every third does (*some*). With --prompts they are those that a model
+gave on this machine, greedy and sampled, all of the same length. Arms run in turns.
 """
 
 from __future__ import annotations
@@ -46,6 +46,13 @@ VOCAB, NUM_PROMPT, CONTEXT_LEN = 49_152, 320, 1024
 TEXTS = ("words", "new", "quotes", "some")
 WRONG_EVERY = 24  # of a text that quotes
 DRAFTED = 45e-6  # seconds of a round that the device drafts, beyond its pass; SmolLM2-135M on an H200
+
+
+class Device(NamedTuple):
+    """What it takes in seconds, beside passes: for each pass that the host waits for, and a round that it drafts."""
+
+    trip: float = TRIP
+    drafted: float = DRAFTED
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,15 +125,15 @@ class Answers(NamedTuple):
 class Bench:
     """An engine, with the prompts of one batch, or of several, in its cache."""
 
-    def __init__(self, texts: Texts, batch: int, num_new: int, num_batches: int = 1) -> None:
+    def __init__(self, device: Device, texts: Texts, batch: int, num_new: int, num_batches: int = 1) -> None:
         self._texts, self._batch, self._num_new = texts, batch, num_new
         self._seeds = count(batch)
         num_slots = (3 + num_batches) * batch * CONTEXT_LEN
         self._backend = FarBackend(
             texts.whole, vocab_size=VOCAB, num_slots=num_slots, context_len=CONTEXT_LEN, num_seq_rows=batch,
-            host=time.process_time, drafted=DRAFTED,
+            host=time.process_time, **device._asdict(),
         )  # fmt: skip
-        cost = CostTable(ROWS, SECONDS, (0.0,) * len(ROWS), learns=True, trip=TRIP)
+        cost = CostTable(ROWS, SECONDS, (0.0,) * len(ROWS), learns=True, trip=device.trip)
         setup = DraftSetup(backend=self._backend, cost=cost)
         self._renewed = {
             name: Renewed(lambda name=name: DRAFTERS[name](setup), is_for_auto=True) for name in ("suffix", "lookup")
@@ -206,10 +213,20 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, nargs="+", help="JSON lines; answers are a model's")
     parser.add_argument("--model", default="smollm2-135m", help="whose answers, with --prompts")
     parser.add_argument("--count", type=int, default=48, help="of prompts, of all tasks in turn")
+    parser.add_argument(
+        "--trip", type=float, default=1e3 * TRIP, help="ms for each pass that is waited for; %(default)g"
+    )
+    parser.add_argument(
+        "--drafted",
+        type=float,
+        default=1e6 * DRAFTED,
+        help="us of a round that the device drafts, beyond its pass; %(default)g",
+    )
     parser.add_argument("--quick", action="store_true", help="batches of 1 and 32, medians of 3")
     options = parser.parse_args()
     if options.quick:
         options.batch, options.repeats = [1, 32], 3
+    device = Device(1e-3 * options.trip, 1e-6 * options.drafted)
     print(f"{cpu_name()}; Python {platform.python_version()}; medians of {options.repeats}\n")
     print(
         "| text | batch | drafter | tok/s | against none (min-max) | device busy | passes | rounds a pass | "
@@ -217,17 +234,17 @@ def main() -> None:
     )
     print("|---" * 10 + "|")
     if options.prompts:
-        show_answers(options)
+        show_answers(options, device)
         return
     for text in options.texts:
         for batch in options.batch:
             texts = MadeTexts(text, batch, options.tokens)
-            found = Bench(texts, batch, options.tokens).measured(options.drafters, options.repeats)
+            found = Bench(device, texts, batch, options.tokens).measured(options.drafters, options.repeats)
             for drafter, runs in found.items():
                 show(text, batch, drafter, runs, found["none"])
 
 
-def show_answers(options: argparse.Namespace) -> None:
+def show_answers(options: argparse.Namespace, device: Device) -> None:
     """Whole times over all batches, and in brackets the least and the most of one."""
     llm = LLM(options.model, drafter="none")
     prompts = Prompts(llm, options.prompts, max_len=CONTEXT_LEN - options.tokens).mixed(options.count)
@@ -235,7 +252,7 @@ def show_answers(options: argparse.Namespace) -> None:
         texts = Answers.of(llm, prompts, options.tokens, temperature)
         for batch in [batch for batch in options.batch if batch <= options.count]:
             num_batches = options.count // batch
-            bench = Bench(texts, batch, options.tokens, num_batches)
+            bench = Bench(device, texts, batch, options.tokens, num_batches)
             found = bench.over_all(options.drafters, options.repeats, num_batches)
             for drafter, runs in found.items():
                 show(f"answers, T = {temperature:g}", batch, drafter, runs, found["none"], as_sum=True)

@@ -346,7 +346,8 @@ def test_what_rounds_take_is_learned_both_ways_and_by_drafter_and_load() -> None
     for _ in range(60):
         rates.note_burst("lookup", 1, 16 * 1.3e-3, 16 * 1.0e-3, 16)
         rates.note_burst("lookup", 8, 16 * 0.9e-3, 16 * 1.0e-3, 16)
-        rates.note_burst("model", 1, 16 * 9e-3, 16 * 1.0e-3, 16)  # something else was in between
+        rates.note_burst("model", 1, 16 * 9e-3, 16 * 1.0e-3, 16)  # the host was late for it
+        rates.note_burst("model", 1, 16 * 0.1e-3, 16 * 1.0e-3, 16)  # or for the one before
     assert abs(rates.beyond("lookup", 1) - 0.3e-3) < 0.03e-3
     assert abs(rates.beyond("lookup", 8) + 0.1e-3) < 0.03e-3
     assert rates.beyond("model", 1) == rates.beyond("lookup", 64) == believed

@@ -37,7 +37,8 @@ class FarBackend:
 
     def __init__(
         self, text: Callable[[int], Sequence[int]], *, vocab_size: int, num_slots: int, context_len: int,
-        num_seq_rows: int, host: Callable[[], float] = lambda: 0.0, drafted: float = 0.0,
+        num_seq_rows: int, host: Callable[[], float] = lambda: 0.0, trip: float = TRIP,
+        drafted: float = 0.0,
     ) -> None:  # fmt: skip
         self.limits = BackendLimits(
             vocab_size, context_len, num_slots, num_seq_rows, max_tail=64, prepares=True, looks_up=True
@@ -45,6 +46,7 @@ class FarBackend:
         self.resident = Resident(self.limits)
         self._text, self._texts = text, np.zeros((num_seq_rows + 1, context_len + 1), np.int64)
         self._host = host
+        self.trip = trip
         self._beyond = drafted  # seconds of a round in which it drafts, beyond the pass
         self._own = self._waited = self._free = 0.0
         self.busy = 0.0  # seconds of the device so far
@@ -81,7 +83,7 @@ class FarBackend:
         result = run_rounds(self.resident, pass_, run)
         seconds[-1] += self._left_out(pass_)
         self._own += self._host() - start
-        self._waited += TRIP / 2
+        self._waited += self.trip / 2
         self._free = max(self.now, self._free) + sum(seconds)
         self.busy += sum(seconds)
         self.rounds.append(len(seconds))
@@ -101,7 +103,7 @@ class FarBackend:
         return PassResult(DrawResult(found, np.full(len(rows), -1, np.float32)))
 
     def wait_until(self, end: float) -> None:
-        self._waited += max(0.0, end - self.now) + TRIP / 2
+        self._waited += max(0.0, end - self.now) + self.trip / 2
 
     def close(self) -> None:
         pass

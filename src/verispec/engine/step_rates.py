@@ -18,8 +18,9 @@ LEFT_OUT = 3e-5  # seconds of a draft pass that nobody wants and that is left ou
 _NEAR_HOST = 1e-3  # seconds for a round that the host drafts, believed: a pass leaves its caches cold
 _ROUND_STEP, _MANY_ROUNDS = 0.2, 64  # towards what the host last took for a round
 # Of rounds that the backend drafts, beyond their passes: seconds that are believed where the host is far, as if seen in
-# so many rounds; the most that are remembered; a change that entries are made anew for; and what is no time of a burst.
-_BEYOND, _BELIEVED_ROUNDS, _MOST_ROUNDS, _NOTICEABLE_BEYOND, _LONGEST = 4e-5, 64.0, 512.0, 1e-5, 3.0
+# so many rounds; the most that are remembered; a change that entries are made anew for; and by how many times rounds
+# may take more or less than their passes.
+_BEYOND, _BELIEVED_ROUNDS, _MOST_ROUNDS, _NOTICEABLE_BEYOND, _FARTHEST = 4e-5, 64.0, 512.0, 1e-5, 3.0
 _BEST_GAIN, _MOST_ROWS = 1.1, 3  # at best so many times the tokens a second, by at most so many times the rows
 
 
@@ -97,7 +98,7 @@ class StepRates:
 
     def note_burst(self, name: str, drafting: int, seconds: float, predicted: float, num_rounds: int) -> None:
         """What a burst of so many rounds took, and should have taken by T and draft passes."""
-        if seconds > _LONGEST * predicted:  # something else was in between
+        if not predicted / _FARTHEST <= seconds <= _FARTHEST * predicted:  # the host was late for it, or the one before
             return
         found = self._of_rounds(name, drafting)
         before, found.num_rounds = found.seconds, min(_MOST_ROUNDS, found.num_rounds + num_rounds)
@@ -141,7 +142,12 @@ class StepRates:
             if by_backend:
                 host = drafting * self.round_seconds
                 host, hidden = (0.0, host) if self._cost.trip else (host, 0.0)
-            added = seconds + beyond + host - saved_rows
+            if beyond < 0.0:  # learned of other drafts, perhaps of longer rounds
+                passes = self.seconds(crowd, crowd.rows + drafting * nodes) + seconds
+                host += max(beyond, passes / _FARTHEST - passes)
+            else:
+                host += beyond
+            added = seconds + host - saved_rows
             rate = self.rate(crowd, drafting * nodes, drafting * tokens, added, hidden)
             offers.append(Offer(nodes, rate, seconds, tokens))
         return offers

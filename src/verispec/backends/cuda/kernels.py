@@ -47,8 +47,8 @@ _MAX_ROW_THREADS = 256
 WHOLE_GROUPS_PER_SM = 4  # with so many blocks in a launch, a block of prompt attention takes all spans of its rows
 # Spans of a row whose blocks merge them through shared memory: so many, or fewer, if many rows take all SMs.
 _MAX_CLUSTER, _FREE_CLUSTER = 8, 4
-DRAFT_SPANS, _MAX_SPREAD_ROWS = (64, 128), 4  # of so many rows of drafts
 _SPAN_OTHER_NBYTES = 2048  # what such a block has beside
+DRAFT_SPANS, _MAX_SPREAD_ROWS = (64, 128), 4  # positions of a block, the best first, for up to so many rows of drafts
 # With so many blocks to an SM, one has all spans of a row, if they are few: else all would wait for the longest row.
 _WHOLE_ROWS_PER_SM, _MAX_WHOLE_SPANS = 1.5, 8
 # Of its ring: two blocks share an SM at heads of 128, four at 64. And what it has beside the ring and the slots.
@@ -264,7 +264,7 @@ class Kernels:
         self._scale = float(softmax_scale(shapes.query_scalar or shapes.head_dim))
         self.whole_rows: bool | None = None  # which form `attend_rows` takes; None: the quicker one. For checks
         self.own_large = True  # whether large.cu serves where it can. For checks
-        self.draft_form, self.draft_spans = draft_form, DRAFT_SPANS  # the best first. For bench.draft_forms
+        self.draft_form, self.draft_spans = draft_form, DRAFT_SPANS  # others are bench.draft_forms's
         self._tile_nbytes = 2 * TILE * shapes.head_dim * 2  # of K and V
         self.num_sms: int = torch.cuda.get_device_properties("cuda").multi_processor_count
 
